@@ -1,0 +1,46 @@
+# Two commands: `make demo` shows it at work, `make test` proves it. Both make .venv first, once.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# Many small processes share the cores; each gets one thread. Tests and demo build their models, and download none.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY) ## train a small decoder on real text, on 4 local processes, and check it against one
+	$(PY) examples/demo.py
+
+test: lint types unit ## lint, types and tests: what continuous integration runs
+
+lint: $(READY) ## style and likely mistakes
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY) ## mypy, strict
+	$(PY) -m mypy
+
+unit: $(READY) ## the tests alone
+	$(PY) -m pytest
+
+bench: $(READY) ## step time against handwritten PyTorch of the same layout
+	$(PY) bench/overhead.py
+
+clean: ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an install that was broken off is done again. torch comes first, so that nothing
+# that depends on it can choose another version.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

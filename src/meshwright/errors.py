@@ -1,0 +1,126 @@
+"""What is wrong with a plan: every problem at once, each with its place and a fix that can be pasted.
+
+Checking code adds to a `Findings` and goes on; `raise_if_any` raises one `PlanError` at the end. So a person corrects
+a plan once, not once per problem.
+
+    >>> findings = Findings()
+    >>> findings.add(where="mesh.tpp", given="tpp", required="an axis: dp_replicate, dp_shard or tp", fix="tp: 2")
+    >>> findings.raise_if_any()
+    Traceback (most recent call last):
+    meshwright.errors.PlanError: 1 problem in this plan
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from textwrap import indent
+
+_LABEL = 10  # columns: "required: "
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem. All four are text for a person; `fix` is text to paste, or empty where there is none."""
+
+    where: str
+    given: str
+    required: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fields = (
+            ("where", self.where),
+            ("given", self.given),
+            ("required", self.required),
+            ("fix", self.fix),
+        )
+        return "\n".join(_field(label, text) for label, text in fields if text)
+
+
+class PlanError(ValueError):
+    """Every problem of a plan.
+
+    Attributes:
+        findings: the problems, in the order in which they were found; never empty.
+        subject: what the problems are in, as the first line names it.
+    """
+
+    def __init__(self, findings: Iterable[Finding], subject: str = "this plan") -> None:
+        self.findings = tuple(findings)
+        self.subject = subject
+        super().__init__(
+            self.findings, subject
+        )  # the arguments, so that it survives pickling between processes
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        lines = [f"{count} problem{'' if count == 1 else 's'} in {self.subject}"]
+        for number, finding in enumerate(self.findings, 1):
+            head = f"{number}. "
+            lines += ["", head + indent(str(finding), " " * len(head))[len(head) :]]
+        return "\n".join(lines)
+
+
+class Findings:
+    """A collector of problems: add all, raise once. False while it is empty."""
+
+    def __init__(self, subject: str = "this plan") -> None:
+        self.subject = subject
+        self._found: list[Finding] = []
+
+    def add(self, *, where: str, given: str, required: str, fix: str = "") -> None:
+        """Note one problem and go on.
+
+        Args:
+            where: the place, as exact as is known: ``plan.yaml:3:5 (mesh.tpp)``.
+            given: what stands there.
+            required: what would be right there.
+            fix: text that can be pasted; several lines are kept as a block.
+        """
+        self._found.append(Finding(where=where, given=given, required=required, fix=fix))
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        """Take over the problems that another check found."""
+        self._found.extend(findings)
+
+    def raise_if_any(self) -> None:
+        """Raise a `PlanError` with every problem, in order; do nothing where there is none."""
+        if self._found:
+            raise PlanError(self._found, self.subject)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(tuple(self._found))
+
+
+def nearest(word: str, words: Iterable[str], most: int = 3) -> tuple[str, ...]:
+    """The words that are spelt most like ``word``, the nearest first; empty where none is near.
+
+    >>> nearest("dp_shrad", ["dp_replicate", "dp_shard", "tp"])
+    ('dp_shard',)
+    """
+    return tuple(get_close_matches(word, list(dict.fromkeys(words)), n=most, cutoff=0.6))
+
+
+def listing(words: Sequence[str], last: str = "or") -> str:
+    """The words as a sentence lists them.
+
+    >>> listing(["shard", "replicate", "whole"])
+    'shard, replicate or whole'
+    """
+    return ", ".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _field(label: str, text: str) -> str:
+    # Several lines stand as a block below their label: pasted, they keep their own indentation.
+    if "\n" in text:
+        return f"{label}:\n{indent(text, '    ')}"
+    return f"{label + ':':<{_LABEL}}{text}"

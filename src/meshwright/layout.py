@@ -1,0 +1,207 @@
+"""What one rank holds of a tensor along one mesh axis.
+
+    WHOLE       all of it
+    Cut         a slice along one tensor dim; of each fused block, where the dim is several blocks (a fused QKV)
+    PARTIAL     a summand: the tensor is the sum over the axis
+    ELSEWHERE   nothing: the value lives on other ranks
+
+A layout is a value: it names no process group and no rank, so that a picture of a hypothetical one can be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank of the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank holds a summand; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "partial"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """This rank holds nothing: the value lives on other ranks."""
+
+    def __str__(self) -> str:
+        return "elsewhere"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice along tensor dim ``dim``.
+
+    ``pieces[p][r]`` is how many elements of fused block ``p`` rank ``r`` holds. An ordinary cut has one block; a
+    fused QKV has three, each cut, and a rank's local tensor is its slices of the blocks, one after another.
+    """
+
+    dim: int
+    pieces: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the whole dim."""
+        return sum(sum(piece) for piece in self.pieces)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pieces[0])
+
+    @property
+    def parts(self) -> int:
+        return len(self.pieces)
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Elements of each fused block."""
+        return tuple(sum(piece) for piece in self.pieces)
+
+    def local(self, rank: int) -> int:
+        """Elements of the dim that ``rank`` holds."""
+        return sum(piece[rank] for piece in self.pieces)
+
+    def intervals(self, rank: int) -> tuple[Interval, ...]:
+        """The half-open ranges of the dim that ``rank`` holds, in the order of its local tensor; none empty."""
+        found, base = [], 0
+        for piece in self.pieces:
+            start = base + sum(piece[:rank])
+            if piece[rank]:
+                found.append((start, start + piece[rank]))
+            base += sum(piece)
+        return tuple(found)
+
+    def on(self, dim: int) -> Cut:
+        """The same cut of another dim."""
+        return self if dim == self.dim else Cut(dim, self.pieces)
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """The slice of ``whole`` that ``rank`` holds: a view where the slice is one range."""
+        ranges = self.intervals(rank)
+        if not ranges:
+            return whole.narrow(self.dim, 0, 0)
+        slices = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
+        return slices[0] if len(slices) == 1 else _cat(slices, self.dim)
+
+    def merge(self, locals_: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from every rank's slice, in rank order: the inverse of ``take``."""
+        if self.parts == 1:
+            return _cat(list(locals_), self.dim)
+        split = [t.split([piece[r] for piece in self.pieces], self.dim) for r, t in enumerate(locals_)]
+        return _cat([split[r][p] for p in range(self.parts) for r in range(self.ranks)], self.dim)
+
+    def __str__(self) -> str:
+        return f"cut({self.dim})" if self.parts == 1 else f"cut({self.dim}, parts={self.parts})"
+
+
+Layout = Whole | Partial | Elsewhere | Cut
+WHOLE, PARTIAL, ELSEWHERE = Whole(), Partial(), Elsewhere()
+
+
+def shares(size: int, ranks: int, units: int | None = None) -> tuple[int, ...]:
+    """How ``size`` elements, in ``units`` equal pieces that may not be broken, are shared over ``ranks``.
+
+    The shares of ``torch.chunk``, so that DTensor agrees; where that would leave a rank with nothing though there is
+    a unit for each, balanced shares, the larger first.
+    """
+    units = size if units is None else units
+    if units <= 0 or size % units:
+        raise ValueError(f"{size} elements are not {units} equal units")
+    step = -(-units // ranks)
+    counts = [max(0, min(step, units - r * step)) for r in range(ranks)]
+    if units >= ranks and 0 in counts:
+        counts = [units // ranks + (r < units % ranks) for r in range(ranks)]
+    return tuple(count * (size // units) for count in counts)
+
+
+def cut(dim: int, blocks: int | Sequence[int], ranks: int, units: int | None = None) -> Cut:
+    """An even cut of ``dim``: of one block of that many elements, or of several fused ones.
+
+    ``units``: how many equal pieces of each block may not be broken (attention heads); default every element.
+    """
+    blocks = (blocks,) if isinstance(blocks, int) else blocks
+    return Cut(dim, tuple(shares(b, ranks, None if units is None else gcd(units, b)) for b in blocks))
+
+
+def regroup(layout: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+    """The cut of a tensor of shape ``before`` as it reads after a reshape to shape ``after``.
+
+    Dims are matched in the smallest groups of equal products. Within the group of the cut dim the held elements form
+    a pattern over the flattened group; the first dim of ``after`` that can carry the pattern takes it. None where no
+    dim can: then the reshape mixes what different ranks hold.
+    """
+    group = reshape_group(layout.dim, before, after)
+    if group is None:
+        return None
+    (lo, hi), (to_lo, to_hi) = group
+    inner = _product(before[layout.dim + 1 : hi])
+    outer = _product(before[lo : layout.dim])
+    flat = [tuple(n * inner for n in piece) for piece in layout.pieces] * outer
+    lead = 1
+    for dim in range(to_lo, to_hi):
+        if found := _carry(flat, lead, after[dim], _product(after[dim + 1 : to_hi])):
+            return Cut(dim, found)
+        lead *= after[dim]
+    return None
+
+
+def reshape_group(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[Interval, Interval] | None:
+    """The ranges of dims of ``before`` and ``after`` that a reshape maps onto each other and that hold ``dim``."""
+    i = j = 0
+    while i < len(before):
+        start, to_start = i, j
+        left, right = before[i], after[j] if j < len(after) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right and i < len(before):
+                left, i = left * before[i], i + 1
+            elif j < len(after):
+                right, j = right * after[j], j + 1
+            else:
+                return None
+        if start <= dim < i:
+            return (start, i), (to_start, min(j, len(after)))
+    return None
+
+
+def _carry(flat: list[tuple[int, ...]], lead: int, size: int, inner: int) -> tuple[tuple[int, ...], ...] | None:
+    """The pieces of a dim of ``size`` elements that, repeated ``lead`` times and spread by ``inner``, give ``flat``."""
+    if len(flat) % lead:
+        return None
+    pattern = flat[: len(flat) // lead]
+    if pattern * lead != flat or sum(map(sum, pattern)) != size * inner:
+        return None
+    if any(n % inner for piece in pattern for n in piece):
+        return None
+    return tuple(tuple(n // inner for n in piece) for piece in pattern)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _cat(tensors: list[Any], dim: int) -> Any:
+    import torch  # words import torch only where tensors are at hand already
+
+    return torch.cat(tensors, dim)

@@ -1,0 +1,294 @@
+"""``resolve``: any module + a plan → a recipe. Every decision is made here, with its reason.
+
+    1  names          every parameter once, with its tied names
+    2  units          repeated blocks and what the plan names; only modules whose parameters nobody else uses
+    3  cuts           what tensor parallelism cuts, from the forward itself (planning/tensor.py)
+    4  recipe         a line a parameter; or one error with everything that is wrong
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.errors import Findings, nearest
+from meshwright.layout import WHOLE
+from meshwright.plan import Entry, Plan
+from meshwright.planning.tensor import Cuts, Style, infer_cuts
+from meshwright.planning.units import Uses, repeated_blocks
+from meshwright.recipe import ParameterRecipe, Recipe, Unit
+from meshwright.view.sequence import cutting_inputs
+
+Run = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The model's parameters: first name → (parameter, its other names)."""
+
+    parameters: Mapping[str, tuple[nn.Parameter, tuple[str, ...]]]
+
+    @staticmethod
+    def of(model: nn.Module) -> Names:
+        found: dict[int, tuple[str, nn.Parameter, list[str]]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) in found:
+                found[id(p)][2].append(name)
+            else:
+                found[id(p)] = (name, p, [])
+        return Names({name: (p, tuple(aliases)) for name, p, aliases in found.values()})
+
+
+def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe:
+    """The recipe for ``model`` (parameters on meta) under ``plan``.
+
+    Args:
+        model: with parameters on the meta device, buffers real.
+        run: runs the model's forward on the sample batch, and the loss on its output.
+        batch: the sample, for its number of rows.
+
+    Raises:
+        PlanError: with every problem.
+    """
+    findings = Findings()
+    names = Names.of(model)
+    entries = _entries(model, names, plan, findings)
+    _check_rows(plan, batch, findings)
+    _check_cuts(plan, names, findings)
+    findings.raise_if_any()
+    blocks = repeated_blocks(model)
+    units, recompute = _units(model, blocks, plan, entries)
+    sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
+    cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run)
+    units, more = _closed_units(units, uses)
+    owners = _owners(model, units)
+    lines = tuple(
+        _line(name, p, aliases, cuts, units, owners.get(id(p), "")) for name, (p, aliases) in names.parameters.items()
+    )
+    return Recipe(
+        mesh=plan.mesh,
+        parameters=lines,
+        units=units,
+        recompute=recompute,
+        sequence=sequence,
+        microbatches=plan.microbatches,
+        precision=plan.precision,
+        reshard_after_forward=plan.reshard_after_forward,
+        seed=plan.seed,
+        notes=(*notes, *more),
+    )
+
+
+# --- what the plan's globs name ---------------------------------------------------------------------------------------
+
+
+def _entries(model: nn.Module, names: Names, plan: Plan, findings: Findings) -> dict[str, Entry]:
+    """For each module and parameter that a glob names: what the plan says of it; later globs win."""
+    modules = [n for n, _ in model.named_modules()]
+    parameters = [n for name, (_, aliases) in names.parameters.items() for n in (name, *aliases)]
+    found: dict[str, Entry] = {}
+    for glob, entry in plan.modules.items():
+        matched = [n for n in (*modules, *parameters) if fnmatchcase(n, glob)]
+        if not matched:
+            known = [n for n in (*modules, *parameters) if n]
+            near = nearest(glob, known) or tuple(known[:3])
+            findings.add(
+                where=f"modules.{glob}",
+                given="a glob that matches no module and no parameter",
+                required=f"the name of one, such as {', '.join(near)}",
+                fix=f"{near[0] if near else '*'}: {entry.settings()}",
+            )
+        for name in matched:
+            found[name] = found.get(name, Entry()) | entry
+    return found
+
+
+def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style]) -> dict[str, Style]:
+    """For each parameter, what the plan (else the model's own tp plan) says of its cut."""
+    styles = {}
+    for name, (p, aliases) in names.parameters.items():
+        said = Entry()
+        for n in (name, *aliases):
+            scopes = [n[:i] for i, c in enumerate(n) if c == "."]
+            for scope in (*scopes, n):  # what is said of a module holds for its parameters
+                said = said | entries.get(scope, Entry())
+        if said.tp in (None, "auto") and said.parts is None and said.units is None:
+            styles[name] = soft.get(name, Style()) if said.tp is None else Style()
+            continue
+        kind = "cut" if said.cut_dim is not None else (said.tp or "auto")
+        dim = said.cut_dim
+        styles[name] = Style(kind, dim, said.parts, said.units, forced=said.tp not in (None, "auto"))
+    return styles
+
+
+_TP_PLAN = {
+    "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column", "packed_colwise": "column",
+    "rowwise": "row", "rowwise_rep": "row", "embedding_rowwise": "row", "packed_rowwise": "row", "rowwise_split_input": "row",
+}  # fmt: skip
+
+
+def _model_tp_plan(model: nn.Module, names: Names) -> tuple[dict[str, Style], list[str]]:
+    """The styles of a Hugging Face ``tp_plan``, read as data; an unknown style leaves its coupled group whole."""
+    given = getattr(model, "_tp_plan", None)
+    styles: dict[str, Style] = {}
+    notes: list[str] = []
+    if not isinstance(given, Mapping):
+        return styles, notes
+    unknown = {pattern: style for pattern, style in given.items() if style not in _TP_PLAN}
+    groups = {pattern.rpartition(".")[0]: style for pattern, style in unknown.items()}
+    for name in names.parameters:
+        module = name.rpartition(".")[0]
+        for pattern, style in given.items():
+            if style in _TP_PLAN and (fnmatchcase(module, pattern) or fnmatchcase(name, pattern)):
+                styles[name] = Style(_TP_PLAN[style], reason=f"the model's tp_plan: {style}")
+        for group, style in groups.items():
+            if group and fnmatchcase(name, f"{group}.*"):
+                styles[name] = Style("whole", reason=f"the model's tp_plan has a style not known here: {style}")
+    for group, style in groups.items():
+        notes.append(f"{group or 'a group'} is left whole over tp: its tp_plan has the style {style!r}, not known here")
+    return styles, notes
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def _units(
+    model: nn.Module, blocks: tuple[str, ...], plan: Plan, entries: Mapping[str, Entry]
+) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
+    """Wrap units, innermost first and the root last; and the modules to recompute."""
+    modules = dict(model.named_modules())
+    chosen = {b: Unit(b) for b in blocks if entries.get(b, Entry()).unit is not False}
+    recompute = [b for b in blocks if plan.recompute == "blocks" and entries.get(b, Entry()).recompute != "none"]
+    for name, entry in entries.items():
+        if name not in modules:
+            continue
+        if name and (entry.unit or entry.dp is not None):
+            chosen[name] = Unit(name, entry.dp or "shard")
+        if name and entry.recompute == "block" and name not in recompute:
+            recompute.append(name)
+    for name, unit in chosen.items():
+        if name not in entries or entries[name].dp is None:  # a unit within an overridden module follows it
+            above = [n for n in chosen if name.startswith(n + ".") and entries.get(n, Entry()).dp is not None]
+            if above:
+                chosen[name] = replace(unit, data=chosen[max(above, key=len)].data)
+    held = {n: u for n, u in chosen.items() if any(True for _ in modules[n].parameters())}
+    order = sorted(held, key=lambda n: -n.count("."))
+    return (*(held[n] for n in order), Unit("", entries.get("", Entry()).dp or "shard")), tuple(recompute)
+
+
+def _closed_units(units: tuple[Unit, ...], uses: Uses | None) -> tuple[tuple[Unit, ...], list[str]]:
+    """Units whose parameters are used inside their own forward only: FSDP gathers them there and nowhere else."""
+    if uses is None:
+        return units, []
+    open_ = {unit: name for unit, name in sorted(uses.outside)}
+    notes = [f"{u} is no unit of its own: {name} is used outside its forward" for u, name in open_.items()]
+    return tuple(u for u in units if u.name not in open_), notes
+
+
+def _owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
+    """``id(parameter)`` → the unit that gathers it: the innermost that holds every place of it, as FSDP2 assigns."""
+    modules = dict(model.named_modules())
+    owners: dict[int, str] = {}
+    for unit in units:
+        for p in modules[unit.name].parameters():
+            owners.setdefault(id(p), unit.name)
+    return owners
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+def _cuts(
+    model: nn.Module,
+    plan: Plan,
+    names: Names,
+    entries: Mapping[str, Entry],
+    units: tuple[Unit, ...],
+    sequence: tuple[str, ...],
+    run: Run,
+) -> tuple[Cuts | None, Uses | None, list[str]]:
+    """The cuts over tp, and which units are used as units, from the model's own forward."""
+    modules = dict(model.named_modules())
+    soft, notes = _model_tp_plan(model, names)
+    styles = _styles(names, entries, soft)
+    ids = {id(p): name for name, (p, _) in names.parameters.items()}
+    uses = Uses(model, {u.name: modules[u.name] for u in units if u.name})
+    size = plan.mesh.axis_size("tp")
+    if size == 1:
+        styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
+    seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
+    try:
+        cuts = infer_cuts(
+            model, run, axis="tp", size=size, styles=styles, names=ids, seeds=seeds, uses=uses,
+        )  # fmt: skip
+    except Exception as error:  # whatever a model may raise on tensors without values
+        notes.append(
+            f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
+            "no cuts were found from it; name them in the plan"
+        )
+        return None, None, notes
+    if size > 1 and not cuts.layouts:
+        reasons = sorted({r for r in cuts.reasons.values() if r})
+        notes.append(f"no parameter is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3]))
+    notes += [f"{p} is not used by the forward" for p in names.parameters if p not in uses.seen]
+    return cuts, uses, notes
+
+
+def _line(
+    name: str,
+    p: Tensor,
+    aliases: tuple[str, ...],
+    cuts: Cuts | None,
+    units: tuple[Unit, ...],
+    owner: str,
+) -> ParameterRecipe:
+    tp = cuts.layouts.get(name, WHOLE) if cuts else WHOLE
+    data = next(u.data for u in units if u.name == owner)
+    return ParameterRecipe(
+        name=name,
+        shape=tuple(p.shape),
+        dtype=str(p.dtype).removeprefix("torch."),
+        requires_grad=p.requires_grad,
+        aliases=aliases,
+        tp=tp,
+        data=data if p.dim() else "loose",
+        unit=owner,
+        reason=cuts.reasons.get(name, "") if cuts else "",
+    )
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Any) -> int | None:
+    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    sizes = [t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    return sizes[0] if sizes else None
+
+
+def _check_rows(plan: Plan, batch: Any, findings: Findings) -> None:
+    rows, pieces = rows_of(batch), plan.mesh.data_size * plan.microbatches
+    if rows is not None and rows < pieces:
+        findings.add(
+            where="batch",
+            given=f"{rows} rows",
+            required=f"at least one row for each of {plan.mesh.data_size} data ranks × {plan.microbatches} microbatches",
+            fix=f"a batch of {pieces} rows or a multiple",
+        )
+
+
+def _check_cuts(plan: Plan, names: Names, findings: Findings) -> None:
+    size = plan.mesh.axis_size("tp")
+    largest = max((max(p.shape, default=0) for p, _ in names.parameters.values()), default=0)
+    if size > max(largest, 1):
+        findings.add(
+            where="mesh.tp",
+            given=f"tp={size}, larger than every dim that could be cut: the largest dim of a parameter is {largest}",
+            required=f"tp of at most {largest}",
+            fix=f"mesh: {{dp_shard: {plan.mesh.size}}}",
+        )

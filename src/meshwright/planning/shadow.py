@@ -1,0 +1,82 @@
+"""Running a forward for its shapes: parameters are on meta, the batch and the buffers are real and small.
+
+What follows from parameters has a shape and no value; what follows from the batch alone (masks, positions, shifted
+labels) is computed. A value that is read all the same is assumed (a mask is all true, a number is one): planning may
+then see another path than a run takes. That costs nothing but speed, since the view is right for any path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+
+class Shadow(TorchDispatchMode):
+    """Lets meta and real tensors meet: where they do, the result is meta; and answers reads of meta values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not any(t.is_meta for t in tensors):
+            if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        if func in _ASSUMED:
+            return _ASSUMED[func](*args, **kwargs)
+        if func is aten._to_copy.default or func is aten.to.device:
+            kwargs["device"] = META
+        args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
+            args = (args[0], [_positions(i) for i in args[1]], *args[2:])
+            args = (args[0], [i for group in args[1] for i in group], *args[2:])
+        return func(*args, **kwargs)
+
+
+def _to_meta(t: Tensor) -> Tensor:
+    return t if t.is_meta else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META)
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """A mask as the positions it holds, all of them: meta kernels cannot count."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [torch.empty(index.numel(), dtype=torch.int64, device=META) for _ in range(index.dim())]
+
+
+def _item(x: Tensor) -> Any:
+    return {True: 1.0, False: 1}[x.is_floating_point()] if x.dtype != torch.bool else True
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device=META)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.empty(torch.broadcast_shapes(x.shape, mask.shape).numel(), dtype=x.dtype, device=META)
+
+
+_ASSUMED: dict[Any, Any] = {
+    aten._local_scalar_dense.default: _item,
+    aten.item.default: _item,
+    aten.is_nonzero.default: lambda x: True,
+    aten.equal.default: lambda x, y: True,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+}
+
+
+class Lists(TorchFunctionMode):
+    """Reads of meta values that bypass the dispatcher: ``tolist`` and ``numpy``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
+            return func(torch.ones(args[0].shape, dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))

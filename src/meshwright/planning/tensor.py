@@ -1,0 +1,332 @@
+"""Which parameters are cut over ``tp``, and how: found by running the model's own forward on meta tensors.
+
+    a linear that meets a whole input is cut by column; one that meets a cut input is cut by row
+
+The forward runs through the very rules of a real run. Whatever the cut of a parameter leads to is followed (every cut
+tensor knows the parameters its cut comes from), and what does not fit teaches a constraint about those parameters:
+
+    a split, chunk or unbind finds k blocks in the cut dim        cut each block (a fused QKV)
+    a view finds heads in the cut dim                             do not break a head
+    the cut is gathered again (a function without a rule …)       not worth it: leave the parameter whole
+
+Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the parameters whose names
+differ in numbers only, which is to say the same parameter of every repeated block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import WHOLE, Cut, cut
+from meshwright.planning.shadow import Lists, Shadow
+from meshwright.planning.units import Uses
+from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.mode import GlobalView
+from meshwright.view.tensor import View
+from meshwright.view.work import Work
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is known about how a parameter is to be cut.
+
+    ``kind``: auto | column | row | whole | cut; ``dim``: the parameter's dim where kind is cut; ``blocks``: sizes of the
+    fused blocks along the cut dim, or how many equal ones; ``units``: pieces of each block that may not be broken;
+    ``forced``: a person's word.
+    """
+
+    kind: str = "auto"
+    dim: int | None = None
+    blocks: tuple[int, ...] | int | None = None
+    units: int | None = None
+    forced: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted."""
+
+    layouts: Mapping[str, Cut]
+    reasons: Mapping[str, str]
+    ledger: Ledger
+
+
+def family(name: str) -> str:
+    """The name with its numbers left out: the same for the same parameter of every repeated block."""
+    return re.sub(r"\d+", "#", name)
+
+
+def infer_cuts(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    *,
+    axis: str,
+    size: int,
+    styles: Mapping[str, Style],
+    names: Mapping[int, str],
+    seeds: Callable[[Work], Any] | None = None,
+    uses: Uses | None = None,
+    passes: int = 400,
+) -> Cuts:
+    """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
+
+    Args:
+        run: runs the forward, given the model.
+        styles: parameter name → what the plan says of it.
+        names: ``id(parameter)`` → name.
+        seeds: a context manager that cuts block inputs over the sequence, given the view's work.
+    """
+    learnt: dict[str, Style] = {}
+    news: dict[str, int] = {}
+    rows = max((p.numel() for p in model.parameters()), default=0) // 8
+    for _ in range(passes):
+        work = PlanningWork(PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model)
+        mode = GlobalView(work, work.parameter)
+        try:
+            with ExitStack() as stack:
+                for context in (torch.no_grad(), Shadow(), Lists(), mode.on()):
+                    stack.enter_context(context)
+                if seeds is not None:
+                    stack.enter_context(seeds(work))
+                if uses is not None:
+                    work.uses = uses
+                    stack.enter_context(uses.watching())
+                run(model)
+        except _Learnt:
+            continue
+        return Cuts(work.layouts, work.reasons(), ledger)
+    raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
+
+
+_PATIENCE = 12  # times that a family's constraints may change before it is left whole
+
+
+class _Learnt(BaseException):
+    """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
+
+
+@dataclass
+class _Frame:
+    sources: set[str] = field(default_factory=set)
+
+
+class PlanningWork(Work):
+    """The view's work, with parameters whose layout is decided as they are met."""
+
+    def __init__(
+        self,
+        axis: PlannedAxis,
+        ledger: Ledger,
+        parameters: Mapping[int, str],
+        styles: Mapping[str, Style],
+        learnt: dict[str, Style],
+        news: dict[str, int],
+        rows: int,
+        model: nn.Module,
+    ) -> None:
+        super().__init__(axis, ledger, {id(m): n for n, m in model.named_modules()})
+        self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
+        self.layouts: dict[str, Cut] = {}
+        self.frames: list[_Frame] = []
+        self.uses: Uses | None = None
+
+    # --- parameters ------------------------------------------------------------------------------------------------
+
+    def parameter(self, x: Tensor) -> Tensor | None:
+        """The view's parameter for a parameter of the model; None for other tensors."""
+        name = self.parameters.get(id(x))
+        if name is None or isinstance(x, View):
+            return None
+        if self.uses is not None:
+            self.uses.note(x, name)
+        style, dims = self.style(name), tuple(range(x.dim()))
+        if name not in self.layouts and style.kind == "cut" and style.dim is not None and style.dim < x.dim():
+            if (layout := self.layout_for(name, x.shape[style.dim], style.dim)) is not None:
+                self.layouts[name] = layout
+        if name in self.layouts:
+            return self._cut(x, name, dims, self.layouts[name])
+        return View(x.detach(), WHOLE, self, parameter=(name, dims))
+
+    def style(self, name: str) -> Style:
+        given = self.styles.get(name, Style())
+        known = self.learnt.get(family(name))
+        if known is None:
+            return given
+        if given.forced and given.kind != "auto":
+            known = replace(known, kind=given.kind, dim=given.dim, forced=True)
+        return replace(known, blocks=given.blocks or known.blocks, units=given.units or known.units)
+
+    def layout_for(self, name: str, size: int, dim: int) -> Cut | None:
+        """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
+        style = self.style(name)
+        blocks = style.blocks or (size,)
+        if isinstance(blocks, int):
+            blocks = (size // blocks,) * blocks
+        blocks = blocks if sum(blocks) == size else (size,)
+        units = min((gcd(style.units, b) if style.units else b for b in blocks), default=0)
+        if units < self.axis.size:
+            what = f"{units} piece{'s' * (units != 1)} that may not be broken"
+            reason = f"{what} in dim {dim} ({size}) for {self.axis.size} ranks of {self.axis.name}"
+            self.learn([name], replace(style, kind="whole", reason=reason))
+            return None
+        return cut(dim, blocks, self.axis.size, style.units)
+
+    def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Cut) -> Any:
+        if layout.dim not in dims:
+            return View(x.detach(), WHOLE, self, parameter=(name, dims))
+        here = layout.on(dims.index(layout.dim))
+        shape = list(x.shape)
+        shape[here.dim] = here.local(self.axis.rank)
+        local = x._mw_local if isinstance(x, View) else x
+        return View(local.new_empty(shape), here, self, frozenset([name]), (name, dims))
+
+    def column(self, parameter: Any, dim: int) -> Any:
+        return self._decide(parameter, dim, ("auto", "column"), None)
+
+    def row(self, parameter: Any, dim: int) -> Any:
+        return self._decide(parameter, dim, ("row",), None) if self._forced(parameter) else parameter
+
+    def _forced(self, p: Any) -> bool:
+        return isinstance(p, View) and p._mw_parameter is not None and self.style(p._mw_parameter[0]).forced
+
+    def match(self, parameter: Any, layout: Cut) -> Any:
+        return self._decide(parameter, layout.dim, ("auto", "row"), layout)
+
+    def table(self, parameter: Any) -> Any:
+        if isinstance(parameter, View) and parameter._mw_parameter is not None and parameter.dim() == 2:
+            style = self.style(parameter._mw_parameter[0])
+            large = parameter.numel() >= self.large and parameter.shape[0] >= 2 * parameter.shape[1]
+            if large or style.kind == "row":
+                return self._decide(parameter, 0, ("auto", "row", "column"), None)
+        return parameter
+
+    def _decide(self, p: Any, dim: int, kinds: tuple[str, ...], like: Cut | None) -> Any:
+        if not isinstance(p, View) or p._mw_parameter is None or isinstance(p._mw_layout, Cut):
+            return p
+        name, dims = p._mw_parameter
+        style = self.style(name)
+        if name not in self.layouts:
+            one_dim = p.dim() == 1 and style.kind != "whole"  # a bias follows its weight
+            if dims[dim] < 0 or style.kind not in kinds and not one_dim:
+                return p
+            if like is None:
+                layout = self.layout_for(name, p.shape[dim], dims[dim])
+                if layout is None:
+                    return p
+            elif like.size != p.shape[dim]:
+                return p
+            else:
+                layout = like.on(dims[dim])
+            self.layouts[name] = layout
+        found = self._cut(p, name, dims, self.layouts[name])
+        if self.frames and isinstance(found._mw_layout, Cut):
+            self.frames[-1].sources.add(name)
+        return found
+
+    # --- following where a cut leads -------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = _Frame()
+        for x in _views((args, kwargs)):
+            if isinstance(x._mw_layout, Cut):
+                frame.sources |= x._mw_sources
+        self.frames.append(frame)
+        try:
+            out = super().call(func, args, kwargs)
+        finally:
+            self.frames.pop()
+        for x in _views(out):
+            if isinstance(x._mw_layout, Cut):
+                x._mw_sources = x._mw_sources | frozenset(frame.sources)
+        return out
+
+    def gathered(self, func: Any, views: list[View]) -> None:
+        place = self.place(func)
+        self._not_worth(views, f"its cut would be gathered again by {place.function} at {place.line}")
+        super().gathered(func, views)
+
+    def whole(self, x: Any) -> Any:
+        if isinstance(x, View) and isinstance(x._mw_layout, Cut):
+            self._not_worth([x], "its cut would be gathered again at once")
+        return super().whole(x)
+
+    def varying(self, x: Any) -> Any:
+        if isinstance(x, View) and isinstance(x._mw_layout, Cut):
+            self._not_worth([x], "its cut would be gathered again at once")
+        return super().varying(x)
+
+    def regathered(self, x: View, layout: Cut) -> None:
+        have = x._mw_layout
+        assert isinstance(have, Cut)
+        if have.dim == layout.dim and layout.parts == have.parts == 1:
+            step = gcd(*layout.pieces[0])
+            if step and layout.size % step == 0:
+                self.units(x, layout.size // step)
+        self._not_worth([x], "its cut would have to be changed at once")
+
+    def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
+        total = x._mw_layout.size
+        for name in sorted(x._mw_sources):
+            size = self.layouts[name].size if name in self.layouts else 0
+            if size % total == 0 or all(s * size % total == 0 for s in sizes):
+                scaled = tuple(s * size // total for s in sizes)
+                self.learn([name], replace(self.style(name), blocks=scaled, units=None))
+
+    def units(self, x: Any, count: int) -> None:
+        for name in sorted(x._mw_sources):
+            style = self.style(name)
+            units = gcd(style.units, count) if style.units else count
+            blocks = self.layouts[name].blocks if name in self.layouts else ()
+            if all(b % units == 0 for b in blocks):
+                self.learn([name], replace(style, units=units))
+
+    def _not_worth(self, views: list[View], reason: str) -> None:
+        names = sorted({n for v in views for n in v._mw_sources})
+        for name in names:
+            self.learn([name], replace(self.style(name), kind="whole", reason=reason), later=True)
+        if any(not self.styles.get(n, Style()).forced for n in names):
+            raise _Learnt
+
+    def learn(self, names: list[str], style: Style, *, later: bool = False) -> None:
+        """Keeps what is now known of a family and starts over, if it is news."""
+        for name in names:
+            if self.styles.get(name, Style()).forced and style.kind == "whole":
+                continue
+            key = family(name)
+            if self.learnt.get(key) != style:
+                self.news[key] = self.news.get(key, 0) + 1
+                if self.news[key] > _PATIENCE:
+                    style = replace(style, kind="whole", reason="no cut fits every use of it")
+                self.learnt[key] = style
+                if not later:
+                    raise _Learnt
+
+    def reasons(self) -> dict[str, str]:
+        """Why each parameter that was met is as it is."""
+        found = {}
+        for name in set(self.parameters.values()):
+            style, layout = self.style(name), self.layouts.get(name)
+            if layout is None:
+                found[name] = style.reason or ("as the plan says" if style.forced else "")
+            elif style.forced:
+                found[name] = "as the plan says"
+        return found
+
+
+def _views(value: Any) -> list[View]:
+    if isinstance(value, View):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [v for item in value for v in _views(item)]
+    if isinstance(value, dict):
+        return [v for item in value.values() for v in _views(item)]
+    return []

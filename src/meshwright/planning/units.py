@@ -1,0 +1,60 @@
+"""Repeated blocks, and which modules are wrapped as a unit: gathered, recomputed and sequence-cut together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The outermost modules that stand at least twice, alike, in one container: the layers of a model."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name == block or name.startswith(block + ".") for block in found):
+            continue
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        kinds: dict[Any, list[str]] = {}
+        for child_name, child in module.named_children():
+            if any(True for _ in child.children()) and any(True for _ in child.parameters()):
+                kinds.setdefault(type(child), []).append(f"{name}.{child_name}" if name else child_name)
+        found += [n for names in kinds.values() if len(names) > 1 for n in names]
+    return tuple(found)
+
+
+class Uses:
+    """During a forward: for each parameter, whether every use of it was inside the forward of its own unit."""
+
+    def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+        self.active: list[str] = []
+        self.outside: set[tuple[str, str]] = set()
+        self.seen: set[str] = set()
+        self.candidates = candidates
+        self.owners = {
+            id(p): [n for n, m in candidates.items() if any(p is q for q in m.parameters())] for p in model.parameters()
+        }
+
+    def note(self, parameter: Any, name: str) -> None:
+        """A use of a parameter by a torch function."""
+        self.seen.add(name)
+        for unit in self.owners.get(id(parameter), ()):
+            if unit not in self.active:
+                self.outside.add((unit, name))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows which units' forwards are running."""
+        with ExitStack() as stack:
+            for name, module in self.candidates.items():
+                stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+                stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
+            yield
+
+    def _enter(self, name: str) -> Any:
+        return lambda module, args: self.active.append(name)
+
+    def _leave(self, name: str) -> Any:
+        return lambda module, args, output: self.active.remove(name) if name in self.active else None

@@ -1,0 +1,175 @@
+"""``Recipe``: every decision about every parameter and module, with its reason. A frozen value; running only obeys it.
+
+It names no process group and holds no tensor, so that a picture can be drawn of a run that no machine here could hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from meshwright.layout import WHOLE, Cut, Interval, Layout, Whole
+from meshwright.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Slices = tuple[tuple[Interval, ...], ...]
+
+
+@dataclass(frozen=True)
+class ParameterRecipe:
+    """One parameter and where it lives.
+
+    Attributes:
+        name: as in ``named_parameters()`` of the model on one device.
+        aliases: its other names, where it is tied.
+        shape: of the whole parameter.
+        dtype: as text, ``float32``.
+        tp: its layout over ``tp``.
+        data: over the data axes: ``shard`` (dim 0 over ``dp_shard``), ``replicate``, or ``loose`` (replicated, outside
+            FSDP2, which takes no parameter without dims).
+        unit: the wrap unit that gathers it, as a module name; empty for the root.
+        reason: why it is cut, or is not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    tp: Cut | Whole = WHOLE
+    data: str = "shard"
+    unit: str = ""
+    reason: str = ""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def local_shape(self, tp_rank: int) -> tuple[int, ...]:
+        """What a rank of the tp axis holds before data sharding."""
+        if isinstance(self.tp, Whole):
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.tp.dim] = self.tp.local(tp_rank)
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered together (an FSDP2 wrap unit), and whether it is recomputed."""
+
+    name: str
+    data: str = "shard"
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs to know, and why.
+
+    Attributes:
+        mesh: the axes.
+        parameters: in the model's order, each once.
+        units: innermost first, the root last.
+        recompute: modules whose activations are made again in backward.
+        sequence: modules whose first input is cut over dim 1 (the sequence) when sequence parallel is on.
+        microbatches: pieces of a rank's rows, run one after another, gradients added up.
+        precision: what is computed in; parameters and reductions stay as they are.
+        notes: what a person should know: what was left whole, what was not found.
+    """
+
+    mesh: Mesh
+    parameters: tuple[ParameterRecipe, ...]
+    units: tuple[Unit, ...] = ()
+    recompute: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    microbatches: int = 1
+    precision: str = "float32"
+    reshard_after_forward: bool = True
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ParameterRecipe]:
+        """Every name, tied ones too."""
+        return {n: p for p in self.parameters for n in (p.name, *p.aliases)}
+
+    def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
+        """The parameter's layout on each axis of the mesh."""
+        found: dict[str, Layout] = {}
+        for axis, size in self.mesh.axes:
+            if axis == "tp":
+                found[axis] = parameter.tp if size > 1 else WHOLE
+            elif axis == "dp_shard" and parameter.data == "shard" and size > 1:
+                rows = parameter.local_shape(0)[0]
+                step = -(-rows // size)
+                found[axis] = Cut(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
+            else:
+                found[axis] = WHOLE
+        return found
+
+    def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
+        """What a rank holds of a parameter at rest: per dim, ranges of the whole parameter, in local order.
+
+        Sharding over tp comes first, FSDP2 then shards what is left (``torch.chunk`` on dim 0): right to left, which
+        DTensor writes as ``_StridedShard``.
+        """
+        place = self.mesh.coordinate(rank)
+        ranges: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in parameter.shape]
+        if isinstance(parameter.tp, Cut):
+            ranges[parameter.tp.dim] = parameter.tp.intervals(place.get("tp", 0))
+        size = self.mesh.axis_size("dp_shard")
+        if parameter.data == "shard" and size > 1:
+            rows = sum(stop - start for start, stop in ranges[0])
+            step = -(-rows // size)
+            first = place["dp_shard"] * step
+            ranges[0] = _part(ranges[0], first, min(first + step, rows))
+        return tuple(ranges)
+
+    def copies(self, parameter: ParameterRecipe) -> int:
+        """How many ranks hold the same values of a parameter."""
+        distinct = self.mesh.axis_size("dp_shard") if parameter.data == "shard" else 1
+        if isinstance(parameter.tp, Cut):
+            distinct *= self.mesh.axis_size("tp")
+        return self.mesh.size // distinct
+
+    def __iter__(self) -> Iterator[ParameterRecipe]:
+        return iter(self.parameters)
+
+
+def _part(ranges: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
+    """Elements ``first`` to ``last`` of the concatenation of ``ranges``."""
+    found, base = [], 0
+    for start, stop in ranges:
+        lo, hi = max(first - base, 0), min(last - base, stop - start)
+        if lo < hi:
+            found.append((start + lo, start + hi))
+        base += stop - start
+    return tuple(found)
+
+
+def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:
+    """Writes ``local`` into ``whole`` where ``slices`` says; the inverse of ``take_slices``."""
+    if dim == len(slices):
+        whole.copy_(local)
+        return
+    base = 0
+    for start, stop in slices[dim]:
+        place_slices(whole.narrow(dim, start, stop - start), slices, local.narrow(dim, base, stop - start), dim + 1)
+        base += stop - start
+
+
+def take_slices(whole: Tensor, slices: Slices) -> Tensor:
+    """The part of a whole tensor that ``slices`` names, as one tensor."""
+    import torch  # words import torch only where tensors are at hand already
+
+    out = whole
+    for dim, ranges in enumerate(slices):
+        parts = [out.narrow(dim, start, stop - start) for start, stop in ranges] or [out.narrow(dim, 0, 0)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return out

@@ -1,0 +1,239 @@
+"""A worker: one process of a pool, which does one task after another for it.
+
+    main thread   hello ─ import torch ─ ready ─┬─ take a task ─ fresh state, environment, process group ─┐
+                                                │     function(*args, **kwargs)                           │
+                                                │     answer (done | failed) ─ wait for "finish"          │
+                                                └──── group destroyed, environment restored ─ idle ───────┘
+    listener      hands the pool's messages to the main thread; ends the process when the pool is gone
+
+A worker that is done keeps its process group until the pool says "finish", which it says when everyone has
+answered: a peer that is still in a collective does not lose its connection. A worker that failed leaves its
+group at once, so that its peers fail soon too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+from meshwright.run.channel import Channel, Message
+from meshwright.run.parcel import Names, pack, unpack
+
+STACK_SIGNAL = signal.SIGUSR1  # the pool asks with it for the stack a worker is in
+LISTENER = "meshwright-listener"
+_INIT_TIMEOUT = 60.0  # seconds in which all ranks of a run must have met
+_GROUP_NAMES_A_RUN = 10_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is told about a run; the function and its arguments follow as a parcel."""
+
+    run: int  # counts the runs of the pool, from 1
+    rank: int
+    ranks: int
+    store: tuple[str, int]  # host and port of the run's TCPStore, which the pool serves
+    timeout: float
+    device: str
+    threads: int
+    directory: str
+    path: list[str]  # sys.path
+    arguments: list[str]  # sys.argv
+    names: Names
+
+
+def report(value: object) -> None:
+    """Tell the pool's `on_report` something while the function runs.
+
+    Only rank 0's reports are sent; outside a worker nothing happens.
+    """
+    if _worker is not None and _worker.rank == 0:
+        _worker.channel.send(("report",), pack(value)[0])
+
+
+def main(descriptor: int, stacks: int) -> None:
+    """Be a worker process, given descriptors: of its socket, of the file for the stacks it is asked for."""
+    global _worker
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    os.set_inheritable(descriptor, False)
+    os.set_inheritable(stacks, False)
+    _worker = _Worker(Channel(socket.socket(fileno=descriptor)))
+    threading.Thread(target=_worker.listen, name=LISTENER, daemon=True).start()
+    _worker.channel.send(("hello",))
+    import torch.distributed  # the slow part of a start: about two seconds
+
+    _worker.channel.send(("ready",))
+    seed = torch.initial_seed()
+    while (message := _worker.take()) is not None:
+        torch.manual_seed(seed)
+        _worker.perform(message[0][1], message[1])
+
+
+class _Worker:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rank: int | None = None  # while it runs a function
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._busy = False
+
+    def listen(self) -> None:
+        """Pass messages on, in a thread; leave no orphan when the pool closes its end or its process ends."""
+        parent = os.getppid()
+        while not self.channel.closed and os.getppid() == parent:
+            # The parent's id tells more than the socket, which a process forked by the parent may hold open.
+            select.select([self.channel], [], [], 1.0)
+            for message in self.channel.receive():
+                self._inbox.put(message)
+        if self._busy:
+            os.killpg(os.getpid(), signal.SIGKILL)  # with the processes that the function may have started
+        self._inbox.put(None)
+
+    def take(self) -> Message | None:
+        """The next message; None when the pool has closed."""
+        return self._inbox.get()
+
+    def perform(self, task: Task, parcel: memoryview) -> None:
+        """One task: exactly one answer, then "idle" when the process is as it was before."""
+        self.rank, self._busy = task.rank, True
+        with _surroundings(task), contextlib.suppress(_FailedError):
+            self._answer(task, parcel)
+        self.rank, self._busy = None, False
+        self.channel.send(("idle",))
+
+    def _answer(self, task: Task, parcel: memoryview) -> None:
+        try:
+            function, args, kwargs = unpack(parcel, task.names)
+            with _process_group(task):
+                try:
+                    result, _ = pack(function(*args, **kwargs))
+                except BaseException as error:
+                    self._fail(error)  # before the group goes: peers that fail for it come later
+                    raise _FailedError from None
+                self.channel.send(("done",), result)
+                self.take()  # "finish"
+        except _FailedError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise _FailedError from None
+        finally:
+            del parcel
+
+    def _fail(self, error: BaseException) -> None:
+        when = time.monotonic()
+        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()
+        frames = error.__traceback__
+        frames = (frames and frames.tb_next) or frames  # without the frame of this file
+        details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        self.channel.send(("failed", when, summary[0] if summary else repr(error), details))
+        # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        gc.collect()
+
+
+class _FailedError(Exception):
+    """The function failed, and the pool has been told."""
+
+
+_worker: _Worker | None = None
+
+
+# ---- what a function finds, and what it leaves behind ----
+
+
+@contextlib.contextmanager
+def _surroundings(task: Task) -> Iterator[None]:
+    """A rank's environment as torchrun sets it, the pool's directory and sys.path, torch as when started."""
+    environment = dict(os.environ)
+    os.environ.update(_environment(task))
+    os.chdir(task.directory)
+    sys.path[:] = task.path
+    sys.argv[:] = task.arguments
+    _fresh_torch(task)
+    try:
+        yield
+    finally:
+        # Key by key: other threads may be reading the environment.
+        for key in os.environ.keys() | environment.keys():
+            if key not in environment:
+                del os.environ[key]
+            elif os.environ.get(key) != environment[key]:
+                os.environ[key] = environment[key]
+
+
+def _environment(task: Task) -> dict[str, str]:
+    host, port = task.store
+    return {
+        "RANK": str(task.rank),
+        "LOCAL_RANK": str(task.rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(task.ranks),
+        "LOCAL_WORLD_SIZE": str(task.ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # As under torchrun, the launcher serves the store at that port: ranks joining by env:// are clients.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _fresh_torch(task: Task) -> None:
+    """Undo the settings that a task before may have left: a result must not depend on what ran earlier."""
+    import torch
+
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the whole compiler
+        torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(task.threads)
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor remembers meshes, which compare equal from run to run while their groups do not live on.
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()  # other ranks may share the device
+
+
+@contextlib.contextmanager
+def _process_group(task: Task) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    backend = "gloo"
+    if task.device == "cuda":
+        devices = torch.cuda.device_count()
+        if devices == 0:
+            raise RuntimeError("workers with device='cuda' see no CUDA device on this machine")
+        torch.cuda.set_device(task.rank % devices)
+        if devices >= task.ranks and dist.is_nccl_available():  # NCCL wants a device a rank
+            backend = "cpu:gloo,cuda:nccl"
+    wait = timedelta(seconds=min(_INIT_TIMEOUT, task.timeout))
+    store = dist.TCPStore(*task.store, None, False, wait)  # type: ignore[attr-defined]
+    # The pool watches the time and knows more: let it speak first.
+    timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
+    dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
+    # Group names start again with each default group. A name that some cache kept from an earlier run must
+    # not find a group of this one, with other ranks: so names count on.
+    dist.distributed_c10d._world.group_count += task.run * _GROUP_NAMES_A_RUN
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # unless the function destroyed it
+            dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""A mesh axis as the view uses it: this rank's place on it and the collectives over it, counted.
+
+``Axis`` talks to a process group. ``PlannedAxis`` gives the shapes alone: planning runs the same rules over it, on meta
+tensors, without processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.layout import Cut
+
+
+@dataclass(eq=False)
+class Ledger:
+    """What a run of the view did: collectives by kind (calls, bytes put in by this rank) and fallbacks by place."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
+
+    def moved(self, kind: str, tensor: Tensor) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """One place where the view gathered its arguments and ran a function whole: right, but not cut."""
+
+    function: str
+    module: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.function} in {self.module or 'the model'} at {self.line}"
+
+
+class Axis:
+    """One axis of the mesh as one rank sees it. Collectives take and give local tensors.
+
+    Args:
+        name: the axis, as in the plan.
+        size: ranks on it.
+        rank: this rank's place on it.
+        group: the process group of the ranks that differ from this one on this axis alone.
+        ledger: where calls and bytes are counted.
+    """
+
+    def __init__(self, name: str, size: int, rank: int, group: dist.ProcessGroup | None, ledger: Ledger) -> None:
+        self.name, self.size, self.rank, self.group, self.ledger = name, size, rank, group, ledger
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        self.ledger.moved("all_reduce", x)
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, _OPS[op], group=self.group)
+        return out
+
+    def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
+        """From this rank's slice to the whole tensor."""
+        self.ledger.moved("all_gather", x)
+        padded = _pad(x, layout.dim, self._widest(layout))
+        chunks = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(chunks, padded, group=self.group)
+        return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
+
+    def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
+        """From a summand of the whole tensor to this rank's slice of the sum."""
+        self.ledger.moved("reduce_scatter", x)
+        width = self._widest(layout)
+        chunks = [_pad(layout.take(x, r), layout.dim, width) for r in range(self.size)]
+        out = torch.empty_like(chunks[0])
+        dist.reduce_scatter(out, chunks, group=self.group)
+        return out.narrow(layout.dim, 0, layout.local(self.rank))
+
+    def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
+        """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
+        self.ledger.moved("all_to_all", x)
+        sent = [target.take(x, r).contiguous() for r in range(self.size)]
+        received = []
+        for r in range(self.size):
+            shape = list(x.shape)
+            shape[source.dim] = source.local(r)
+            shape[target.dim] = target.local(self.rank)
+            received.append(x.new_empty(shape))
+        dist.all_to_all(received, sent, group=self.group)
+        return source.merge(received)
+
+    def _widest(self, layout: Cut) -> int:
+        return max(layout.local(r) for r in range(self.size))
+
+
+class PlannedAxis(Axis):
+    """An axis without processes: the shapes and the counts of its collectives, on meta tensors."""
+
+    def __init__(self, name: str, size: int, rank: int, ledger: Ledger) -> None:
+        super().__init__(name, size, rank, None, ledger)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        self.ledger.moved("all_reduce", x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
+        self.ledger.moved("all_gather", x)
+        return _resized(x, layout.dim, layout.size)
+
+    def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
+        self.ledger.moved("reduce_scatter", x)
+        return _resized(x, layout.dim, layout.local(self.rank))
+
+    def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
+        self.ledger.moved("all_to_all", x)
+        return _resized(_resized(x, source.dim, source.size), target.dim, target.local(self.rank))
+
+
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` with dim ``dim`` filled up with zeros to ``size``: collectives want equal sizes on all ranks."""
+    missing = size - x.size(dim)
+    if not missing:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,0 +1,168 @@
+"""The moves between layouts, each with its conjugate as backward.
+
+    forward                                              backward                           function
+    a whole tensor enters cut work: nothing moves        all-reduce of its gradient         enter
+    partial → whole: all-reduce                          nothing moves                      reduce
+    partial → cut: reduce-scatter                        all-gather                         reduce_scatter
+    cut → whole, used whole: all-gather                  take my slice                      gather
+    cut → whole, used in cut work: all-gather            reduce-scatter                     gather_enter
+    whole → cut: take my slice                           all-gather                         take
+    cut → cut of another dim: all-to-all                 all-to-all                         exchange
+    whole → partial: the first rank keeps it             nothing moves                      hold
+
+"Whole, with a whole gradient" is what the rest of torch calls a tensor; "used in cut work" means that every rank uses it
+for its part only, so that its gradient is a sum over ranks. This is the type theory of local SPMD code (invariant,
+varying, sharded, partial); Megatron-LM's f and g are ``enter`` and ``reduce`` (arXiv 1909.08053, section 3).
+All take and give local tensors. Each backward is another of these moves, so that they can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwright.layout import Cut
+from meshwright.view.axis import Axis
+
+# The arguments of forward and backward are fixed by torch; the contexts are untyped there.
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, wide: bool) -> Tensor:
+        ctx.axis, ctx.wide = axis, wide
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        if ctx.wide and g.dtype in (torch.bfloat16, torch.float16):
+            return _Reduce.apply(g.float(), ctx.axis).to(g.dtype), None, None
+        return _Reduce.apply(g, ctx.axis), None, None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _Enter.apply(g, ctx.axis, False), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return axis.reduce_scatter(x, layout)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _GatherEnter.apply(g, ctx.axis, ctx.layout), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return axis.all_gather(x, layout)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _Take.apply(g, ctx.axis, ctx.layout), None, None
+
+
+class _GatherEnter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return axis.all_gather(x, layout)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _ReduceScatter.apply(g, ctx.axis, ctx.layout), None, None
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        # A copy: a view made inside a Function could not be written to in place by the model.
+        return layout.take(x, axis.rank).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(g, ctx.axis, ctx.layout), None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: Cut, target: Cut) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        return axis.all_to_all(x, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return _Exchange.apply(g, ctx.axis, ctx.target, ctx.source), None, None, None
+
+
+class _Hold(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return x.clone() if axis.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return g, None
+
+
+def enter(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
+    """A whole tensor, as used by cut work: its gradient is summed over the axis.
+
+    ``wide``: sum half-precision gradients in float32 (parameters: FSDP's ``reduce_dtype`` does not reach this sum).
+    """
+    return _Enter.apply(x, axis, wide) if _differentiable(x) else x
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Partial → whole."""
+    return _Reduce.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+    """Partial → cut."""
+    return _ReduceScatter.apply(x, axis, layout)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+    """Cut → whole, to be used whole."""
+    return _Gather.apply(x, axis, layout)  # type: ignore[no-any-return]
+
+
+def gather_enter(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+    """Cut → whole, to be used by cut work."""
+    return _GatherEnter.apply(x, axis, layout)  # type: ignore[no-any-return]
+
+
+def take(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
+    """Whole → cut."""
+    return _Take.apply(x, axis, layout) if _differentiable(x) else layout.take(x, axis.rank)
+
+
+def exchange(x: Tensor, axis: Axis, source: Cut, target: Cut) -> Tensor:
+    """Cut → cut of another dim."""
+    return _Exchange.apply(x, axis, source, target)  # type: ignore[no-any-return]
+
+
+def hold(x: Tensor, axis: Axis) -> Tensor:
+    """Whole → partial."""
+    return _Hold.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+

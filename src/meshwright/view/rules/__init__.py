@@ -1,0 +1,18 @@
+"""One rule per torch function, by family. Importing this package fills the table."""
+
+from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
+    attention,
+    contraction,
+    convolution,
+    indexing,
+    loss,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    shape,
+    table,
+)
+from meshwright.view.rules.registry import FACTS, RULES, aliases, writes
+
+__all__ = ["FACTS", "RULES", "aliases", "writes"]

@@ -1,0 +1,51 @@
+"""Scaled dot product attention: local where heads or rows of the batch are cut."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.layout import Cut
+from meshwright.view.rules.random import own_stream
+from meshwright.view.rules.registry import rule
+
+
+@rule("scaled_dot_product_attention")
+def attention(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    names = dict(zip(order, args, strict=False)) | kwargs
+    q, k, v, mask = names.pop("query"), names.pop("key"), names.pop("value"), names.pop("attn_mask", None)
+    if q.dim() > k.dim() or k.dim() != v.dim() or q.dim() < 3:
+        return NotImplemented
+    if names.pop("enable_gqa", False) and q.shape[-3] != k.shape[-3]:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+    target = _target(work, [q, k, v])
+    if target is None:
+        return NotImplemented
+    locals_ = [work.cut(x, target) if x.shape[target.dim] != 1 else work.varying(x) for x in (q, k, v)]
+    names["attn_mask"] = _mask(work, mask, target, q.dim())
+    stream = own_stream(work, q.device) if names.get("dropout_p", 0.0) > 0 else nullcontext()
+    with stream:
+        return work.view(functional.scaled_dot_product_attention(*locals_, **names), target)
+
+
+def _target(work: Any, tensors: list[Tensor]) -> Cut | None:
+    """The cut of a head or batch dim that the largest cut operand has."""
+    found = [(x.numel(), -i, layout) for i, x in enumerate(tensors) if isinstance(layout := work.layout(x), Cut)]
+    fits = [entry for entry in found if entry[2].dim < tensors[0].dim() - 2]
+    return max(fits, key=lambda e: e[:2])[2] if fits else None
+
+
+def _mask(work: Any, mask: Tensor | None, target: Cut, rank: int) -> Tensor | None:
+    if mask is None:
+        return None
+    dim = target.dim - (rank - mask.dim())
+    if dim < 0 or mask.shape[dim] == 1:
+        whole: Tensor = work.varying(mask)
+        return whole
+    cut: Tensor = work.cut(mask, target.on(dim))
+    return cut

@@ -1,0 +1,66 @@
+"""Normalisation: local where the normalised dims are not cut; scales and shifts enter the cut work whole, or cut alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.layout import Cut
+from meshwright.view.rules.registry import rule
+
+
+@rule("layer_norm", "rms_norm", "native_layer_norm")
+def layer_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, shape, *rest = args
+    layout = work.layout(x)
+    if not isinstance(layout, Cut) or layout.dim >= x.dim() - len(shape) or func.__name__.startswith("native"):
+        return NotImplemented
+    keep = {k: work.varying(v) for k, v in kwargs.items()}
+    return work.view(func(x._mw_local, shape, *map(work.varying, rest), **keep), layout)
+
+
+@rule("group_norm")
+def group_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over channels (dim 1): cut where no group is broken."""
+    names = dict(zip(("input", "groups", "weight", "bias", "eps"), args, strict=False))
+    names |= {"groups" if k == "num_groups" else k: v for k, v in kwargs.items()}
+    x, groups, layout = names["input"], names["groups"], work.layout(names["input"])
+    if not isinstance(layout, Cut):
+        return NotImplemented
+    weight, bias, eps = names.get("weight"), names.get("bias"), names.get("eps", 1e-5)
+    if layout.dim == 0:
+        return work.view(functional.group_norm(x._mw_local, groups, work.varying(weight), work.varying(bias), eps), layout)
+    if layout.dim != 1:
+        return NotImplemented
+    width = x.shape[1] // groups
+    if layout.parts > 1 or any(n % width for n in layout.pieces[0]):
+        work.units(x, groups)
+        return NotImplemented
+    own = layout.on(0)
+    weight, bias = (None if p is None else work.cut(work.match(p, own), own) for p in (weight, bias))
+    local = functional.group_norm(x._mw_local, layout.local(work.axis.rank) // width, weight, bias, eps)
+    return work.view(local, layout)
+
+
+@rule("normalize")
+def normalize(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = dict(zip(("input", "p", "dim", "eps"), args, strict=False)) | kwargs
+    x, dim = names["input"], names.get("dim", 1)
+    layout = work.layout(x)
+    if not isinstance(layout, Cut) or not isinstance(dim, int) or layout.dim == dim % x.dim() or names.get("out"):
+        return NotImplemented
+    return work.view(functional.normalize(x._mw_local, names.get("p", 2.0), dim, names.get("eps", 1e-12)), layout)
+
+
+@rule("cosine_similarity")
+def cosine_similarity(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Written out: its parts have rules."""
+    names = dict(zip(("a", "b", "dim", "eps"), args, strict=False)) | kwargs
+    a, b = names.get("a", names.get("x1")), names.get("b", names.get("x2"))
+    dim, eps = names.get("dim", 1), names.get("eps", 1e-8)
+    norms = [torch.sqrt((t * t).sum(dim)).clamp(min=eps) for t in (a, b)]
+    result: Tensor = (a * b).sum(dim) / (norms[0] * norms[1])
+    return result

@@ -1,0 +1,60 @@
+"""Random functions: ranks that hold the same whole tensor draw the same numbers; ranks that hold a cut draw slices of
+one whole draw, so that the result is that of one device, and the trunk's stream stays in step on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from meshwright.layout import Cut
+from meshwright.view.rules.registry import rule
+
+
+@rule("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
+def dropout(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    default = {"p": 0.5, "training": True, "inplace": False}
+    names = default | dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    x, p = names.get("input"), names["p"]
+    layout = work.layout(x)
+    if not isinstance(layout, Cut):
+        return NotImplemented
+    if not names["training"] or p == 0:
+        return x
+    if func.__name__ != "dropout":
+        return NotImplemented
+    ones = torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device)
+    mask = work.cut(functional.dropout(ones, p), layout)
+    return x.mul_(work.view(mask, layout)) if names["inplace"] else work.view(x._mw_local * mask, layout)
+
+
+@contextmanager
+def own_stream(work: Any, device: torch.device) -> Iterator[None]:
+    """A stream of random numbers for this rank alone; the common stream moves on by one draw on every rank."""
+    if device.type == "meta":
+        yield
+        return
+    seed = int(torch.randint(2**31, (1,), device=device).item())
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed + work.axis.rank)
+        yield
+
+
+@rule("rand_like", "randn_like", "randint_like", "bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_",
+      "random_", "log_normal_", "cauchy_", "geometric_", "poisson", "multinomial")  # fmt: skip
+def draw(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A draw of the whole shape, of which a cut tensor takes its slice."""
+    x = args[0]
+    layout = work.layout(x)
+    if not isinstance(layout, Cut) or func.__name__ in ("bernoulli", "poisson", "multinomial"):
+        return NotImplemented
+    whole = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    if func.__name__.endswith("_like"):
+        return work.view(work.cut(func(whole, *args[1:], **kwargs), layout), layout)
+    with torch.no_grad():
+        x._mw_local.copy_(work.cut(func(whole, *args[1:], **kwargs), layout))
+    return x

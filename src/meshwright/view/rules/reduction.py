@@ -1,0 +1,125 @@
+"""Functions over dims: local where the cut dim is not reduced; a sum or mean over it gives a lazy partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import PARTIAL, Cut, Partial
+from meshwright.view import moves
+from meshwright.view.rules.registry import rule
+
+
+def dims_of(given: Any, rank: int) -> list[int]:
+    """The dims an argument names; all of them for None or ()."""
+    if given is None or isinstance(given, (tuple, list)) and not given:
+        return list(range(rank))
+    return [d % max(rank, 1) for d in (given if isinstance(given, (tuple, list)) else (given,))]
+
+
+def after_reduction(layout: Cut, dims: Sequence[int], keepdim: bool) -> Cut:
+    return layout if keepdim else layout.on(layout.dim - sum(d < layout.dim for d in dims))
+
+
+@rule("sum", "mean", "nansum")
+def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    x, layout = names.pop("input"), work.layout(args[0] if args else kwargs["input"])
+    if not isinstance(layout, (Cut, Partial)) or names.get("out") is not None:
+        return NotImplemented
+    if isinstance(layout, Partial):
+        if func.__name__ == "nansum":
+            return NotImplemented
+        return work.view(func(x._mw_local, **names), PARTIAL)
+    dims = dims_of(names.get("dim", names.get("axis")), x.dim())
+    keepdim = bool(names.get("keepdim", False))
+    if layout.dim not in dims:
+        return work.view(func(x._mw_local, **names), after_reduction(layout, dims, keepdim))
+    local = x._mw_local
+    if func.__name__ == "mean":
+        count = prod(x.shape[d] for d in dims)
+        return work.view(torch.sum(local, dims, keepdim, dtype=names.get("dtype")) / count, PARTIAL)
+    return work.view(func(local, dims, keepdim, dtype=names.get("dtype")), PARTIAL)
+
+
+@rule("amax", "amin", "prod", "all", "any", "argmax", "argmin", "var", "std", "logsumexp", "norm", "max", "min",
+      "median", "count_nonzero", "vector_norm", "var_mean", "std_mean")  # fmt: skip
+def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Local where the cut dim is not reduced."""
+    if func.__name__ in ("norm", "vector_norm"):  # (input, p, dim, keepdim)
+        names = dict(zip(("input", "p", "dim", "keepdim"), args, strict=False)) | kwargs
+    else:
+        names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    layout = work.layout(names.get("input"))
+    if not isinstance(layout, Cut) or names.get("out") is not None or isinstance(names.get("dim"), Tensor):
+        return NotImplemented
+    x = names["input"]
+    keepdim = bool(names.get("keepdim", False))
+    dims = dims_of(names.get("dim", names.get("axis")), x.dim())
+    if func.__name__ in ("var", "std") and isinstance(names.get("dim"), bool) or layout.dim in dims:
+        return NotImplemented
+    result = func(x._mw_local, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+    out = after_reduction(layout, dims, keepdim)
+    if isinstance(result, Tensor):
+        return work.view(result, out)
+    return type(result)([work.view(t, out) for t in result])
+
+
+@rule("cumsum", "cumprod", "sort", "argsort", "topk", "logcumsumexp", "cummax", "cummin", "glu")
+def along_one_dim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Local where the cut dim is not the one worked along."""
+    place = 2 if func.__name__ == "topk" else 1
+    x = args[0]
+    layout = work.layout(x)
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+    if not isinstance(layout, Cut) or isinstance(dim, str) or layout.dim == dim % x.dim():
+        return NotImplemented
+    result = func(x._mw_local, *args[1:], **kwargs)
+    if isinstance(result, Tensor):
+        return work.view(result, layout)
+    return type(result)([work.view(t, layout) for t in result])
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax")
+def softmax(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x, dim, dtype = names.get("input"), names.get("dim"), names.get("dtype")
+    layout = work.layout(x)
+    if not isinstance(layout, Cut) or not isinstance(dim, int):
+        return NotImplemented
+    dim %= x.dim()
+    if layout.dim != dim:
+        log = func.__name__ == "log_softmax"
+        local = (torch.log_softmax if log else torch.softmax)(x._mw_local, dim, dtype=dtype)
+        return work.view(local, layout)
+    local = x._mw_local if dtype is None else x._mw_local.to(dtype)
+    shifted, sums = exponentials(work, local, dim)
+    sums = moves.enter(sums, work.axis)
+    if func.__name__ == "log_softmax":
+        return work.view(shifted - sums.log(), layout)
+    return work.view(shifted.exp() / sums, layout)
+
+
+def exponentials(work: Any, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Over a cut dim: the values less their maximum (cut), and the sum of their exponentials (whole)."""
+    floor = torch.finfo(local.dtype).min
+    if local.size(dim):
+        top = local.detach().amax(dim, keepdim=True)
+    else:
+        top = local.new_full([1 if d == dim else n for d, n in enumerate(local.shape)], floor)
+    top = work.axis.all_reduce(top, "max")
+    shifted = local - top.clamp(min=floor)
+    return shifted, moves.reduce(shifted.exp().sum(dim, keepdim=True), work.axis)
+
+
+@rule("one_hot")
+def one_hot(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    layout = work.layout(args[0])
+    if not isinstance(layout, Cut) or classes == -1:
+        return NotImplemented
+    return work.view(func(args[0]._mw_local, classes), layout)

@@ -1,0 +1,83 @@
+"""The table: torch function → rule.
+
+A rule is ``rule(work, func, args, kwargs)``. It looks at layouts and shapes, never at values; does plain torch functions
+and moves on local tensors; and gives the result, or ``NotImplemented`` where it does not fit (then the fallback runs).
+One rule serves a function under all its names (``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``Tensor.add_`` …).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Rule = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+
+_PLACES = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg, torch._VF)
+
+
+def functions(name: str) -> Iterator[Any]:
+    """Every torch function of that name: in torch, as a method, in torch.nn.functional …"""
+    for place in _PLACES:
+        found = getattr(place, name, None)
+        if callable(found):
+            yield found
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for the functions of these names."""
+
+    def register(fn: Rule) -> Rule:
+        for name in names:
+            for func in functions(name):
+                RULES[func] = fn
+        return fn
+
+    return register
+
+
+def _facts() -> frozenset[Any]:
+    properties = "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_mps \
+        is_xpu is_sparse_csr itemsize names".split()
+    methods = "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed \
+        is_conj is_neg is_inference is_same_size".split()
+    return frozenset(
+        [getattr(Tensor, p).__get__ for p in properties if hasattr(Tensor, p)]
+        + [f for m in methods for f in functions(m)]
+    )
+
+
+FACTS = _facts()
+
+_ALIASES = frozenset(
+    f
+    for name in "__getitem__ select narrow unbind split chunk view reshape transpose permute squeeze unsqueeze diagonal \
+        expand movedim swapaxes flatten unflatten view_as detach t real imag unfold as_strided".split()
+    for f in functions(name)
+)
+_WRITES = frozenset(
+    f
+    for place in (Tensor, torch)
+    for name in dir(place)
+    if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    for f in [getattr(place, name)]
+    if callable(f) and name not in ("requires_grad_", "retain_grad_", "is_shared_", "share_memory_")
+) | frozenset(
+    getattr(Tensor, f"__i{op}__")
+    for op in "add sub mul truediv floordiv pow and or xor lshift rshift mod".split()
+    if hasattr(Tensor, f"__i{op}__")
+) | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
+
+
+def aliases(func: Any) -> bool:
+    """Whether the result of ``func`` shares memory with its first argument, on one device."""
+    return func in _ALIASES
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` writes to its first argument."""
+    return func in _WRITES or bool(kwargs.get("inplace"))

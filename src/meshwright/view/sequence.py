@@ -1,0 +1,55 @@
+"""Sequence parallelism: block inputs cut over dim 1, so that what lies between tensor-parallel regions is cut too.
+
+Nothing else is needed: a residual stream that is cut stays cut through norms and additions, a partial sum that meets it
+is reduce-scattered, and a column-cut linear gathers it (Korthikanti et al., arXiv 2205.05198, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.layout import Cut, cut
+from meshwright.view.tensor import View
+from meshwright.view.work import Work
+
+DIM = 1  # of (batch, sequence, features); for (sequence, batch, features) it cuts the batch, which is right as well
+
+
+@contextmanager
+def cutting_inputs(work: Work, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """While on, the first activation that enters each of ``blocks`` is cut over its dim 1."""
+    with ExitStack() as stack:
+        for block in blocks:
+            handle = block.register_forward_pre_hook(_hook(work), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _hook(work: Work) -> Any:
+    def cut_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for i, x in enumerate(args):
+            if _is_activation(x):
+                return (*args[:i], cut_input(work, x), *args[i + 1 :]), kwargs
+        for key, x in kwargs.items():
+            if _is_activation(x):
+                return args, {**kwargs, key: cut_input(work, x)}
+        return None
+
+    return cut_first
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= 3 and x.is_floating_point()
+
+
+def cut_input(work: Work, x: Tensor) -> Tensor:
+    """``x`` cut over dim 1; as it is where it is cut already or has less than a position for each rank."""
+    if isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
+        return x
+    layout = cut(DIM, x.shape[DIM], work.axis.size)
+    local = work.cut(x, layout)
+    return work.view(local if isinstance(x, View) else local.clone(), layout)

@@ -1,0 +1,106 @@
+"""``View``: a tensor with its global shape, of which this rank holds a local tensor in some layout.
+
+Model code meets it as a ``torch.Tensor`` of the whole shape. Every torch function called with one is answered by the
+``Work`` it belongs to; the autograd graph is that of the local tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshwright.layout import Cut, Layout
+
+if TYPE_CHECKING:
+    from meshwright.view.work import Work
+
+_NO_SOURCES: frozenset[str] = frozenset()
+
+
+class View(Tensor):
+    """Global shape, local tensor, layout. Attributes carry a prefix: a plain name would shadow one of Tensor's.
+
+    Attributes:
+        _mw_local: what this rank holds.
+        _mw_layout: ``Cut``, ``PARTIAL``, or ``WHOLE`` (planning only: a parameter whose layout is not decided yet).
+        _mw_work: the view's rules, axis and counts.
+        _mw_memo: results of moves of this very value, by kind, with the version of the local tensor they hold for.
+        _mw_sources: planning only: the parameters whose cut this tensor's cut comes from.
+        _mw_parameter: the parameter this is (or a slice of), and which of its dims each dim here is.
+        _mw_origin: the tensor this is a slice of, made by a fallback, and how: writes go there too.
+    """
+
+    _mw_local: Tensor
+    _mw_layout: Layout
+    _mw_work: Work
+    _mw_memo: dict[str, Any]
+    _mw_sources: frozenset[str]
+    _mw_parameter: tuple[str, tuple[int, ...]] | None
+    _mw_origin: tuple[View, Any] | None
+
+    @staticmethod
+    def __new__(
+        cls: type[View],
+        local: Tensor,
+        layout: Layout,
+        work: Work,
+        sources: frozenset[str] = _NO_SOURCES,
+        parameter: tuple[str, tuple[int, ...]] | None = None,
+    ) -> View:
+        shape = list(local.shape)
+        if isinstance(layout, Cut):
+            shape[layout.dim] = layout.size
+        # The wrapper has a global shape and no data; the class method is torch's documented way to make one.
+        self: View = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        self._mw_local, self._mw_layout, self._mw_work = local, layout, work
+        self._mw_memo, self._mw_sources, self._mw_parameter, self._mw_origin = {}, sources, parameter, None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        view = first_view((args, kwargs))
+        if view is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return view._mw_work.call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reached only by code that goes round torch functions (a C++ extension, say). Without gradients the whole
+        # value serves; with them the graph would silently lose this step.
+        views = [t for t in pytree.tree_leaves((args, kwargs or {})) if isinstance(t, View)]
+        if any(v._mw_local.requires_grad for v in views) and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{func} was called on a cut tensor from outside torch's Python functions, where its gradient would "
+                "be lost; call it through a torch function or mark the module whole in the plan: {tp: whole}"
+            )
+        args, kwargs = pytree.tree_map_only(View, lambda v: v._mw_work.whole(v), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"View(shape={tuple(self.shape)}, {self._mw_layout}, local={tuple(self._mw_local.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._mw_work.whole(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+
+def first_view(value: Any) -> View | None:
+    """The first View in nested tuples, lists and dicts."""
+    if isinstance(value, View):
+        return value
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            if (found := first_view(item)) is not None:
+                return found
+    elif isinstance(value, dict):
+        return first_view(tuple(value.values()))
+    return None

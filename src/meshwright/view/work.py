@@ -1,0 +1,243 @@
+"""``Work``: how torch functions are answered when some of their tensors are cut.
+
+    call(func, args)
+      1  facts of the wrapper (shape, dtype …)          answered at once
+      2  a rule for the function (view/rules)           local work on local tensors, and the layout that comes out
+      3  no rule that fits, but a Python function       its body runs, and the functions in it are answered in turn
+      4  anything else                                  fallback: gather, run whole, count it
+
+So every torch function is right; a missing rule costs speed, never correctness. ``Work`` also converts between
+layouts for the rules: ``whole`` (used whole), ``varying`` (whole, used in cut work) and ``cut``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
+from meshwright.view import moves
+from meshwright.view.axis import Axis, Fallback, Ledger
+from meshwright.view.rules import FACTS, RULES, aliases, writes
+from meshwright.view.tensor import View
+
+
+class Work:
+    """The view over one axis: answers torch functions and moves tensors between layouts.
+
+    Args:
+        axis: the axis tensors are cut over.
+        ledger: where collectives and fallbacks are counted.
+        names: ``id(module)`` → its name in the model, to say where a fallback happened.
+    """
+
+    def __init__(self, axis: Axis, ledger: Ledger, names: dict[int, str] | None = None) -> None:
+        self.axis, self.ledger, self.names = axis, ledger, names or {}
+
+    # --- answering -------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of ``func`` as one device would give it; cut tensors come back as Views."""
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        target = args[0] if args and writes(func, kwargs) else None
+        if isinstance(target, View) and target._mw_origin is not None:
+            return self._write_through(func, target, args, kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            out = rule(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        if (body := python_body(func)) is not None and target is None:
+            return body(*args, **kwargs)
+        return self.fallback(func, args, kwargs)
+
+    def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gathers every argument and runs ``func`` whole, on every rank the same."""
+        views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
+        gathered = [v for v in views if isinstance(v._mw_layout, Cut)]
+        if gathered:
+            self.gathered(func, gathered)
+        target = args[0] if args and writes(func, kwargs) else None
+        out = kwargs.get("out")
+        plain_args, plain_kwargs = pytree.tree_map_only(View, self.whole, (args, kwargs))
+        if isinstance(target, View):
+            value = self.whole(target).clone()
+            result = func(value, *plain_args[1:], **plain_kwargs)
+            self.write(target, value)
+            return None if result is None else target
+        if isinstance(out, View):
+            plain_kwargs["out"] = self.whole(out).clone()
+            self.write(out, func(*plain_args, **plain_kwargs))
+            return out
+        result = func(*plain_args, **plain_kwargs)
+        if aliases(func) and isinstance(args[0], View) and isinstance(result, Tensor):
+            # A later write to this slice must reach the tensor it is a slice of.
+            alias = View(result, WHOLE, self)
+            alias._mw_origin = (args[0], functools.partial(_apply, func, plain_args[1:], plain_kwargs))
+            return alias
+        return result
+
+    def _write_through(self, func: Any, target: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
+        assert target._mw_origin is not None
+        base, select = target._mw_origin
+        plain_args, plain_kwargs = pytree.tree_map_only(View, self.whole, (args[1:], kwargs))
+        result = func(target._mw_local, *plain_args, **plain_kwargs)
+        value = self.whole(base).clone()
+        select(value).copy_(target._mw_local)
+        if base._mw_origin is not None:
+            self._write_through(torch.Tensor.copy_, base, (base, value), {})
+        else:
+            self.write(base, value)
+        return None if result is None else target
+
+    def gathered(self, func: Any, views: list[View]) -> None:
+        """Counts a fallback at the model's line that caused it."""
+        self.ledger.fallbacks[self.place(func)] += 1
+
+    def place(self, func: Any) -> Fallback:
+        """Which function, module and source line of the model is being run."""
+        frame, line, module = sys._getframe(1), "", None
+        while frame is not None and module is None:
+            owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
+            if not line and "/torch/" not in file and "/meshwright/" not in file:
+                line = f"{file}:{frame.f_lineno}"
+            if isinstance(owner, nn.Module):
+                module = self.names.get(id(owner), type(owner).__name__)
+            frame = frame.f_back  # type: ignore[assignment]
+        return Fallback(getattr(func, "__name__", str(func)), module or "", line)
+
+    # --- layouts ---------------------------------------------------------------------------------------------------
+
+    def view(self, local: Tensor, layout: Layout) -> Tensor:
+        """The result of local work, as the model sees it."""
+        return View(local, layout, self)
+
+    def layout(self, x: Any) -> Layout:
+        return x._mw_layout if isinstance(x, View) else WHOLE
+
+    def whole(self, x: Any) -> Any:
+        """``x`` on every rank, used by every rank alike."""
+        if not isinstance(x, View):
+            return x
+        layout = x._mw_layout
+        if isinstance(layout, Cut):
+            return self._once(x, "whole", lambda t: moves.gather(t, self.axis, layout))
+        if isinstance(layout, Partial):
+            return self._once(x, "whole", lambda t: moves.reduce(t, self.axis))
+        return x._mw_local
+
+    def varying(self, x: Any) -> Any:
+        """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(x, View) and isinstance(layout := x._mw_layout, Cut):
+            return self._once(x, "varying", lambda t: moves.gather_enter(t, self.axis, layout))
+        base = self.whole(x)
+        if not base.requires_grad:
+            return base
+        wide = getattr(base, "_mw_is_parameter", False)
+        return self._once(base, "_mw_entered", lambda t: moves.enter(t, self.axis, wide=wide))
+
+    def cut(self, x: Tensor, layout: Cut) -> Tensor:
+        """This rank's slice of ``x`` under ``layout``: the local tensor."""
+        if not isinstance(x, View):
+            return moves.take(x, self.axis, layout)
+        have, local = x._mw_layout, x._mw_local
+        if have == layout:
+            return local
+        if isinstance(have, Partial):
+            memo = x._mw_memo.get("whole")
+            if memo is None or memo[0] != local._version:
+                return moves.reduce_scatter(local, self.axis, layout)
+        if isinstance(have, Cut):
+            self.regathered(x, layout)
+            if have.dim != layout.dim:
+                return moves.exchange(local, self.axis, have, layout)
+        return moves.take(self.whole(x), self.axis, layout)
+
+    def regathered(self, x: View, layout: Cut) -> None:
+        """A cut tensor moves to another cut: planning learns from it."""
+
+    def write(self, target: View, value: Tensor) -> None:
+        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it."""
+        layout = target._mw_layout
+        if isinstance(layout, Cut):
+            target._mw_local.copy_(moves.take(value, self.axis, layout))
+        elif isinstance(layout, Partial):
+            target._mw_local.copy_(moves.hold(value, self.axis))
+        else:
+            target._mw_local.copy_(value)
+
+    def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
+        """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
+        memos = x._mw_memo if isinstance(x, View) else x.__dict__
+        local = x._mw_local if isinstance(x, View) else x
+        key = (local._version, torch.is_grad_enabled() and local.requires_grad)
+        memo = memos.get(kind)
+        if memo is None or memo[:2] != key:
+            memo = memos[kind] = (*key, move(local))
+        return memo[2]
+
+    # --- decisions, which planning makes; a run finds them made ------------------------------------------------------
+
+    def column(self, parameter: Any, dim: int) -> Any:
+        """A parameter meets a whole input: planning may cut it along its output dim."""
+        return parameter
+
+    def row(self, parameter: Any, dim: int) -> Any:
+        """A parameter meets a whole input, and the plan wants it cut along its input dim."""
+        return parameter
+
+    def match(self, parameter: Any, layout: Cut) -> Any:
+        """A parameter meets a cut input: planning may cut it the same way."""
+        return parameter
+
+    def table(self, parameter: Any) -> Any:
+        """A parameter is looked up by rows: planning may cut the rows."""
+        return parameter
+
+    def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
+        """The cut dim of ``x`` turns out to be fused blocks of these sizes."""
+
+    def units(self, x: Any, count: int) -> None:
+        """The cut dim of ``x`` turns out to be that many pieces which may not be broken."""
+
+
+@functools.lru_cache(maxsize=None)
+def python_body(func: Any) -> Callable[..., Any] | None:
+    """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
+
+    Those functions open with ``if has_torch_function(…): return handle_torch_function(…)``; the copy made here has
+    globals in which the question is answered with no. There is no public way past that line.
+    """
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    no = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    if not no:
+        return None
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Any:
+    return func(value, *args, **kwargs)
+
+
+__all__ = ["PARTIAL", "Work", "python_body"]

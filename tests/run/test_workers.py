@@ -1,0 +1,346 @@
+"""A pool of workers: what a run gives, what it leaves, and how each way to fail ends."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright.run.workers as workers_module
+from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[LocalWorkers]:
+    with local_workers(3) as pool:
+        yield pool
+
+
+# ---- functions that run in the workers ----
+
+
+def rank_times(factor: int, offset: int = 0) -> int:
+    return dist.get_rank() * factor + offset
+
+
+def all_reduced(value: torch.Tensor) -> torch.Tensor:
+    value = value * (dist.get_rank() + 1)
+    dist.all_reduce(value)
+    return value
+
+
+def surroundings() -> dict[str, str]:
+    seen = {
+        key: os.environ.get(key, "")
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LEFT")
+    }
+    return seen | {"threads": str(torch.get_num_threads()), "dtype": str(torch.get_default_dtype())}
+
+
+def leaves_traces() -> float:
+    os.environ["LEFT"] = "behind"
+    torch.set_default_dtype(torch.float64)
+    return torch.rand(()).item()
+
+
+def joins_anew() -> float:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    value = torch.ones(())
+    dist.all_reduce(value)
+    return value.item()
+
+
+def sum_over_a_mesh(groups_before: int) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for _ in range(groups_before):
+        dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    full = torch.arange(8.0).view(4, 2)
+    cut = distribute_tensor(full, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    total = (cut + cut).sum()
+    return torch.equal(total.full_tensor(), 2 * full.sum())  # type: ignore[attr-defined]
+
+
+def raises(rank: int) -> None:
+    print(f"rank {dist.get_rank()} was here")
+    if dist.get_rank() == rank:
+        raise ValueError("this one")
+    dist.all_reduce(torch.ones(4))
+
+
+def raises_while_the_others_work() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("the first")
+    time.sleep(0.3)
+    if dist.get_rank() == 1:
+        raise ValueError("the second")
+
+
+def ends(rank: int, how: str) -> None:
+    if dist.get_rank() == rank:
+        if how == "exit":
+            os._exit(7)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            ctypes.string_at(0)
+    dist.all_reduce(torch.ones(4))
+
+
+def hangs_in_here(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    return 1
+
+
+def leaves_a_process_and_hangs() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    report(child.pid)
+    time.sleep(60)
+
+
+def reports(count: int) -> None:
+    for step in range(count):
+        print(f"step {step} of rank {dist.get_rank()} ✓")
+        report(step)
+
+
+def returns_a_lambda() -> object:
+    return lambda: 0
+
+
+# ---- what a run gives and leaves ----
+
+
+def test_results_come_by_rank(workers: LocalWorkers) -> None:
+    assert workers.run(rank_times, 10, offset=1) == [1, 11, 21]
+    assert workers.run(rank_times, 10, ranks=2) == [0, 10]
+
+
+def test_each_run_has_a_process_group(workers: LocalWorkers) -> None:
+    assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2))] == [[6.0, 6.0]] * 3
+    assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2), ranks=2)] == [
+        [3.0, 3.0]
+    ] * 2
+
+
+def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -> None:
+    with local_workers(2) as pool:
+        assert pool.pids() == []
+        first = pool.run(os.getpid, ranks=1)
+        assert pool.pids() == first
+    before = workers.run(os.getpid)
+    started = time.monotonic()
+    assert workers.run(os.getpid) == before
+    assert time.monotonic() - started < 1.5
+
+
+def test_environment_is_a_ranks_and_is_restored(workers: LocalWorkers) -> None:
+    mine = dict(os.environ)
+    first = workers.run(leaves_traces)
+    for rank, seen in enumerate(workers.run(surroundings, ranks=2)):
+        assert seen == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "LEFT": "",
+            "threads": "1",
+            "dtype": "torch.float32",
+        }
+    assert workers.run(leaves_traces) == first, "torch's random numbers begin anew"
+    assert dict(os.environ) == mine
+
+
+def test_a_function_may_join_by_the_environment(workers: LocalWorkers) -> None:
+    assert workers.run(joins_anew) == [3.0] * 3
+
+
+def test_meshes_of_earlier_runs_are_forgotten(workers: LocalWorkers) -> None:
+    for groups_before in (0, 2, 1):
+        assert workers.run(sum_over_a_mesh, groups_before, ranks=2) == [True, True]
+
+
+def test_big_values_pass_both_ways(workers: LocalWorkers) -> None:
+    big = torch.arange(12_500_000.0)
+    results = workers.run(all_reduced, big, ranks=2)
+    assert all(torch.equal(result, big * 3) for result in results)
+
+
+def test_rank_0_reports_and_is_echoed(workers: LocalWorkers, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+    workers.run(reports, 3, echo=True, on_report=seen.append)
+    assert seen == [0, 1, 2]
+    assert capsys.readouterr().out.splitlines() == [f"step {step} of rank 0 ✓" for step in range(3)]
+    report("nobody listens outside a worker")
+
+
+# ---- how it fails ----
+
+
+def test_a_raise_is_told_once_and_peers_are_not_blamed(workers: LocalWorkers) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers.run(raises, 1)
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert caught.value.reason == "rank 1 of 3 failed: ValueError: this one"
+    assert text.count("Traceback") == 1 and 'raise ValueError("this one")' in text
+    assert "rank 1 was here" in text and "rank 0 was here" not in text
+    assert workers.run(rank_times, 1) == [0, 1, 2]
+
+
+def test_the_first_failure_counts_and_who_comes_back_soon_is_kept(workers: LocalWorkers) -> None:
+    before = workers.run(os.getpid)
+    with pytest.raises(WorkerError, match="rank 0 of 3 failed: ValueError: the first"):
+        workers.run(raises_while_the_others_work)
+    assert workers.run(os.getpid) == before
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("exit", "exit code 7"), ("kill", "SIGKILL"), ("segfault", "SIGSEGV")]
+)
+def test_a_death_names_rank_process_and_cause(workers: LocalWorkers, how: str, words: str) -> None:
+    pid = workers.run(os.getpid)[1]
+    with pytest.raises(WorkerError) as caught:
+        workers.run(ends, 1, how, ranks=2)
+    assert caught.value.rank == 1
+    assert f"process {pid}" in caught.value.reason and words in caught.value.reason
+    assert ("in ends" in caught.value.details) == (how == "segfault")
+    assert workers.run(rank_times, 1) == [0, 1, 2]
+
+
+def test_a_hang_shows_where(workers: LocalWorkers) -> None:
+    before = workers.run(os.getpid)
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        workers.run(hangs_in_here, 2, timeout=3)
+    assert 3 <= time.monotonic() - started < 8
+    assert caught.value.reason == "no answer within 3 s from rank 2 of 3 (answered: 0, 1)"
+    assert "in hangs_in_here" in caught.value.details
+    assert "worker.py" not in caught.value.details
+    after = workers.run(os.getpid)
+    assert after[:2] == before[:2] and after[2] != before[2]
+
+
+def test_an_interrupt_ends_all_workers_and_what_they_started(workers: LocalWorkers) -> None:
+    started: list[int] = []
+
+    def interrupt(pid: int) -> None:
+        started.append(pid)
+        raise KeyboardInterrupt
+
+    pids = workers.run(os.getpid)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(leaves_a_process_and_hangs, on_report=interrupt)
+    assert workers.pids() == []
+    assert wait_until_gone(pids + started) == []
+
+
+def test_what_cannot_be_sent_is_refused(workers: LocalWorkers) -> None:
+    with pytest.raises(TypeError, match="top level"):
+        workers.run(lambda: 0)
+    with pytest.raises(WorkerError, match="top level"):
+        workers.run(returns_a_lambda, ranks=1)
+    with pytest.raises(ValueError, match="1 to 3"):
+        workers.run(os.getpid, ranks=4)
+
+
+# ---- where functions come from, and what stays ----
+
+PLAIN_SCRIPT = """
+import os, sys, time
+from dataclasses import dataclass
+import torch.distributed as dist
+from meshwright.run.workers import local_workers
+
+@dataclass
+class Answer:
+    rank: int
+
+def function(answer):
+    return Answer(answer.rank + dist.get_rank())
+
+print("started")
+with local_workers(2) as workers:
+    print(workers.run(function, Answer(5)), *workers.pids(), flush=True)
+    if "die" in sys.argv:
+        os.kill(os.getpid(), 9)
+
+def last():
+    return "last"
+
+with local_workers(1) as workers:
+    print(workers.run(last), flush=True)
+"""
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
+    lines = python("script.py", directory=tmp_path)
+    assert lines[0] == "started" and lines[1].startswith("[Answer(rank=5), Answer(rank=6)]")
+    assert lines[2:] == ["['last']"]
+    assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]], timeout=0) == []
+
+
+def test_a_command_line_program_works_and_its_death_leaves_no_orphan() -> None:
+    lines = python("-c", PLAIN_SCRIPT, "die", code=-signal.SIGKILL)
+    assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]]) == []
+
+
+def test_a_file_loaded_by_its_path_is_found(workers: LocalWorkers, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("class Thing:\n    value = 3\n\ndef function():\n    return Thing()\n")
+    spec = importlib.util.spec_from_file_location("a_name_of_its_own", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["a_name_of_its_own"] = module
+    try:
+        spec.loader.exec_module(module)
+        (result,) = workers.run(module.function, ranks=1)
+    finally:
+        del sys.modules["a_name_of_its_own"]
+    assert type(result) is module.Thing
+
+
+def python(*arguments: str, directory: Path | None = None, code: int = 0) -> list[str]:
+    """Run the interpreter; the lines it printed."""
+    source = Path(workers_module.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout.splitlines()
+
+
+def wait_until_gone(pids: list[int], timeout: float = 5.0) -> list[int]:
+    """Those of the processes that still run after a while (a zombie does not run)."""
+    deadline = time.monotonic() + timeout
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
