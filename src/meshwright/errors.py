@@ -1,14 +1,18 @@
 """What is wrong with a plan: every problem at once, each with its place and a fix that can be pasted.
 
-Checking code adds to a `Findings` and goes on; `raise_if_any` raises one `PlanError` at the end. So a person corrects
-a plan once, not once per problem.
+Checking code adds to a `Findings` and goes on; `raise_if_any` raises one `PlanError` at the end. So a person
+corrects a plan once, not once per problem.
 
-    >>> findings = Findings()
-    >>> findings.add(where="mesh.tpp", given="tpp", required="an axis: dp_replicate, dp_shard or tp", fix="tp: 2")
-    >>> findings.raise_if_any()
-    Traceback (most recent call last):
-    meshwright.errors.PlanError: 1 problem in this plan
-    ...
+    findings = Findings()
+    findings.add(where="mesh.tpp", given="tpp", required="an axis: dp_shard or tp", fix="tp: 2")
+    findings.raise_if_any()
+
+    PlanError: 1 problem in this plan
+
+    1. where:    mesh.tpp
+       given:    tpp
+       required: an axis: dp_shard or tp
+       fix:      tp: 2
 """
 
 from __future__ import annotations

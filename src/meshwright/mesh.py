@@ -1,6 +1,6 @@
 """The mesh: named axes and their sizes, and which ranks stand together on each axis.
 
-Ranks are numbered with the last axis fastest, as `torch.distributed.device_mesh.init_device_mesh` numbers them:
+Ranks are numbered with the last axis fastest, as `init_device_mesh` of `torch.distributed` does:
 
     dp_shard=2 × tp=3          tp 0  tp 1  tp 2
                   dp_shard 0      0     1     2       tp:       {0, 1, 2} {3, 4, 5}
@@ -44,7 +44,7 @@ class Mesh:
         axes: pairs of name and size, in the order given; aliases are resolved.
 
     Raises:
-        PlanError: an unknown axis, an axis given twice, a size that is not a whole number of at least 1, no axis.
+        PlanError: an unknown axis, one given twice, a size that is not a whole number of at least 1, no axis.
 
     Example:
         >>> mesh = Mesh.parse("dp_shard=2,tp=3")
@@ -117,7 +117,7 @@ class Mesh:
         return rank
 
     def groups(self, *names: str) -> list[list[int]]:
-        """The groups of ranks that differ along the named axes only, each in rank order, by their first ranks.
+        """The groups of ranks that differ along the named axes only; in rank order, within and among them.
 
         Every rank is in exactly one group. An axis that the mesh lacks adds nothing.
         """
@@ -141,11 +141,11 @@ class Mesh:
         return prod(self.axis_size(name) for name in self.data_axes)
 
     def data_index(self, rank: int) -> int:
-        """Which of the `data_size` pieces of a batch a rank reads. Ranks of one tensor-parallel group read the same."""
+        """Which of the `data_size` pieces of a batch a rank reads; a ``tp`` group reads the same."""
         return self.group_of(rank, *self.data_axes).index(rank)
 
     def picture(self) -> str:
-        """Who is with whom, as text: the table of ranks, and the groups of each axis. Large meshes are abridged."""
+        """Who is with whom, as text: the table of ranks, each axis's groups. Large meshes are abridged."""
         return "\n".join(
             [f"{self}: {self.size} rank{'s'[: self.size > 1]}", "", *_table(self), "", *_company(self)]
         )
@@ -154,7 +154,7 @@ class Mesh:
         return " × ".join(f"{name}={size}" for name, size in self.axes)
 
     def _offsets(self, names: Iterable[str], *, along: bool) -> list[int]:
-        """The rank differences that walking the named axes (or, not ``along``, all others) reaches, ascending."""
+        """The rank differences that walking the named axes (not ``along``: the others) reaches, ascending."""
         walked = {_known(name) for name in names}
         sizes = [size if (name in walked) is along else 1 for name, size in self.axes]
         strides = [prod(self.shape[i + 1 :]) for i in range(len(self.axes))]
@@ -205,7 +205,7 @@ def _pairs(text: str, findings: Findings, where: Callable[[str], str]) -> tuple[
 def _checked(
     pairs: Sequence[tuple[object, object]], findings: Findings, where: Callable[[str], str], *, text: bool
 ) -> tuple[tuple[str, int], ...]:
-    """The pairs with aliases resolved; every problem goes to ``findings``. ``text``: fixes as ``a=2``, not ``a: 2``."""
+    """The pairs, aliases resolved; problems go to ``findings``. ``text``: fixes as ``a=2``, not ``a: 2``."""
     sign = "=" if text else ": "
     found: dict[str, int] = {}
     words: dict[str, object] = {}  # how each axis was spelt where it was given first

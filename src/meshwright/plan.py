@@ -1,4 +1,4 @@
-"""The plan: what a person writes. Short, and nothing but the mesh is required: what is left out is decided later.
+"""The plan: what a person writes. Short; only the mesh is required, the rest is decided where left out.
 
     mesh: {dp_shard: 2, tp: 2}
     recompute: blocks
@@ -6,12 +6,12 @@
       "*.c_attn": {tp: column, parts: 3}
       encoder.norm: {dp: replicate}
 
-A plan comes from Python, a dict or YAML, and goes back to YAML. However it comes, one pass reads it and reports every
-problem at once, with the line and column where there are lines:
+A plan comes from Python, a dict or YAML, and goes back to YAML. However it comes, one pass reads it and
+reports every problem at once, with the line and column where there are lines:
 
     text ──compose──► Source (plain values, and the place of each) ──read──► Plan, or one PlanError
 
-YAML is read with the safe loader, node by node: no tag can construct an object, and no alias can unfold without end.
+YAML is read with the safe loader, node by node: no tag constructs an object, no alias unfolds without end.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Entry:
 
     Attributes:
         dp: over the data axes, ``shard`` (FSDP) or ``replicate`` (DDP).
-        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``cut:<dim>`` (cut
-            that dim, from 0), ``whole`` (leave whole), ``auto`` (decide, whatever an earlier entry says).
-        parts: the cut dim is this many equal fused blocks, each of which is cut (a fused QKV: 3); or the blocks' sizes.
+        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``cut:<dim>``
+            (cut that dim, from 0), ``whole`` (leave it), ``auto`` (decide, whatever an earlier entry says).
+        parts: the cut dim is this many equal fused blocks, each cut (a fused QKV: 3); or the blocks' sizes.
         units: the cut dim is this many equal pieces that may not be broken (attention heads).
-        recompute: ``block`` computes this module again in backward, instead of keeping its activations; ``none`` keeps.
+        recompute: ``block`` computes this module again in backward, instead of keeping its activations;
+            ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
     """
 
@@ -103,15 +104,16 @@ class Plan:
     """How a model is to be laid out over a mesh, as far as a person cares to say.
 
     Args:
-        mesh: the axes and their sizes, outermost first: ``{"dp_shard": 2, "tp": 2}`` or ``"dp_shard=2,tp=2"``.
-        modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later wins, key by key.
+        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``.
+        modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later
+            wins, key by key.
         parameters: another place to write entries of ``modules``; they come after those.
         sequence_parallel: keep activations between tensor-parallel regions cut along the sequence.
         recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations.
         microbatches: into how many pieces a step divides its batch, whose gradients add up.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
-        reshard_after_forward: free a gathered FSDP unit after its forward, and gather it again for its backward.
+        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again.
         seed: of the initial values and of dropout.
 
     Raises:
@@ -176,7 +178,7 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str, name: str = "plan") -> Plan:
-        """The plan in a YAML text; ``name`` stands for the file in errors. Raises PlanError with every problem."""
+        """The plan in a YAML text; errors call it ``name``. Raises PlanError with every problem."""
         return cls(**_Reader(compose(text, name)).plan())
 
     @classmethod
@@ -188,8 +190,8 @@ class Plan:
     def parse(cls, spec: PlanLike) -> Plan:
         """A plan from whatever stands for one.
 
-        A plan; a mesh; a dict; the path of a YAML file; or text: YAML (where it has a line break or ``": "``), a mesh
-        (``"dp_shard=2,tp=2"``), else a path. Raises PlanError with every problem.
+        A plan; a mesh; a dict; the path of a YAML file; or text: YAML (if it has a line break or ``": "``), a
+        mesh (``"dp_shard=2,tp=2"``), else a path. Raises PlanError with every problem.
         """
         if isinstance(spec, Plan):
             return spec
@@ -206,7 +208,7 @@ class Plan:
         return cls.load(text)
 
     def settings(self) -> dict[str, Any]:
-        """The plan as plain YAML values, without what is as it would be anyway. The inverse of `from_dict`."""
+        """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
         said: dict[str, Any] = {"mesh": dict(self.mesh.axes)}
         said |= {name: getattr(self, name) for name in _PLAN if getattr(self, name) != _DEFAULTS[name]}
         if self.modules:
@@ -229,8 +231,8 @@ class Plan:
     def with_settings(self, settings: Iterable[str]) -> Plan:
         """This plan with ``key=value`` settings, as the command line takes them; a later one wins.
 
-        The key is dotted, ``recompute`` or ``mesh.tp`` or ``modules.<glob>.dp`` (a glob may have dots of its own);
-        the value is YAML. An entry of ``modules`` that is set comes after all others, so that it wins over them.
+        The key is dotted, ``recompute`` or ``mesh.tp`` or ``modules.<glob>.dp`` (a glob may have dots of its
+        own); the value is YAML. An entry of ``modules`` that is set comes after all others, so that it wins.
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
@@ -246,7 +248,7 @@ class Plan:
 PlanLike: TypeAlias = Plan | Mesh | Mapping[str, Any] | str | os.PathLike[str]
 
 
-# -- what each key takes ---------------------------------------------------------------------------------------------
+# -- what each key takes -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ KEYS = ("mesh", *SECTIONS, *_PLAN)
 """The keys of a plan, as a command line may need to tell them from others."""
 
 
-# -- reading: plain values with their places, into a plan or findings --------------------------------------------------
+# -- reading: plain values with their places, into a plan or findings ----------------------------------------
 
 
 class Source:
@@ -333,7 +335,7 @@ class Source:
         self.findings = Findings() if findings is None else findings
 
     def where(self, path: _Path, *, key: bool = False) -> str:
-        """The place of a value, or of its key, as a finding says it: ``plan.yaml:3:5 (modules."*.c_attn".tp)``."""
+        """The place of a value, or of its key, as findings say it: ``plan.yaml:3:5 (modules."*.fc".tp)``."""
         dotted = ".".join(part if re.fullmatch(r"\w+", part) else f'"{part}"' for part in path)
         places = [self.keys, self.places] if key else [self.places, self.keys]
         for length in range(len(path), -1, -1):
@@ -500,7 +502,7 @@ _SET = "--set "
 _WIDE = 10**6  # columns: YAML is not to break our lines
 
 
-# -- command-line settings ---------------------------------------------------------------------------------------------
+# -- command-line settings -----------------------------------------------------------------------------------
 
 
 def _apply(setting: str, values: dict[str, Any], source: Source) -> None:
@@ -532,19 +534,19 @@ def _apply(setting: str, values: dict[str, Any], source: Source) -> None:
 
 
 def _setting_path(key: str, value: object) -> _Path:
-    """``modules.h.0.attn.tp`` as section, glob and key; where the value is a whole entry, all the rest is the glob."""
+    """``modules.h.0.attn.tp`` as section, glob and key; where a whole entry is set, as section and glob."""
     section, dot, glob = key.partition(".")
     if section == "mesh" and dot:
         return (section, ALIASES.get(glob, glob))
     if section not in SECTIONS or not dot:
-        return tuple(key.split("."))
+        return (key,)
     if isinstance(value, dict) or "." not in glob:
         return ("modules", glob)
     glob, _, last = glob.rpartition(".")
     return ("modules", glob, last)
 
 
-# -- YAML, with the place of everything --------------------------------------------------------------------------------
+# -- YAML, with the place of everything ----------------------------------------------------------------------
 
 
 def compose(text: str, name: str, findings: Findings | None = None) -> Source:
@@ -624,13 +626,13 @@ class _Values:
 
 
 def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -> None:
-    """The finding for text that is not YAML: the line that is wrong, and the line as it was most likely meant."""
+    """The finding for text that is not YAML: the line that is wrong, and as it was most likely meant."""
     reason, index = str(error), 0
     if isinstance(error, yaml.MarkedYAMLError):
         reason = error.problem or reason
         mark, opened = error.problem_mark or error.context_mark, error.context_mark
-        if mark and opened and opened.line < mark.line and re.search("flow|quoted|simple key", error.context or ""):
-            mark = opened  # what is never closed is noticed lines later: the place that counts is where it opened
+        if mark and opened and opened.line < mark.line and _OPENS.search(error.context or ""):
+            mark = opened  # what is never closed is noticed lines later: what counts is where it opened
         index = mark.index if mark else 0
     elif isinstance(error, yaml.reader.ReaderError):
         reason, index = error.reason, error.position
@@ -641,6 +643,9 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -
     given = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.strip()) or "nothing"
     where = f"{name}:{len(before)}:{len(before[-1]) + 1}"
     findings.add(where=where, given=given, required=f"YAML: {reason}", fix=_mended(line))
+
+
+_OPENS = re.compile("flow|quoted|simple key")
 
 
 def _mended(line: str) -> str:

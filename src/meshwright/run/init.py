@@ -1,24 +1,25 @@
-"""Init: what `build()` would give, recorded without its memory, so that each weight can be made when it is wanted.
+"""Init: what `build()` would give, recorded without its memory; each weight is made when it is wanted.
 
-`build()` runs once, under a dispatch mode. Tensors of at least `small` elements become *deferred*: ordinary CPU
-tensors (`.device` says cpu, `is_meta` is False) over reserved address space that nobody touches and so costs no memory.
-As they are ordinary tensors, views, `.data =`, `Parameter()`, `set_` and deep copies share storages as ever, and
-a storage, known by its address, is the unit of bookkeeping, a *cell*. For a deferred tensor
+`build()` runs once, under a dispatch mode. Tensors of at least `small` elements become *deferred*: ordinary
+CPU tensors (`.device` says cpu, `is_meta` is False) over reserved address space that nobody touches, and so
+without memory. As they are ordinary tensors, views, `.data =`, `Parameter()`, `set_` and deep copies share
+storages as ever; a storage, known by its address, is the unit of bookkeeping: a *cell*. For a deferred tensor
 
     1. a view runs as it is: it moves no data;
-    2. any other op is logged, not run: its function, and for each tensor a `Ref` (cell, size, stride, offset) or, of
-       a real tensor, a copy. Its outputs, whose shapes a run on meta tensors tells, are deferred as well;
-    3. a random op's generator state is logged; then it runs once on scratch, to leave the generator where it belongs;
+    2. any other op is logged, not run: its function, and for each tensor a `Ref` (cell, size, stride, offset)
+       or, of a real tensor, a copy. Its outputs, whose shapes a run on meta tensors tells, are deferred too;
+    3. a random op's generator state is logged; then it runs once on scratch, to move the generator on;
     4. an op that reads a value, or that meta tensors cannot run, gets the values it asks for, by replay.
 
-A replay (`Log.evaluate`) walks the log backwards from what is wanted, stops at full overwrites, and runs what it
-found forwards, each random op from its own generator state. So `Recorded.value(name)` is bitwise what plain `build()`
-gives. At the end parameters move to the meta device, in place, so that ties and aliases hold, and every other deferred
-tensor that is still alive (buffers, attributes, entries of lists, caches elsewhere) is filled in place.
+A replay (`Log.evaluate`) walks the log backwards from what is wanted, stops at full overwrites, and runs what
+it found forwards, each random op from its own generator state: `Recorded.value(name)` is bitwise what plain
+`build()` gives. At the end parameters move to the meta device, in place, so that ties and aliases hold, and
+every other deferred tensor that is still alive (buffers, attributes, caches elsewhere) is filled in place.
 
-Limits. Same torch, machine and thread count, or reductions may round otherwise. Values from outside torch (numpy, lists,
-files) and those written through `.numpy()` cannot be made anew: they are held. Not seen: memory read behind torch's
-back (`data_ptr()`, storage objects), other threads. A plain attribute computed from parameters loses its graph.
+Limits. Same torch, machine and thread count, or reductions may round otherwise. Values from outside torch
+(numpy, lists, files), or written through `.numpy()`, cannot be made anew: they are held. Not seen: memory
+read behind torch's back (`data_ptr()`, storage objects), other threads. A plain attribute computed from
+parameters loses its graph, as those are on meta now; distinct parameters that share a storage no longer do.
 """
 
 from __future__ import annotations
@@ -41,20 +42,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _aten = torch.ops.aten
 
 # What is in their first argument before does not matter after.
-_OVERWRITES = frozenset(
-    getattr(_aten, name)
-    for name in "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_".split()
-)
+_OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.bernoulli_} | {
+    _aten.random_,
+    _aten.exponential_,
+    _aten.log_normal_,
+    _aten.geometric_,
+    _aten.cauchy_,
+}
 
 # Functions that look at values below the dispatcher. These get a copy of the values,
-_READS = frozenset(
-    [torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.tolist, Tensor.__repr__]
-    + [Tensor.__format__, Tensor.__reduce_ex__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__]
-    + [Tensor.__complex__]
-)
+_READS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.tolist} | {
+    getattr(Tensor, f"__{name}__") for name in "repr format reduce_ex bool int index float complex".split()
+}
 # and these share the tensor's memory with their caller.
-_SHARES = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_])
+_SHARES = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 
+
+Held = dict[int, torch.UntypedStorage]  # cell → a real storage with its content
 
 # --- the log ------------------------------------------------------------------------------------------------
 
@@ -71,7 +75,8 @@ class Ref(NamedTuple):
     neg: bool
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
-        tensor = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu")
+        tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = torch.conj(tensor) if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor  # no public function makes a negative view
 
@@ -145,12 +150,12 @@ class Log:
             for cell in entry.writes:
                 self._writers.setdefault(cell, []).append(index)
 
-    def evaluate(self, cells: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+    def evaluate(self, cells: Iterable[int]) -> Held:
         """New storages with the present content of `cells`. Generators are left as they were."""
         cells = frozenset(cells)
         order = self.needed(cells)
         last = {cell: i for i in order for cell in self.entries[i].reads | self.entries[i].writes}
-        held: dict[int, torch.UntypedStorage] = {}
+        held: Held = {}
         rng = torch.get_rng_state()
         try:
             with _plainly():
@@ -176,7 +181,7 @@ class Log:
         """Is all of the storage in this view? (Ops do not write to views that overlap themselves.)"""
         return math.prod(ref.size) * ref.dtype.itemsize == self.nbytes[ref.cell]
 
-    def run(self, entry: Entry, held: dict[int, torch.UntypedStorage], generator: torch.Generator | None = None) -> None:
+    def run(self, entry: Entry, held: Held, generator: torch.Generator | None = None) -> None:
         """Run one entry on the storages in `held`. A generator given goes on from where it is."""
 
         def real(leaf: Any) -> Any:
@@ -193,20 +198,20 @@ class Log:
             if ref is not None:
                 held[ref.cell] = self._own(output, ref, args, kwargs)
 
-    def _held(self, held: dict[int, torch.UntypedStorage], cell: int) -> torch.UntypedStorage:
+    def _held(self, held: Held, cell: int) -> torch.UntypedStorage:
         if cell not in held:
-            held[cell] = torch.UntypedStorage(self.nbytes[cell], device="cpu")
+            held[cell] = _allocate(self.nbytes[cell])
         return held[cell]
 
     def _own(self, output: Tensor, ref: Ref, args: Any, kwargs: Any) -> torch.UntypedStorage:
-        """The output's storage, if it has the geometry that was foreseen and is no argument's, else a copy."""
+        """The output's storage if it is as was foreseen and no argument's, else a copy."""
         storage = output.untyped_storage()
         foreseen = (self.nbytes[ref.cell], ref.size, ref.stride, ref.offset, ref.conj, ref.neg)
         seen = (storage.nbytes(), output.size(), output.stride(), output.storage_offset())
         taken = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         if (*seen, output.is_conj(), output.is_neg()) == foreseen and storage.data_ptr() not in taken:
             return storage
-        fresh = torch.UntypedStorage(self.nbytes[ref.cell], device="cpu")
+        fresh = _allocate(self.nbytes[ref.cell])
         ref.view(fresh).copy_(output)
         return fresh
 
@@ -231,7 +236,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _ref(tensor: Tensor, cell: int) -> Ref:
-    offset, conj, neg = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+    offset, conj, neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
     return Ref(cell, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset, conj, neg)
 
 
@@ -273,12 +278,28 @@ def _reserve(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
-        flags |= 0x4000  # MAP_NORESERVE, which Python names since 3.12: do not count it against memory and swap
+        flags |= 0x4000  # MAP_NORESERVE (older Pythons lack the name): not counted against memory and swap
     return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def _over(memory: mmap.mmap) -> torch.UntypedStorage:
+    """A storage over `memory`, which it keeps alive."""
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _allocate(nbytes: int) -> torch.UntypedStorage:
+    """A real storage. A large one goes back to the system at its end; malloc's would leave holes in the heap."""
+    if nbytes < 1 << 18:
+        return torch.UntypedStorage(nbytes, device="cpu")
+    return _over(_reserve(nbytes))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -299,7 +320,10 @@ def _is_view(func: Any) -> bool:
     return not _schema(func).is_mutable and any(info is not None for info in infos)
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+_Changed = list[tuple[Any, Any]]
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Changed:
     """(schema argument, value) for each argument that the op writes."""
     arguments = _schema(func).arguments
     pairs = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(arguments)]
@@ -339,16 +363,16 @@ def _foreseen(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Cell(NamedTuple):
-    """A storage that is deferred now. A weak reference, so that its end is seen, or one that build made itself."""
+    """A storage that is deferred now: ours, weakly, so that its end is seen; or one of build's own, held."""
 
-    index: int
+    number: int
     buffer: weakref.ref[mmap.mmap] | torch.UntypedStorage
 
     def storage(self) -> torch.UntypedStorage | None:
         if isinstance(self.buffer, torch.UntypedStorage):
             return self.buffer
         memory = self.buffer()
-        return None if memory is None else torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return None if memory is None else _over(memory)
 
 
 class _Recorder(TorchDispatchMode):
@@ -365,8 +389,8 @@ class _Recorder(TorchDispatchMode):
         if self._aside:
             return func(*args, **kwargs)
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # a subclass with a dispatch of its own; what it does inside comes here again
-        if torch.is_inference_mode_enabled():  # there composite functions come whole, some of which may copy or not
+            return NotImplemented  # a subclass dispatches itself; what it does inside comes here again
+        if torch.is_inference_mode_enabled():  # there composite ops come whole, and some may copy or may not
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -378,29 +402,30 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs) if device.type == "meta" else self._compute(func, args, kwargs)
         tensors = _tensors((args, kwargs))
         deferred = any(self.cell(tensor) is not None for tensor in tensors)
-        if any(tensor.device.type != "cpu" for tensor in tensors) or (not deferred and _schema(func).is_mutable):
-            return self._compute(func, args, kwargs)
-        outputs = _foreseen(func, args, kwargs)
-        if outputs is None or not (deferred or self._grows(tensors, _tensors(outputs))):
-            return self._compute(func, args, kwargs)
-        return self._defer(func, args, kwargs, outputs)
+        elsewhere = any(tensor.device.type != "cpu" for tensor in tensors)
+        if not elsewhere and (deferred or not _schema(func).is_mutable):
+            outputs = _foreseen(func, args, kwargs)
+            if outputs is not None and (deferred or self._grows(tensors, _tensors(outputs))):
+                return self._defer(func, args, kwargs, outputs)
+        return self._compute(func, args, kwargs)
 
     # -- what is deferred
 
     def cell(self, tensor: Tensor) -> int | None:
         address = _address(tensor)
-        return self.cells[address].index if address in self.cells else None
+        return self.cells[address].number if address in self.cells else None
 
     def ref(self, tensor: Tensor) -> Ref | None:
         cell = self.cell(tensor)
         return None if cell is None else _ref(tensor, cell)
 
     def _grows(self, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-        """Is an output of real tensors to be deferred? One no larger than an input is not: the log would hold that."""
-        least = max((tensor.untyped_storage().nbytes() for tensor in inputs if tensor.layout == torch.strided), default=-1)
+        """Is an output of real tensors to be deferred? If none is larger, the log would hold as much."""
+        strided = [tensor for tensor in inputs if tensor.layout == torch.strided]
+        least = (
+            max((tensor.untyped_storage().nbytes() for tensor in strided), default=0) if self._small else 0
+        )
         sizes = [(tensor.numel(), tensor.numel() * tensor.itemsize) for tensor in outputs]
-        if not inputs or self._small == 0:
-            least = 0
         return any(numel >= self._small and nbytes > least for numel, nbytes in sizes)
 
     def _new(self, meta: Tensor) -> tuple[Tensor, Ref | None]:
@@ -410,7 +435,7 @@ class _Recorder(TorchDispatchMode):
             return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="cpu"), None
         nbytes = (last + 1) * meta.itemsize
         memory = _reserve(nbytes)
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        storage = _over(memory)
         address, cell = storage.data_ptr(), self.log.cell(nbytes)
         self.cells[address] = _Cell(cell, weakref.ref(memory, lambda _: self._ended(address, cell)))
         tensor = torch.empty(0, dtype=meta.dtype, device="cpu").set_(storage, 0, meta.size(), meta.stride())
@@ -418,7 +443,7 @@ class _Recorder(TorchDispatchMode):
         return tensor, _ref(tensor, cell)
 
     def _ended(self, address: int, cell: int) -> None:
-        if address in self.cells and self.cells[address].index == cell:
+        if address in self.cells and self.cells[address].number == cell:
             del self.cells[address]
         if self.filled.get(address) == cell:
             del self.filled[address]
@@ -476,10 +501,11 @@ class _Recorder(TorchDispatchMode):
             return leaf
         return self.ref(leaf) or _copied(leaf)
 
-    def _results(self, func: Any, outputs: Any, changed: list[tuple[Any, Any]]) -> tuple[Any, tuple[Ref | None, ...]]:
+    def _results(self, func: Any, outputs: Any, changed: _Changed) -> tuple[Any, tuple[Ref | None, ...]]:
         """What the op returns: its own arguments where the schema says so, else new deferred tensors."""
         own = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
-        single = len(_schema(func).returns) == 1
+        returns = _schema(func).returns
+        single = len(returns) == 1
         fresh: list[Ref | None] = []
 
         def made(leaf: Any) -> Any:
@@ -490,7 +516,7 @@ class _Recorder(TorchDispatchMode):
             return tensor
 
         results = []
-        for result, output in zip(_schema(func).returns, (outputs,) if single else outputs or (), strict=False):
+        for result, output in zip(returns, (outputs,) if single else outputs or (), strict=True):
             if result.alias_info is not None:
                 results.append(own[next(iter(result.alias_info.before_set))])
                 fresh.extend(None for _ in _tensors([output]))
@@ -523,7 +549,7 @@ class _Recorder(TorchDispatchMode):
             if ref is None:
                 return leaf
             with self.aside(), torch.no_grad():
-                return ref.view(held[ref.cell])
+                return ref.view(held[ref.cell]).requires_grad_(leaf.requires_grad)
 
         return _map(real, tree)
 
@@ -542,8 +568,8 @@ class _Recorder(TorchDispatchMode):
         if cell is None or storage is None:
             return
         with self.aside(), _plainly():
-            _bytes(storage).copy_(_bytes(self.log.evaluate([cell.index])[cell.index]))
-        self.filled[address] = cell.index
+            _bytes(storage).copy_(_bytes(self.log.evaluate([cell.number])[cell.number]))
+        self.filled[address] = cell.number
         del self.cells[address]
 
     @contextlib.contextmanager
@@ -576,10 +602,13 @@ class _Readers(TorchFunctionMode):
 # --- the result ---------------------------------------------------------------------------------------------
 
 
+_Value = Ref | Tensor | None  # in the log; held; there is none
+
+
 class Recorded:
     """A module whose parameters are on the meta device, and the means to make the value of each."""
 
-    def __init__(self, module: nn.Module, log: Log, values: Mapping[str, Ref | Tensor | None], drawn: bool) -> None:
+    def __init__(self, module: nn.Module, log: Log, values: Mapping[str, _Value], drawn: bool) -> None:
         self.module = module
         self._log, self._values, self._drawn = log, values, drawn
 
@@ -603,10 +632,10 @@ def record(
 ) -> Recorded:
     """Run `build` without memory for its parameters.
 
-    `seed` is given to `torch.manual_seed` first; None leaves the generator as it is. Afterwards it is where plain
-    `build()` would leave it. With `draw=False` random numbers of deferred tensors are not drawn: fast, but then
-    `value` raises, and buffers that come from them are right in shape only. Tensors of fewer than `small` elements
-    are real while build runs, unless they come from deferred ones.
+    `seed` is given to `torch.manual_seed` first; None leaves the generator as it is. Afterwards it is where
+    plain `build()` would leave it. With `draw=False` random numbers of deferred tensors are not drawn: fast,
+    but then `value` raises, and buffers that come from them are right in shape only. Tensors of fewer than
+    `small` elements are real while build runs, unless they come from deferred ones.
     """
     if seed is not None:
         torch.manual_seed(seed)
@@ -615,7 +644,7 @@ def record(
         module = build()
     _drop_graphs(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    made: dict[int, Ref | Tensor | None] = {}
+    made: dict[int, _Value] = {}
     for parameter in parameters.values():
         if id(parameter) not in made:
             made[id(parameter)] = _value(parameter, recorder)
@@ -629,21 +658,19 @@ def record(
     return Recorded(module, recorder.log, values, draw)
 
 
-def _value(parameter: Tensor, recorder: _Recorder) -> Ref | Tensor | None:
+def _value(parameter: Tensor, recorder: _Recorder) -> _Value:
     """How to make the parameter's value: from the log, or as it is if it does not come from there."""
     if nn.parameter.is_lazy(parameter) or parameter.is_meta:
         return None
     ref = recorder.ref(parameter)
     if ref is not None:
         return ref
-    present = parameter.detach()
     cell = recorder.filled.get(_address(parameter))
-    if cell is not None:  # it was read as memory that may have been written since
+    if cell is not None:  # `.numpy()` gave its memory away: has it been written since?
         ref = _ref(parameter, cell)
-        with torch.no_grad():
-            if torch.equal(_bytes(recorder.log.tensor(ref).untyped_storage()), _bytes(_copied(present).untyped_storage())):
-                return ref
-    return _copied(present.cpu())
+        if torch.equal(_bits(recorder.log.tensor(ref)), _bits(parameter)):
+            return ref
+    return _copied(parameter.detach().cpu())
 
 
 def _to_meta(parameter: Tensor) -> None:
@@ -653,17 +680,17 @@ def _to_meta(parameter: Tensor) -> None:
     with torch.no_grad():
         meta = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
     meta.requires_grad_(parameter.requires_grad)
-    # `torch.utils.swap_tensors`, the public way, refuses tensors that have weak references, as those of an LSTM do.
+    # The public `torch.utils.swap_tensors` refuses tensors with weak references, which an LSTM has.
     torch._C._swap_tensor_impl(parameter, meta)
 
 
 def _drop_graphs(module: nn.Module) -> None:
     """Plain attributes computed from parameters (old weight norm) hold them through their graph."""
     for owner in module.modules():
-        attributes = {name: value for name, value in vars(owner).items() if name not in ("_parameters", "_modules")}
+        attributes = [value for name, value in vars(owner).items() if name not in ("_parameters", "_modules")]
         for tensor in _tensors_within(attributes, set()):
             if tensor.grad_fn is not None:
-                with contextlib.suppress(RuntimeError):  # a view cannot be detached in place: it keeps its graph
+                with contextlib.suppress(RuntimeError):  # a view cannot be detached: it keeps its graph
                     tensor.detach_()
 
 

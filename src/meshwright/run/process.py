@@ -64,12 +64,12 @@ class WorkerProcess:
             self._killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_TIMEOUT)
 
     def discard(self) -> None:
         """End it and give up what is held for it."""
         self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_TIMEOUT)
         self.channel.close()
         self.log.close()
         self._stacks.close()

@@ -135,11 +135,11 @@ class _Worker:
 
     def _fail(self, error: BaseException) -> None:
         when = time.monotonic()
-        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()
+        summary = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
         frames = error.__traceback__
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        self.channel.send(("failed", when, summary[0] if summary else repr(error), details))
+        self.channel.send(("failed", when, summary, details))
         # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -151,7 +151,7 @@ class LocalWorkers:
 
     def kill(self) -> None:
         """End all workers at once. The pool stays usable."""
-        self._drop(list(self._children.values()))
+        self._drop(self._children.values())
 
     def close(self) -> None:
         """End all workers; the ones that are idle leave by themselves."""
@@ -227,6 +227,9 @@ class LocalWorkers:
         return [run.answers[child.rank] for child in run.children]
 
     def _drop(self, children: Iterable[WorkerProcess]) -> None:
+        children = list(children)
+        for child in children:  # all at once; none waits for another's end
+            child.kill()
         for child in children:
             child.discard()
             self._children.pop(child.rank, None)
@@ -318,13 +321,10 @@ class _Run:
                 self._idle.add(child.rank)
             elif kind == "died":
                 self._dead.add(child.rank)
-                if child.rank not in self.answers or not self._all_answered():
+                if len(self.answers) < len(self.children):
                     self._failures.append(_Failure(child.rank, time.monotonic(), child.death(), ""))
         if self._echo:
             self._echo.show()
-
-    def _all_answered(self) -> bool:
-        return len(self.answers) == len(self.children)
 
     def _too_late(self, timeout: float) -> WorkerError:
         silent = [child for child in self.children if child.rank not in self.answers]

@@ -82,7 +82,8 @@ class GlobalView(TorchFunctionMode):
         plain = torch.autograd.Function.__dict__["apply"]
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            changed, args, kwargs = self._substitute(args, kwargs)
+            own = function.__module__.startswith(("torch.distributed.", "meshwright."))
+            changed, args, kwargs = (False, args, kwargs) if own else self._substitute(args, kwargs)
             if changed:
                 views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
                 if any(isinstance(v._mw_layout, Cut) for v in views):

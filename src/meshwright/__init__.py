@@ -1,0 +1,76 @@
+"""Meshwright: any PyTorch model, one plan, every parallelism.
+
+    errors      PlanError, Finding             everything that is wrong, at once
+    mesh        Mesh                           named axes and sizes
+    layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
+    plan        Plan                           what a person writes
+    recipe      Recipe                         every decision, with its reason
+    api         parallelize, make_recipe       a model and a plan → a job
+    run.job     Job                            step, clip, evaluate, batches
+    run.workers local_workers                  processes on this machine, started once
+    parity      check, Report                  the same as one device?
+    draw.facts  shard_map, ShardMap            which rank holds what
+
+Names load when they are first used, so that a picture of a plan needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import make_recipe, parallelize
+    from meshwright.draw.facts import ShardMap, shard_map
+    from meshwright.errors import Finding, PlanError
+    from meshwright.layout import PARTIAL, WHOLE, Cut
+    from meshwright.mesh import Mesh
+    from meshwright.parity import Report, check
+    from meshwright.plan import Plan
+    from meshwright.recipe import Recipe
+    from meshwright.run.job import Job
+    from meshwright.run.workers import local_workers
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Finding": "errors", "PlanError": "errors",
+    "Mesh": "mesh",
+    "Cut": "layout", "WHOLE": "layout", "PARTIAL": "layout",
+    "Plan": "plan",
+    "Recipe": "recipe",
+    "parallelize": "api", "make_recipe": "api",
+    "Job": "run.job",
+    "local_workers": "run.workers",
+    "check": "parity", "Report": "parity",
+    "shard_map": "draw.facts", "ShardMap": "draw.facts",
+}  # fmt: skip
+
+__all__ = [
+    "PARTIAL",
+    "WHOLE",
+    "Cut",
+    "Finding",
+    "Job",
+    "Mesh",
+    "Plan",
+    "PlanError",
+    "Recipe",
+    "Report",
+    "ShardMap",
+    "check",
+    "local_workers",
+    "make_recipe",
+    "parallelize",
+    "shard_map",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

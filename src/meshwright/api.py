@@ -1,0 +1,115 @@
+"""``parallelize``: from a model and a plan to a job; and ``make_recipe``, its first half, which needs no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.errors import Findings
+from meshwright.mesh import Mesh
+from meshwright.plan import Plan, PlanLike
+from meshwright.planning.resolve import resolve
+from meshwright.planning.shadow import Lists, Shadow
+from meshwright.recipe import Recipe
+from meshwright.run.apply import Transform, apply
+from meshwright.run.counts import LabelCounter
+from meshwright.run.groups import ensure_world, make_groups
+from meshwright.run.init import record
+from meshwright.run.job import Job, Loss, output_loss
+
+Build = Callable[[], nn.Module]
+
+
+def parallelize(
+    build: Build,
+    plan: PlanLike,
+    *,
+    batch: Any,
+    loss: Loss | None = None,
+    device: str | None = None,
+    timeout: float = 600.0,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+) -> Job:
+    """Lays a model out over a mesh, ready to train. Collective: every rank calls it alike.
+
+    Args:
+        build: makes the model; called on every rank, under the plan's seed. The weights are those of
+            ``torch.manual_seed(seed); build()`` in one process, in every layout, and no rank ever holds them all.
+        plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file.
+        batch: a sample, of which shapes and types count: a dict of keyword arguments, or a tuple.
+        loss: the loss of the model's output; default ``output.loss``.
+        device: ``cpu`` or ``cuda``; default CUDA where there is one.
+        timeout: seconds that a collective waits for other ranks.
+        dtype: cast parameters and buffers to it after they are initialised (``torch.float64`` for checks).
+        transform: (name, whole value) → another initial value.
+
+    Raises:
+        PlanError: with every problem of the plan, before anything starts.
+    """
+    plan = Plan.parse(plan)
+    loss = loss or output_loss
+    place = ensure_world(device, timeout)
+    check_world(plan.mesh, dist.get_world_size())
+    dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
+    planned = Planned(build, plan, batch, loss)
+    groups = make_groups(planned.recipe, place)
+    uneven = plan.mesh.data_size * plan.microbatches > 1
+    counter = LabelCounter(planned.record) if uneven else None
+    return apply(build, planned.recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
+
+
+def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
+    """Every decision about a model under a plan; starts no process and allocates no parameter.
+
+    Raises:
+        PlanError: with every problem of the plan.
+    """
+    return Planned(build, Plan.parse(plan), batch, loss or output_loss).recipe
+
+
+class Planned:
+    """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
+
+    def __init__(self, build: Build, plan: Plan, batch: Any, loss: Loss) -> None:
+        self._model = record(build, seed=plan.seed, draw=False).module
+        self._loss = loss
+        self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), batch)
+
+    def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
+        """Runs the forward for its shapes under ``recorder``."""
+        with Shadow(), Lists(), recorder:
+            self._loss(_called(self._model, batch))
+
+
+def check_world(mesh: Mesh, world: int) -> None:
+    """Raises PlanError where the mesh and the number of processes differ."""
+    if mesh.size == world:
+        return
+    findings = Findings("this run")
+    findings.add(
+        where="mesh",
+        given=f"{mesh}: {mesh.size} ranks, and {world} process{'es' * (world > 1)}",
+        required=f"as many processes as the mesh has ranks, {mesh.size}",
+        fix=f"torchrun --nproc-per-node {mesh.size} {_script()}",
+    )
+    findings.raise_if_any()
+
+
+def _script() -> str:
+    import sys
+
+    return " ".join(sys.argv) if sys.argv and sys.argv[0] else "train.py"
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+

@@ -1,0 +1,120 @@
+"""The one visible order in which a recipe becomes a job.
+
+    1  build on meta         run/init.py: no rank holds the whole model
+    2  cut                   run/parameters.py: tensor parallelism's DTensors
+    3  recompute             run/recompute.py
+    4  shard                 run/data.py: FSDP2 on units, then the root
+    5  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
+    6  view                  the model's forward sees whole tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import Cut
+from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.run.counts import LabelCounter
+from meshwright.run.data import shard_units
+from meshwright.run.groups import Groups
+from meshwright.run.init import Recorded, record
+from meshwright.run.job import Job, Loss
+from meshwright.run.parameters import cut_parameters, fill, places
+from meshwright.run.recompute import recompute
+from meshwright.view.axis import Axis, Ledger
+from meshwright.view.mode import GlobalView
+from meshwright.view.sequence import cutting_inputs
+from meshwright.view.tensor import View
+from meshwright.view.work import Work
+
+Transform = Callable[[str, Tensor], Tensor]
+
+
+def apply(
+    build: Callable[[], nn.Module],
+    recipe: Recipe,
+    groups: Groups,
+    *,
+    loss: Loss,
+    counter: LabelCounter | None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+) -> Job:
+    """The job of a recipe. Collective over all ranks.
+
+    Args:
+        dtype: what every floating parameter and buffer is cast to after it is initialised.
+        transform: (name, whole value) → another value, for tests that want other values than fresh ones.
+    """
+    recorded = record(build, seed=recipe.seed)
+    model = recorded.module
+    if dtype is not None:
+        model.to(dtype)
+    cut_parameters(model, recipe, groups)
+    recompute(model, recipe.recompute)
+    shard_units(model, recipe, groups)
+    fill(model, recipe, groups, _values(recorded, dtype, transform))
+    ledger = Ledger()
+    view = _view(model, recipe, groups, ledger)
+    # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
+    torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
+    return Job(model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter)
+
+
+def _values(
+    recorded: Recorded, dtype: torch.dtype | None, transform: Transform | None
+) -> Callable[[ParameterRecipe], Tensor]:
+    def value(line: ParameterRecipe) -> Tensor:
+        whole = recorded.value(line.name)
+        if dtype is not None and whole.is_floating_point():
+            whole = whole.to(dtype)
+        return whole if transform is None else transform(line.name, whole)
+
+    return value
+
+
+def _view(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger) -> GlobalView | None:
+    """The view over tp; None where the mesh has none. Sequence cuts are hooks that stay for the model's life."""
+    if recipe.mesh.axis_size("tp") == 1:
+        return None
+    axis = Axis("tp", recipe.mesh.axis_size("tp"), groups.tp_rank, groups.tp, ledger)
+    work = Work(axis, ledger, {id(m): n for n, m in model.named_modules()})
+    modules = dict(model.named_modules())
+    ExitStack().enter_context(cutting_inputs(work, [modules[n] for n in recipe.sequence]))
+    return GlobalView(work, LocalParameters(model, recipe, work))
+
+
+class LocalParameters:
+    """A parameter → its local part, for the view.
+
+    FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, work: Work) -> None:
+        self._model, self._recipe, self._work = model, recipe, work
+        self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        if not isinstance(x, torch.distributed.tensor.DTensor):
+            return None
+        line = self._line(x)
+        if line is None or x.device_mesh.ndim != 1:
+            return None
+        local = x.to_local()
+        if isinstance(line.tp, Cut):
+            return View(local, line.tp, self._work, parameter=(line.name, tuple(range(x.dim()))))
+        local._mw_is_parameter = True  # type: ignore[attr-defined]
+        return local
+
+    def _line(self, x: Tensor) -> ParameterRecipe | None:
+        found = self._lines.get(id(x))
+        if found is None or found[0] is not x:
+            for name, _, _, p in places(self._model):
+                self._lines[id(p)] = (p, self._recipe.by_name[name])
+            found = self._lines.get(id(x))
+        return found[1] if found is not None and found[0] is x else None

@@ -1,0 +1,82 @@
+"""Process groups: the only place where they are born.
+
+Every rank makes the same meshes in the same order. There are at most two, over all ranks:
+
+    sharded      (dp_replicate, dp_shard, tp)             FSDP, HSDP
+    replicated   (dp_replicate·dp_shard, 1, tp)           modules that the plan replicates over the data axes
+
+A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.mesh import Mesh
+from meshwright.recipe import Recipe
+
+DIMS = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The meshes of a run and this rank's place in them."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    sharded: DeviceMesh
+    replicated: DeviceMesh | None
+
+    def of(self, data: str) -> DeviceMesh:
+        """The mesh that a unit of this kind of data parallelism lives on."""
+        if data != "replicate":
+            return self.sharded
+        assert self.replicated is not None
+        return self.replicated
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.sharded["tp"].get_group()
+
+    @property
+    def tp_rank(self) -> int:
+        return self.mesh.coordinate(self.rank).get("tp", 0)
+
+
+def make_groups(recipe: Recipe, device: torch.device) -> Groups:
+    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has."""
+    mesh = recipe.mesh
+    ranks = torch.arange(mesh.size).reshape(mesh.shape)
+    order = [mesh.names.index(d) for d in DIMS if d in mesh.names]
+    sizes = [mesh.axis_size(d) for d in DIMS]
+    placed = ranks.permute(order).reshape(sizes)
+    sharded = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
+    replicated = None
+    if any(u.data == "replicate" for u in recipe.units):
+        flat = placed.reshape(sizes[0] * sizes[1], 1, sizes[2])
+        replicated = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
+    return Groups(mesh, dist.get_rank(), device, sharded, replicated)
+
+
+def ensure_world(device: str | None, timeout: float) -> torch.device:
+    """This process's device, with the default group up: torchrun's, or a world of one in a plain process."""
+    local = int(__import__("os").environ.get("LOCAL_RANK", 0))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(kind, local % max(torch.cuda.device_count(), 1)) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        backend = "nccl" if kind == "cuda" else "gloo"
+        alone = "RANK" not in __import__("os").environ
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=timeout),
+            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        )
+    return place

@@ -1,0 +1,75 @@
+"""One step: forward and backward over all microbatches, the mean over the global batch.
+
+    rows of this rank ── split ──► microbatches, each: forward, loss · weight, backward
+                                                   weight = its rows / rows of all ranks
+    gradients are summed: over microbatches here, over data ranks by FSDP2, over tp by the view's conjugate moves
+
+The mean is taken here and nowhere else: 1/N is in the weight, every reduction is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan, nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshwright.run.counts import SLOTS, LabelCounter
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    for t in pytree.tree_leaves(batch):
+        if isinstance(t, Tensor) and t.dim():
+            return t.shape[0]
+    raise ValueError("a batch needs at least one tensor with rows (dim 0)")
+
+
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
+    rows = rows_of(batch)
+    return pytree.tree_map(
+        lambda t: t[start:stop] if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows else t, batch
+    )
+
+
+def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
+    """``rows`` in ``pieces`` runs as even as can be, the longer first."""
+    ends = [rows // pieces * i + min(i, rows % pieces) for i in range(pieces + 1)]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
+    for start, stop in bounds(rows_of(batch), pieces):
+        yield take_rows(batch, start, stop)
+
+
+def weights(
+    pieces: list[Any], counter: LabelCounter | None, copies: int, device: torch.device
+) -> tuple[list[float], list[list[float] | None]]:
+    """Each microbatch's weight in the mean, and the shares of its mean losses where that weight is not enough.
+
+    Collective over all ranks, of which ``copies`` see the same rows.
+    """
+    unknown = [nan] * SLOTS
+    local = [[float(rows_of(p)), *(counter.counts(p) if counter else unknown)] for p in pieces]
+    total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    rows, *counts = (total / copies).tolist()
+    found, shares = [], []
+    for own_rows, *own in local:
+        weight = own_rows / rows
+        ratios = [_ratio(n, of, weight) for n, of in zip(own, counts, strict=True)]
+        found.append(weight)
+        shares.append(ratios if any(abs(r - 1) > 1e-12 for r in ratios) else None)
+    return found, shares
+
+
+def _ratio(count: float, total: float, weight: float) -> float:
+    """By how much a loss over ``count`` of ``total`` labels must be scaled for its weight by rows to be right."""
+    return 1.0 if isnan(total) or not total or not weight else count / total / weight
