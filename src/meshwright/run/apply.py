@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.layout import Cut
 from meshwright.recipe import ParameterRecipe, Recipe
@@ -24,7 +25,7 @@ from meshwright.run.data import shard_units
 from meshwright.run.groups import Groups
 from meshwright.run.init import Recorded, record
 from meshwright.run.job import Job, Loss
-from meshwright.run.parameters import cut_parameters, fill, places
+from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.recompute import recompute
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
@@ -100,12 +101,9 @@ class LocalParameters:
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        if not isinstance(x, torch.distributed.tensor.DTensor):
-            return None
-        line = self._line(x)
-        if line is None or x.device_mesh.ndim != 1:
-            return None
-        local = x.to_local()
+        if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
+            return None  # with more axes it is FSDP2's, at rest
+        local = local_part(x)
         if isinstance(line.tp, Cut):
             return View(local, line.tp, self._work, parameter=(line.name, tuple(range(x.dim()))))
         local._mw_is_parameter = True  # type: ignore[attr-defined]

@@ -18,13 +18,14 @@ every other deferred tensor that is still alive (buffers, attributes, caches els
 
 Limits. Same torch, machine and thread count, or reductions may round otherwise. Values from outside torch
 (numpy, lists, files), or written through `.numpy()`, cannot be made anew: they are held. Not seen: memory
-read behind torch's back (`data_ptr()`, storage objects), other threads. A plain attribute computed from
+read behind torch's back (`data_ptr()`), other threads. A plain attribute computed from
 parameters loses its graph, as those are on meta now; distinct parameters that share a storage no longer do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import math
@@ -55,8 +56,12 @@ _READS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tenso
     getattr(Tensor, f"__{name}__") for name in "repr format reduce_ex bool int index float complex".split()
 }
 # and these share the tensor's memory with their caller.
-_SHARES = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
+_SHARES = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_, Tensor.storage} | {
+    Tensor.untyped_storage  # which also pickles
+}
 
+
+_LARGE = 1 << 18  # bytes of a storage that is worth care
 
 Held = dict[int, torch.UntypedStorage]  # cell → a real storage with its content
 
@@ -192,6 +197,8 @@ class Log:
             return leaf
 
         args, kwargs = _map(real, (entry.args, entry.kwargs))
+        if any(ref and self.nbytes[ref.cell] >= _LARGE for ref in entry.fresh):
+            _trim()
         with _default_dtype(entry.default_dtype):
             outputs = _tensors(entry.func(*args, **kwargs))
         for ref, output in zip(entry.fresh, outputs, strict=True):
@@ -289,9 +296,15 @@ def _over(memory: mmap.mmap) -> torch.UntypedStorage:
 
 def _allocate(nbytes: int) -> torch.UntypedStorage:
     """A real storage. A large one goes back to the system at its end; malloc's would leave holes in the heap."""
-    if nbytes < 1 << 18:
+    if nbytes < _LARGE:
         return torch.UntypedStorage(nbytes, device="cpu")
     return _over(_reserve(nbytes))
+
+
+def _trim() -> None:
+    """Give what is free in the heap back to the system, as glibc does not reuse the holes of large tensors."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -385,9 +398,12 @@ class _Recorder(TorchDispatchMode):
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if self._aside:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
+        with torch._C.DisableTorchFunction():  # what we do is not for `_Readers`, or a default device, to see
+            return self._dispatched(func, types, args, kwargs or {})
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a subclass dispatches itself; what it does inside comes here again
         if torch.is_inference_mode_enabled():  # there composite ops come whole, and some may copy or may not
@@ -549,7 +565,8 @@ class _Recorder(TorchDispatchMode):
             if ref is None:
                 return leaf
             with self.aside(), torch.no_grad():
-                return ref.view(held[ref.cell]).requires_grad_(leaf.requires_grad)
+                value = ref.view(held[ref.cell]).requires_grad_(leaf.requires_grad)
+                return nn.Parameter(value, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else value
 
         return _map(real, tree)
 
@@ -681,7 +698,12 @@ def _to_meta(parameter: Tensor) -> None:
         meta = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
     meta.requires_grad_(parameter.requires_grad)
     # The public `torch.utils.swap_tensors` refuses tensors with weak references, which an LSTM has.
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, meta)
+    for name, kept in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+        if kept:  # setting them anew tells the new implementation of them; None first, or nothing happens
+            setattr(parameter, name, None)
+            setattr(parameter, name, kept)
 
 
 def _drop_graphs(module: nn.Module) -> None:

@@ -23,8 +23,13 @@ from meshwright.run.step import microbatches, rows_of, take_rows, weights
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.tensor import View
+from meshwright.view.work import python_body
 
 Loss = Callable[[Any], Tensor]
+
+# backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
+# (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.
+_BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
 
 
 def output_loss(output: Any) -> Tensor:
@@ -80,7 +85,7 @@ class Job:
             with self._on(shares[i]):
                 loss = self._whole(self._loss(self._call(piece))) * scale[i]
                 if loss.requires_grad:
-                    loss.backward()
+                    _BACKWARD(loss)
             total += loss.detach().double()
         self._finish_gradients()
         return self._global(total)

@@ -9,6 +9,7 @@ shards over the data axes. Its local tensor is the recipe's slice: for a cut of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,31 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> No
             p = named[line.name]
             held = take_slices(values(line), recipe.held(line, groups.rank))
             local_tensor(p).copy_(held.to(groups.device))
+
+
+class _LocalPart(torch.autograd.Function):
+    """A parameter's local tensor; its gradient comes back as a DTensor of the parameter's own shape and strides.
+
+    ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ
+    from the parameter's, and autograd copies it into a tensor of the wrong local shape.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = p.device_mesh, p.placements, p.shape, p.stride()
+        local = p.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return DTensor.from_local(
+            g.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+
+
+def local_part(p: DTensor) -> Tensor:
+    """What this rank holds of a parameter on the tp mesh, to be computed with."""
+    return _LocalPart.apply(p)  # type: ignore[no-any-return]
 
 
 def local_tensor(p: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class Task:
     run: int  # counts the runs of the pool, from 1
     rank: int
     ranks: int
-    store: tuple[str, int]  # host and port of the run's TCPStore, which the pool serves
+    store: str  # the file through which the ranks meet; the run's own
+    port: int  # free when the run began: for a function that makes its group by env://
     timeout: float
     device: str
     threads: int
@@ -177,18 +178,14 @@ def _surroundings(task: Task) -> Iterator[None]:
 
 
 def _environment(task: Task) -> dict[str, str]:
-    host, port = task.store
     return {
         "RANK": str(task.rank),
         "LOCAL_RANK": str(task.rank),
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(task.ranks),
         "LOCAL_WORLD_SIZE": str(task.ranks),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        # As under torchrun, the launcher serves the store at that port: ranks joining by env:// are clients.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(task.port),
     }
 
 
@@ -224,8 +221,9 @@ def _process_group(task: Task) -> Iterator[None]:
         torch.cuda.set_device(task.rank % devices)
         if devices >= task.ranks and dist.is_nccl_available():  # NCCL wants a device a rank
             backend = "cpu:gloo,cuda:nccl"
-    wait = timedelta(seconds=min(_INIT_TIMEOUT, task.timeout))
-    store = dist.TCPStore(*task.store, None, False, wait)  # type: ignore[attr-defined]
+    # A file, since a TCPStore looks up the name of whoever connects: seconds, where name service is slow.
+    store = dist.FileStore(task.store, task.ranks)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=min(_INIT_TIMEOUT, task.timeout)))
     # The pool watches the time and knows more: let it speak first.
     timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)

@@ -5,7 +5,7 @@
 
 The life of a run:
 
-    pool       start who is missing ─ serve a store ─ task ─► all                "finish" ─► all
+    pool       start who is missing ─ make a store ─ task ─► all                 "finish" ─► all
     rank 0                                                    group ─ function ─ done ······ group gone ─ idle
     rank 1                                                    group ─ function ──────── done group gone ─ idle
     ...
@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -199,16 +201,26 @@ class LocalWorkers:
                 raise WorkerError(child.rank, f"worker {child.rank} did not start: {what}", output)
 
     def _perform(self, run: _Run, parcel: bytes, names: Names, timeout: float) -> list[memoryview]:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
+            self._send(run, parcel, names, timeout, directory)
+            error = run.wait(timeout)
+            run.leave(GRACE if error else _LEAVE_TIMEOUT)
+            error = error or run.first_failure()
+            self._drop(run.lost(keep_failed=self.device == "cpu"))
+        if error is not None:
+            raise error
+        return [run.answers[child.rank] for child in run.children]
 
-        store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    def _send(self, run: _Run, parcel: bytes, names: Names, timeout: float, directory: str) -> None:
+        port = _free_port()
         for child in run.children:
             child.clear_output()
             task = Task(
                 run=run.number,
                 rank=child.rank,
                 ranks=len(run.children),
-                store=("127.0.0.1", store.port),
+                store=os.path.join(directory, "store"),
+                port=port,
                 timeout=timeout,
                 device=self.device,
                 threads=self._threads,
@@ -218,13 +230,6 @@ class LocalWorkers:
                 names=names,
             )
             child.channel.post(("task", task), parcel)
-        error = run.wait(timeout)
-        run.leave(GRACE if error else _LEAVE_TIMEOUT)
-        error = error or run.first_failure()
-        self._drop(run.lost(keep_failed=self.device == "cpu"))
-        if error is not None:
-            raise error
-        return [run.answers[child.rank] for child in run.children]
 
     def _drop(self, children: Iterable[WorkerProcess]) -> None:
         children = list(children)
@@ -233,6 +238,12 @@ class LocalWorkers:
         for child in children:
             child.discard()
             self._children.pop(child.rank, None)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

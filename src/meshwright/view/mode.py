@@ -46,25 +46,22 @@ class GlobalView(TorchFunctionMode):
         if func in _OWN:
             view = first_view(args)
             return func(*args, **kwargs) if view is None else self.work.call(func, args, kwargs)
-        changed, args, kwargs = self._substitute(args, kwargs)
-        if changed:
-            return self.work.call(func, args, kwargs)
-        return func(*args, **kwargs)
+        ours, args, kwargs = self._substitute(args, kwargs)
+        return self.work.call(func, args, kwargs) if ours else func(*args, **kwargs)
 
     def _substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
-        """(whether any argument is ours, the arguments with parameters' local parts)."""
-        changed, leaves = False, []
+        """(whether any argument is a View, the arguments with parameters' local parts)."""
+        ours = changed = False
+        leaves = []
         flat, spec = pytree.tree_flatten((args, kwargs))
         for leaf in flat:
-            if isinstance(leaf, View):
-                changed = True
-            elif isinstance(leaf, Tensor) and (part := self.local(leaf)) is not None:
+            if not isinstance(leaf, View) and isinstance(leaf, Tensor) and (part := self.local(leaf)) is not None:
                 changed, leaf = True, part
+            ours = ours or isinstance(leaf, View)
             leaves.append(leaf)
-        if not changed:
-            return False, args, kwargs
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return True, args, kwargs
+        if changed:
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return ours, args, kwargs
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -83,8 +80,8 @@ class GlobalView(TorchFunctionMode):
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
             own = function.__module__.startswith(("torch.distributed.", "meshwright."))
-            changed, args, kwargs = (False, args, kwargs) if own else self._substitute(args, kwargs)
-            if changed:
+            ours, args, kwargs = (False, args, kwargs) if own else self._substitute(args, kwargs)
+            if ours:
                 views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
                 if any(isinstance(v._mw_layout, Cut) for v in views):
                     self.work.gathered(function, views)
