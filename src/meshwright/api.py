@@ -14,7 +14,7 @@ from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.resolve import resolve
-from meshwright.planning.shadow import Lists, Shadow
+from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply
 from meshwright.run.counts import LabelCounter
@@ -57,7 +57,7 @@ def parallelize(
     place = ensure_world(device, timeout)
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
-    planned = Planned(build, plan, batch, loss)
+    planned = Planned(build, plan, batch, loss, dtype)
     groups = make_groups(planned.recipe, place)
     uneven = plan.mesh.data_size * plan.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
@@ -76,14 +76,16 @@ def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = No
 class Planned:
     """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
 
-    def __init__(self, build: Build, plan: Plan, batch: Any, loss: Loss) -> None:
+    def __init__(self, build: Build, plan: Plan, batch: Any, loss: Loss, dtype: torch.dtype | None = None) -> None:
         self._model = record(build, seed=plan.seed, draw=False).module
+        if dtype is not None:
+            self._model.to(dtype)
         self._loss = loss
         self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), batch)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""
-        with Shadow(), Lists(), recorder:
+        with Shadow(), Meeting(), recorder:
             self._loss(_called(self._model, batch))
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 META = torch.device("meta")
+_SEED = torch.empty(0, device=META)
 
 
 class Shadow(TorchDispatchMode):
@@ -41,7 +42,8 @@ class Shadow(TorchDispatchMode):
 
 
 def _to_meta(t: Tensor) -> Tensor:
-    return t if t.is_meta else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META)
+    # From a meta tensor: a factory that asks for meta by name is taken for one that asked a parameter's device.
+    return t if t.is_meta else _SEED.new_empty_strided(t.size(), t.stride(), dtype=t.dtype)
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
@@ -73,10 +75,23 @@ _ASSUMED: dict[Any, Any] = {
 }
 
 
-class Lists(TorchFunctionMode):
-    """Reads of meta values that bypass the dispatcher: ``tolist`` and ``numpy``."""
+class Meeting(TorchFunctionMode):
+    """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
+
+    Some functions compare devices first (RNNs, ``cdist``), and ``tolist`` and ``numpy`` read past the dispatcher.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
             return func(torch.ones(args[0].shape, dtype=args[0].dtype))
-        return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _SAME_DEVICE:
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if any(t.is_meta for t in tensors):
+                args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_SAME_DEVICE = frozenset(
+    "cdist lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear".split()
+)

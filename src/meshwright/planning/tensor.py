@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import WHOLE, Cut, cut
-from meshwright.planning.shadow import Lists, Shadow
+from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.units import Uses
 from meshwright.view.axis import Ledger, PlannedAxis
 from meshwright.view.mode import GlobalView
@@ -93,7 +93,7 @@ def infer_cuts(
         mode = GlobalView(work, work.parameter)
         try:
             with ExitStack() as stack:
-                for context in (torch.no_grad(), Shadow(), Lists(), mode.on()):
+                for context in (torch.no_grad(), Shadow(), Meeting(), mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
                     stack.enter_context(seeds(work))

@@ -54,6 +54,7 @@ class Tape:
     def counts(self, leaves: list[Any]) -> list[float]:
         """What each mean of the forward divides by, for a batch with these leaves."""
         values: dict[Any, Any] = {_Name(i): leaf for i, leaf in enumerate(leaves)}
+        values[_DEVICE] = next(x.device for x in leaves if isinstance(x, Tensor))
         look = lambda x: values[x] if isinstance(x, _Name) else x  # noqa: E731
         for func, flat, spec, results in self.steps:
             args, kwargs = pytree.tree_unflatten([look(x) for x in flat], spec)
@@ -69,6 +70,9 @@ class Tape:
 @dataclass(frozen=True)
 class _Name:
     number: int
+
+
+_DEVICE = _Name(-1)  # the batch's: a label moved to the logits' device was moved to meta when it was recorded
 
 
 class Recorder(TorchFunctionMode):
@@ -96,6 +100,8 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _name(self, x: Any) -> Any:
+        if isinstance(x, torch.device) and x.type == "meta":
+            return _DEVICE
         return self._names.get(id(x), x) if isinstance(x, Tensor) else x
 
     def _new(self, x: Tensor) -> _Name:

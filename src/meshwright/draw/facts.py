@@ -1,0 +1,335 @@
+"""``ShardMap``: which rank holds what of every parameter, as data. Facts before ink.
+
+    recipe ──► ParameterFacts   a line a parameter: shape, layout on each axis, unit, reason, bytes
+           ──► Row              the same, repeated blocks folded: model.layers.{0…31}.mlp.up_proj.weight ×32
+           ──► slices, held_by  the exact ranges that a rank holds; the ranks that hold the same
+
+Nothing here starts a process, holds a tensor or grows with parameters × ranks: what a rank holds is worked out
+when it is asked for, so that a mesh of a thousand ranks is drawn as fast as one of four.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from meshwright.errors import nearest
+from meshwright.layout import Cut, Layout
+from meshwright.mesh import Mesh
+from meshwright.recipe import ParameterRecipe, Recipe, Slices
+
+FEW_RANKS = 64
+"""Up to so many ranks, everything is spelt out for each of them."""
+
+
+def shard_map(recipe: Recipe, ranks: Iterable[int] | None = None) -> ShardMap:
+    """Which rank holds what.
+
+    Args:
+        recipe: of a job (``job.recipe``), or of a plan alone (``make_recipe``).
+        ranks: those whose slices `ShardMap.to_dict` spells out; default all of them where they are at most 64,
+            none where they are more.
+
+    Raises:
+        ValueError: the mesh has no such rank.
+    """
+    if ranks is None:
+        return ShardMap(recipe, tuple(range(recipe.mesh.size)) if recipe.mesh.size <= FEW_RANKS else ())
+    chosen = tuple(dict.fromkeys(ranks))
+    for rank in chosen:
+        recipe.mesh.coordinate(rank)  # raises for one that is not there
+    return ShardMap(recipe, chosen)
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter.
+
+    Attributes:
+        name, aliases: all its names; tied ones are aliases.
+        shape, dtype: of the whole parameter.
+        layout: on each axis of the mesh, in mesh order.
+        unit: the module whose parameters are gathered with it; empty for the root.
+        reason: why it is cut as it is, or left whole.
+        bytes: of the whole parameter.
+        requires_grad: whether it is trained.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Mapping[str, Layout]
+    unit: str
+    reason: str
+    bytes: int
+    requires_grad: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; layouts as words."""
+        return {
+            "name": self.name,
+            "aliases": list(self.aliases),
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "layout": {axis: str(layout) for axis, layout in self.layout.items()},
+            "unit": self.unit,
+            "reason": self.reason,
+            "bytes": self.bytes,
+            "requires_grad": self.requires_grad,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that differ in nothing but the numbers in their names.
+
+    Attributes:
+        label: their name, with the ranges of the numbers: ``model.layers.{0…31}.mlp.up_proj.weight``.
+        names: all of them, in the model's order.
+        first: the facts of the first, which are those of all.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    first: ParameterFacts
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them together."""
+        return self.count * self.first.bytes
+
+    def __str__(self) -> str:
+        return self.label if self.count == 1 else f"{self.label} ×{self.count}"
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """Which rank holds what; see `shard_map`.
+
+    Attributes:
+        recipe: what it is the map of.
+        ranks: those whose slices `to_dict` spells out.
+    """
+
+    recipe: Recipe
+    ranks: tuple[int, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.recipe.mesh
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterFacts]:
+        """The facts of every parameter by its first name, in the model's order."""
+        return {line.name: _facts(line, self.recipe) for line in self.recipe.parameters}
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The parameters, repeated blocks folded, in the model's order."""
+        return fold(self.parameters.values())
+
+    def matching(self, glob: str) -> tuple[Row, ...]:
+        """The rows of the parameters whose name, or another name of theirs, fits a glob; a module's name will do.
+
+        Raises:
+            KeyError: none fits; the text names the nearest.
+        """
+        globs = (glob, f"{glob}.*")
+        chosen = [
+            facts
+            for facts in self.parameters.values()
+            if any(fnmatchcase(name, g) for name in (facts.name, *facts.aliases) for g in globs)
+        ]
+        if not chosen:
+            raise KeyError(f"no parameter {glob!r}; the nearest: {', '.join(self.near(glob))}")
+        return fold(chosen)
+
+    def near(self, glob: str) -> tuple[str, ...]:
+        """The names of parameters that are spelt most like a glob; some of them, where none is near."""
+        return nearest(glob, self.recipe.by_name) or tuple(self.parameters)[:3]
+
+    def slices(self, name: str, rank: int) -> Slices:
+        """What a rank holds of a parameter: for each dim, half-open ranges of the whole, in local order.
+
+        Raises:
+            KeyError: no such parameter.
+            ValueError: no such rank.
+        """
+        return self.recipe.held(self.recipe.by_name[name], rank)
+
+    def held_by(self, name: str) -> tuple[tuple[tuple[int, ...], Slices], ...]:
+        """(ranks, what each of them holds) for each distinct slice of a parameter, by first rank."""
+        return _held_by(self.recipe.by_name[name], self.recipe)
+
+    def bytes_at(self, rank: int) -> int:
+        """Bytes of the parameters that a rank holds at rest: nothing gathered, no gradients, no optimizer."""
+        return sum(count * _bytes_at(line, rank, self.recipe) for line, count in self._alike.items())
+
+    @cached_property
+    def bytes_by_rank(self) -> tuple[int, ...]:
+        """`bytes_at` every rank."""
+        found = [0] * self.mesh.size
+        for line, count in self._alike.items():
+            for ranks, slices in _held_by(line, self.recipe):
+                held = count * elements(slices) * itemsize(line.dtype)
+                for rank in ranks:
+                    found[rank] += held
+        return tuple(found)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of the whole model, each parameter once."""
+        return sum(facts.bytes for facts in self.parameters.values())
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole model, each parameter once."""
+        return sum(line.numel for line in self.recipe.parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values that JSON takes.
+
+        ``parameters[i]["held"]`` says for the chosen ``ranks`` who holds what: ``{"ranks": [0, 4], "slices":
+        [[[0, 16]], [[0, 64]]]}`` are rows 0 to 16 and columns 0 to 64, on ranks 0 and 4.
+        """
+        lowest, highest = min(self.bytes_by_rank), max(self.bytes_by_rank)
+        return {
+            "mesh": dict(self.mesh.axes),
+            "parameters": [{**facts.to_dict(), "held": self._held(name)} for name, facts in self.parameters.items()],
+            "numel": self.numel,
+            "bytes": self.bytes,
+            "bytes_per_rank": {"least": lowest, "most": highest, "of": {r: self.bytes_by_rank[r] for r in self.ranks}},
+            "units": [unit.name for unit in self.recipe.units],
+            "notes": list(self.recipe.notes),
+        }
+
+    def _held(self, name: str) -> list[dict[str, Any]]:
+        together: dict[Slices, list[int]] = {}
+        for rank in self.ranks:
+            together.setdefault(_or_nothing(self.slices(name, rank)), []).append(rank)
+        return [
+            {"ranks": ranks, "slices": [[list(r) for r in ranges] for ranges in slices]}
+            for slices, ranks in together.items()
+        ]
+
+    @cached_property
+    def _alike(self) -> Mapping[ParameterRecipe, int]:
+        """One parameter of each kind that is cut alike, and how many there are."""
+        found: dict[Any, list[ParameterRecipe]] = {}
+        for line in self.recipe.parameters:
+            found.setdefault((line.shape, line.dtype, line.tp, line.data), []).append(line)
+        return {lines[0]: len(lines) for lines in found.values()}
+
+
+# --- one parameter ----------------------------------------------------------------------------------------------------
+
+
+def _facts(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
+    return ParameterFacts(
+        name=line.name,
+        aliases=line.aliases,
+        shape=line.shape,
+        dtype=line.dtype,
+        layout=recipe.layouts(line),
+        unit=line.unit,
+        reason=line.reason,
+        bytes=line.numel * itemsize(line.dtype),
+        requires_grad=line.requires_grad,
+    )
+
+
+def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
+    layouts = recipe.layouts(line)
+    copies = [axis for axis, layout in layouts.items() if not isinstance(layout, Cut)]
+    together: dict[Slices, list[int]] = {}
+    for group in recipe.mesh.groups(*copies):  # ranks that differ on axes which do not cut it hold the same
+        together.setdefault(_or_nothing(recipe.held(line, group[0])), []).extend(group)
+    return tuple((tuple(sorted(ranks)), slices) for slices, ranks in together.items())
+
+
+def _bytes_at(line: ParameterRecipe, rank: int, recipe: Recipe) -> int:
+    return elements(recipe.held(line, rank)) * itemsize(line.dtype)
+
+
+def _or_nothing(slices: Slices) -> Slices:
+    """Ranks that hold nothing hold the same, whatever the ranges in the other dims are."""
+    return slices if elements(slices) else ((),) * len(slices)
+
+
+def elements(slices: Slices) -> int:
+    """How many elements the ranges hold."""
+    return prod(sum(stop - start for start, stop in ranges) for ranges in slices)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element: of ``float32`` 4, of ``float8_e4m3fn`` 1, of ``bool`` 1."""
+    bits = re.search("[0-9]+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+# --- folding ----------------------------------------------------------------------------------------------------------
+
+
+def fold(parameters: Iterable[ParameterFacts]) -> tuple[Row, ...]:
+    """Parameters whose names differ in whole numbers only, and that are alike in all else, as one row each.
+
+    Numbers are folded only where every combination is there: the label then says exactly which names it stands for.
+    """
+    order: dict[str, int] = {}
+    kinds: dict[Any, list[ParameterFacts]] = {}
+    for facts in parameters:
+        order[facts.name] = len(order)
+        kinds.setdefault(_kind(facts), []).append(facts)
+    rows = [row for kind in kinds.values() for row in _rows(kind)]
+    return tuple(sorted(rows, key=lambda row: order[row.names[0]]))
+
+
+def _kind(facts: ParameterFacts) -> Any:
+    """What parameters of one row share."""
+    names = tuple(_pattern(name) for name in (facts.name, *facts.aliases))
+    layout = tuple(facts.layout.values())
+    return names, _pattern(facts.unit), facts.shape, facts.dtype, layout, facts.reason, facts.requires_grad
+
+
+def _pattern(name: str) -> tuple[str, ...]:
+    return tuple("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _rows(alike: list[ParameterFacts]) -> list[Row]:
+    found = [_numbers(facts.name) for facts in alike]
+    choices = [sorted(set(column)) for column in zip(*found, strict=True)]
+    if prod(map(len, choices)) == len(alike):
+        return [Row(_label(alike[0].name, choices), tuple(facts.name for facts in alike), alike[0])]
+    # Some combinations are missing: fold by the first number alone, for each choice of the others.
+    rest = sorted(alike, key=lambda facts: (_numbers(facts.name)[1:], _numbers(facts.name)))
+    return [row for _, group in groupby(rest, lambda facts: _numbers(facts.name)[1:]) for row in _rows(list(group))]
+
+
+def _label(name: str, choices: list[list[int]]) -> str:
+    columns = iter(choices)
+    return ".".join(_range(next(columns)) if part.isdigit() else part for part in name.split("."))
+
+
+def _range(numbers: list[int]) -> str:
+    """The numbers as a label has them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    if len(steps) > 1 or len(numbers) == 2 and steps != {1}:
+        return "{" + ",".join(map(str, numbers)) + "}"
+    return f"{{{numbers[0]}…{numbers[-1]}}}" if steps == {1} else f"{{{numbers[0]},{numbers[1]}…{numbers[-1]}}}"

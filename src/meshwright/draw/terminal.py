@@ -1,0 +1,350 @@
+"""A shard map for the terminal: a tree of modules, a line a parameter, and pictures of who holds which part.
+
+    parameter                          shape      dp_shard=2  tp=2   rank 3 holds
+    ├── embed.weight                   256×64     rows        rows   rows 192:256
+    └── layers.{0…3} ×4
+        ├── up.weight                  256×64     rows        rows   rows 192:256
+        └── down.weight                64×256     rows        cols   rows 32:64, cols 128:256
+
+Words: *rows* are dim 0 and *cols* dim 1 of a matrix; of other tensors the dims go by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from meshwright.draw.facts import FEW_RANKS, ParameterFacts, Row, ShardMap, elements
+from meshwright.layout import Cut, Interval, Layout
+from meshwright.recipe import Slices
+
+_GUIDE = 4  # columns that rich.tree spends a level
+_GAP = 2  # columns between two columns
+_MOST = 12  # bands of a picture that are drawn in full
+_COLORS = {"tp": "cyan", "dp_shard": "green"}
+_SHADES = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_black", "bright_blue")
+
+
+def render(
+    shard_map: ShardMap, *, rank: int | None = None, width: int | None = None, parameter: str | None = None
+) -> RenderableType:
+    """A shard map, as rich prints it.
+
+    Args:
+        rank: whose slices are shown; default 0.
+        width: columns to use; default those of the console.
+        parameter: only parameters that fit this glob, with pictures of the first few.
+
+    Raises:
+        ValueError: the mesh has no such rank.
+        KeyError: no parameter fits.
+    """
+    shown = 0 if rank is None else rank
+    shard_map.mesh.coordinate(shown)  # raises for one that is not there
+    if parameter is None:
+        tree = _Listing(shard_map, shard_map.rows, shown, width)
+        return Group(heading(shard_map, shown), Text(), tree, *notes(shard_map))
+    rows = shard_map.matching(parameter)
+    pictures = chain.from_iterable((Text(), picture(shard_map, row, rank=rank)) for row in rows[:3])
+    return Group(_Listing(shard_map, rows, shown, width), *pictures)
+
+
+def heading(shard_map: ShardMap, rank: int) -> Text:
+    """The mesh, who is with whom on it, and how large the model is."""
+    mesh = shard_map.mesh
+    few = mesh.size <= FEW_RANKS
+    text = Text(mesh.picture() if few else f"{mesh}: {mesh.size} ranks")
+    text.append("\n\n" if few else "\n")
+    least, most = min(shard_map.bytes_by_rank), max(shard_map.bytes_by_rank)
+    spread = f"{size_text(least)} to {size_text(most)}" if least != most else size_text(most)
+    text.append(f"{count_text(shard_map.numel)} parameters, {size_text(shard_map.bytes)}", style="bold")
+    text.append(f"; at rest a rank holds {spread}")
+    text.append(f", rank {rank} {size_text(shard_map.bytes_at(rank))}" if least != most else "")
+    return text
+
+
+def notes(shard_map: ShardMap) -> Iterator[RenderableType]:
+    """What a person should know beyond the lines."""
+    if shard_map.recipe.notes:
+        yield Text("\nnotes", style="bold")
+    for note in shard_map.recipe.notes:
+        yield Padding(Text(f"– {note}"), (0, 0, 0, 2), expand=False)
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Node:
+    """A module, or a parameter: the one with a row."""
+
+    label: str = ""
+    path: str = ""  # the module's name; of folded ones the first's
+    copies: int = 1  # how many are folded into it
+    row: Row | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def joined(self) -> _Node:
+        """A module with one child only is one node with it, as in ``self_attn.q_proj.weight``."""
+        children = {label: child.joined() for label, child in self.children.items()}
+        if self.label and len(children) == 1:
+            (only,) = children.values()
+            return replace(only, label=f"{self.label}.{only.label}")
+        return replace(self, children=children)
+
+    def depths(self, depth: int = 0) -> Iterator[tuple[int, _Node]]:
+        for child in self.children.values():
+            yield depth + 1, child
+            yield from child.depths(depth + 1)
+
+
+def _grown(rows: Iterable[Row]) -> _Node:
+    """The tree of modules over the rows."""
+    root = _Node()
+    for row in rows:
+        node, labels, parts = root, row.label.split("."), [name.split(".") for name in row.names]
+        for end, label in enumerate(labels, 1):
+            copies = len({tuple(part[:end]) for part in parts})
+            node = node.children.setdefault(label, _Node(label, ".".join(parts[0][:end]), copies))
+        node.row = row
+    return root.joined()
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The tree with its columns, laid out for the width it is printed at."""
+
+    map: ShardMap
+    rows: Sequence[Row]
+    rank: int
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or options.max_width, options.max_width)
+        yield _Columns(self.map, _grown(self.rows), self.rank, width).tree()
+
+
+class _Columns:
+    """The tree's lines, padded so that they stand in columns; what is too wide goes below its line."""
+
+    def __init__(self, shard_map: ShardMap, root: _Node, rank: int, width: int) -> None:
+        self.map, self.root, self.rank = shard_map, root, rank
+        self.axes = [axis for axis, size in shard_map.mesh.axes if size > 1]
+        self.units = {unit.name for unit in shard_map.recipe.units if unit.name}
+        nodes = list(root.depths())
+        cells = [self.cells(node.row) for _, node in nodes if node.row]
+        titles = self.titles()
+        self.name = max([len("parameter"), *(_GUIDE * depth + cell_len(node.label) for depth, node in nodes)])
+        self.wide = [max(cell_len(column[i]) for column in [titles, *cells]) for i in range(len(titles))]
+        self.below = self.name + sum(_GAP + w for w in self.wide) > width
+
+    def titles(self) -> list[str]:
+        axes = [f"{axis}={self.map.mesh.axis_size(axis)}" for axis in self.axes]
+        return ["shape", *axes, f"rank {self.rank} holds"]
+
+    def cells(self, row: Row) -> list[str]:
+        facts = row.first
+        layouts = [layout_text(facts.layout[axis], len(facts.shape)) for axis in self.axes]
+        return [shape_text(facts), *layouts, slices_text(self.map.slices(facts.name, self.rank), facts.shape)]
+
+    def tree(self) -> Tree:
+        titles = self.titles()[: -1 if self.below else None]
+        tree = Tree(self.line("parameter", 0, titles, ["bold"] * len(titles)), guide_style="dim")
+        self.grow(tree, self.root, 1)
+        return tree
+
+    def grow(self, tree: Tree, node: _Node, depth: int) -> None:
+        for child in node.children.values():
+            if child.row is not None:
+                tree.add(self.leaf(child, child.row, depth))
+                continue
+            label = Text(child.label, style="bold")
+            label.append(f" ×{child.copies}" if child.copies > node.copies else "")
+            if child.path in self.units and self.map.mesh.data_size > 1:
+                label.append("  gathered as one unit", style="dim not bold")
+            self.grow(tree.add(label), child, depth + 1)
+
+    def leaf(self, node: _Node, row: Row, depth: int) -> RenderableType:
+        *cells, held = self.cells(row)
+        facts = row.first
+        styles = [
+            "",
+            *("dim" if cell == "whole" else _COLORS.get(a, "") for a, cell in zip(self.axes, cells[1:], strict=True)),
+        ]
+        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
+        below += [Text(remark, style="dim") for remark in remarks(facts)]
+        if not self.below:
+            cells, styles = [*cells, held], [*styles, ""]
+        line = self.line(node.label, depth, cells, styles)
+        return Group(line, *(Padding(text, (0, 0, 0, 2), expand=False) for text in below)) if below else line
+
+    def line(self, label: str, depth: int, cells: Sequence[str], styles: Sequence[str]) -> Text:
+        name = self.name - _GUIDE * depth
+        text = Text(label + " " * (name - cell_len(label)), no_wrap=True, overflow="ellipsis")
+        for cell, wide, style in zip(cells, self.wide, styles, strict=False):
+            text.append(" " * _GAP)
+            text.append(cell, style=style)
+            text.append(" " * (wide - cell_len(cell)))
+        text.rstrip()
+        return text
+
+
+def remarks(facts: ParameterFacts) -> Iterator[str]:
+    """What is to be said of a parameter below its line."""
+    if facts.aliases:
+        yield f"the same tensor: {', '.join(facts.aliases)}"
+    if not facts.requires_grad:
+        yield "frozen"
+    if facts.reason and "tp" in facts.layout:
+        cut = isinstance(facts.layout["tp"], Cut)
+        yield f"{'cut' if cut else 'whole'} over tp: {facts.reason}"
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def dim_text(dim: int, dims: int) -> str:
+    """What a dim is called: *rows* and *cols* of a matrix; nothing, of a tensor with one dim."""
+    if dims == 1:
+        return ""
+    return ("rows", "cols")[dim] if dims == 2 else f"dim {dim}"
+
+
+def layout_text(layout: Layout, dims: int) -> str:
+    """A layout in a word: what of a tensor is cut."""
+    if not isinstance(layout, Cut):
+        return str(layout)
+    word = dim_text(layout.dim, dims) or "cut"
+    return word if layout.parts == 1 else f"{word} of {layout.parts} blocks"
+
+
+def slices_text(slices: Slices, shape: Sequence[int]) -> str:
+    """What a rank holds: ``rows 64:128, cols 0:32``; *all*, or *nothing*."""
+    if not elements(slices):
+        return "nothing"
+    said = [
+        f"{dim_text(dim, len(shape))} {ranges_text(ranges)}".strip()
+        for dim, (ranges, size) in enumerate(zip(slices, shape, strict=True))
+        if ranges != ((0, size),)
+    ]
+    return ", ".join(said) or "all"
+
+
+def ranges_text(ranges: Sequence[Interval], most: int = 4) -> str:
+    """Half-open ranges as Python writes slices, ``0:4+8:12``; *–* where there is none."""
+    said = [f"{start}:{stop}" for start, stop in ranges[:most]]
+    return "+".join([*said, *(["…"] if len(ranges) > most else [])]) or "–"
+
+
+def shape_text(facts: ParameterFacts) -> str:
+    return "×".join(map(str, facts.shape)) or "scalar"
+
+
+def size_text(size: float) -> str:
+    """Bytes, in a unit that leaves a small number.
+
+    >>> size_text(26615936)
+    '25.4 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def count_text(count: float) -> str:
+    """A count, in a unit that leaves a small number.
+
+    >>> count_text(6738415616)
+    '6.74 G'
+    """
+    for unit in ("", " k", " M", " G"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} T"
+
+
+# --- who holds which part ---------------------------------------------------------------------------------------------
+
+
+def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> RenderableType:
+    """A parameter as a grid of boxes, each with the ranks that hold it; ``rank``'s own stand out.
+
+    Rows of the grid are ranges of dim 0, columns ranges of another dim that is cut (else of dim 1). Boxes of one
+    colour are held by the same ranks.
+    """
+    facts = row.first
+    if not facts.shape:
+        return Text(f"{row}: a number, on every rank")
+    held = [(ranks, slices) for ranks, slices in shard_map.held_by(facts.name) if elements(slices)]
+    across = _across(facts)
+    down = _few(sorted({r for _, slices in held for r in slices[0]}))
+    columns = _few(sorted({r for _, slices in held for r in slices[across]}) if across else [None])
+    caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
+    table = Table(box=box.SQUARE, show_lines=True)
+    table.add_column(_corner(facts, across), style="dim", no_wrap=True)
+    for column in columns:
+        table.add_column(_band_text(column) if across else "held by", justify="center", overflow="fold")
+    for band in down:
+        table.add_row(_band_text(band), *(_cell(held, band, column, across, rank) for column in columns))
+    idle = [r for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for r in ranks]
+    below = [Text(f"ranks {ranks_text(idle)} hold nothing of it", style="dim")] if idle else []
+    return Group(caption, table, *below)
+
+
+def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks as ``0, 4``; many of them as ``0–7`` or ``0, 8 … 120``."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    if len(ranks) > most:
+        return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+_Band = Interval | None  # None: those between, which are left out
+
+
+def _across(facts: ParameterFacts) -> int:
+    """The dim that goes across: one that is cut, else the next after the first; 0 where there is none."""
+    dims = [layout.dim for layout in facts.layout.values() if isinstance(layout, Cut) and layout.dim]
+    return dims[0] if dims else min(1, len(facts.shape) - 1)
+
+
+def _cell(
+    held: Sequence[tuple[tuple[int, ...], Slices]], band: _Band, column: _Band, across: int, rank: int | None
+) -> Text:
+    if band is None or (across and column is None):
+        return Text("…", style="dim")
+    for index, (ranks, slices) in enumerate(held):
+        if band in slices[0] and (not across or column in slices[across]):
+            mine = rank in ranks
+            style = Style(color=_SHADES[index % len(_SHADES)], bold=mine, reverse=mine)
+            return Text(f" {ranks_text(ranks)} ", style=style)
+    return Text()
+
+
+def _few(bands: Sequence[_Band]) -> list[_Band]:
+    return [*bands] if len(bands) <= _MOST else [*bands[: _MOST - 2], None, bands[-1]]
+
+
+def _corner(facts: ParameterFacts, across: int) -> str:
+    dims = len(facts.shape)
+    if not across:
+        return "ranges"
+    return f"{dim_text(0, dims)} \\ {dim_text(across, dims)}"
+
+
+def _band_text(band: _Band) -> str:
+    return "…" if band is None else f"{band[0]}:{band[1]}"

@@ -1,0 +1,215 @@
+"""``check``: the same loss, gradients, update and buffers as one device?
+
+    sides     what runs in the workers: one device in plain PyTorch, and the job
+    compare   errors of all values, against the scale of the whole; likely causes
+    report    ``Report``: the verdict, as data and as text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import Findings, PlanError
+from meshwright.parity.compare import KINDS, compare
+from meshwright.parity.report import Report
+from meshwright.parity.sides import Case, Outcome, Reference, distributed, reference
+from meshwright.plan import Plan, PlanLike
+from meshwright.run.job import Loss, output_loss
+from meshwright.run.parcel import MainReachedWorkers, main_is_loading, pack
+from meshwright.run.workers import LocalWorkers, WorkerError, local_workers
+
+__all__ = ["Report", "check"]
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_KEPT = 8  # references that a pool keeps
+
+
+def check(
+    build: Callable[[], nn.Module],
+    batch: Any,
+    plan: PlanLike,
+    *,
+    loss: Loss | None = None,
+    workers: LocalWorkers | None = None,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    steps: int = 3,
+    timeout: float = 120.0,
+) -> Report:
+    """Compares a model under a plan with the same model on one device. From a plain process.
+
+    One worker runs ``build()`` in plain PyTorch; then the workers run the job, each data rank on its rows of ``batch``.
+    Parameters are perturbed first, alike on both sides, and dropout is off. Each step clips gradients to a global norm
+    of 1 and takes a step of SGD with momentum. In float64, both sides run under a mode that makes casts to float32
+    casts to float64; it computes nothing.
+
+    Args:
+        build: makes the model; a function or class of a module, or a ``functools.partial`` of one.
+        batch: the global batch: a dict of keyword arguments, or a tuple. Floats are cast to the type of the check.
+        plan: as for ``parallelize``. Its precision is replaced by the type of the check.
+        loss: the loss of the model's output; default ``output.loss``. Like ``build``, of a module.
+        workers: a pool of at least as many workers as the mesh has ranks; it keeps the references of the last checks.
+            Default: workers are started for this check.
+        dtype: ``torch.float64`` or ``torch.float32``; default float64, or float32 where one device raises in float64.
+        tolerance: relative; default 1e-9 in float64, 1e-4 in float32.
+        steps: optimizer steps.
+        timeout: seconds that either side may take.
+
+    Returns:
+        A report, which is true where all errors are within the tolerance. Where a side fails or hangs, a report that
+        says so.
+
+    Raises:
+        PlanError: every problem of the plan, or of what cannot be sent to a worker.
+    """
+    if main_is_loading():  # in a worker, which runs the caller's script for its functions alone
+        raise MainReachedWorkers
+    started, plan = time.monotonic(), Plan.parse(plan)
+    case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed)
+    _refuse(case, plan, workers)
+    with ExitStack() as stack:
+        pool = workers or stack.enter_context(local_workers(plan.mesh.size))
+        case = replace(case, device=pool.device)
+        pool.start(plan.mesh.size)
+        side, notes = "one device", _notes(plan, case)
+        try:
+            one = _reference(pool, case, narrow=dtype is None, timeout=timeout)
+            case, notes, side = one.case, (*one.notes, *_notes(plan, one.case)), "the job"
+            outcome = _outcome(pool, case, plan, timeout)
+        except WorkerError as error:
+            return Report(
+                passed=False, plan=plan, tolerance=tolerance or TOLERANCES[case.dtype], dtype=_name(case.dtype),
+                steps=steps, seconds=time.monotonic() - started, notes=notes, failure=f"{side}: {error}",
+            )  # fmt: skip
+    return _judge(one, outcome, plan, notes, TOLERANCES[case.dtype] if tolerance is None else tolerance, started)
+
+
+def _judge(
+    one: Reference, outcome: Outcome, plan: Plan, notes: tuple[str, ...], tolerance: float, started: float
+) -> Report:
+    found = compare(one, outcome, tolerance)
+    every = [found.errors["loss"], *(error for kind in KINDS for error in found.errors[kind].values())]
+    return Report(
+        passed=all(error <= tolerance for error in every),
+        plan=plan,
+        tolerance=tolerance,
+        dtype=_name(one.case.dtype),
+        steps=one.case.steps,
+        seconds=time.monotonic() - started,
+        errors=found.errors,
+        recipe=outcome.recipe,
+        fallbacks=outcome.fallbacks,
+        collectives=outcome.collectives,
+        words=found.words,
+        hints=found.hints,
+        notes=(*notes, *outcome.recipe.notes),
+    )
+
+
+def _notes(plan: Plan, case: Case) -> tuple[str, ...]:
+    notes = []
+    if plan.precision not in ("float32", _name(case.dtype)):
+        notes.append(f"compared in {_name(case.dtype)}, not in the plan's precision, {plan.precision}")
+    if case.dtype is torch.float64:
+        notes.append("casts to float32 inside the model were casts to float64, on both sides")
+    return tuple(notes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- the two runs ---------------------------------------------------------------------------------------------------
+
+
+def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) -> Reference:
+    """One device's side; of the pool's own, where it has run this case before."""
+    kept: dict[bytes, Reference] = vars(pool).setdefault("_references", {})
+    key = _key((case, narrow))
+    if key not in kept:
+        (found,) = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)
+        kept[key] = found
+        for old in list(kept)[:-_KEPT]:
+            del kept[old]
+    return kept[key]
+
+
+def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outcome:
+    plan = plan.replace(precision=_name(case.dtype))
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as refused:
+        try:
+            found = pool.run(distributed, case, plan, refused, ranks=plan.mesh.size, timeout=timeout)
+        except WorkerError:
+            for file in sorted(Path(refused).iterdir()):
+                raise _refusal(file) from None
+            raise
+    outcome: Outcome = found[0]
+    return outcome
+
+
+def _refusal(file: Path) -> PlanError:
+    error: PlanError = pickle.loads(file.read_bytes())
+    return error
+
+
+def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
+    """Raises PlanError for arguments that no run could be made of."""
+    findings = Findings("this check")
+    for name in ("build", "batch", "loss"):
+        _must_pickle(name, getattr(case, name), findings)
+    if case.dtype not in TOLERANCES:
+        findings.add(
+            where="dtype", given=str(case.dtype), required="a type with a tolerance to judge by: float64 or float32",
+            fix="dtype=torch.float64",
+        )  # fmt: skip
+    if case.steps < 1:
+        findings.add(where="steps", given=str(case.steps), required="at least one step", fix="steps=3")
+    if workers is not None and workers.ranks < plan.mesh.size:
+        findings.add(
+            where="workers", given=f"a pool of {workers.ranks}", required=f"a worker for each rank of {plan.mesh}",
+            fix=f"local_workers({plan.mesh.size})",
+        )  # fmt: skip
+    findings.raise_if_any()
+
+
+def _must_pickle(name: str, value: Any, findings: Findings) -> None:
+    try:
+        pack(value)
+    except Exception as error:
+        data = name == "batch"
+        findings.add(
+            where=name,
+            given=f"{getattr(value, '__qualname__', type(value).__name__)}: {error}",
+            required="tensors and plain values" if data else "a function or class at the top level of a module",
+            fix=f"{name} = ..., without functions, open files or handles"
+            if data
+            else f"def {name}_of_check(...):  # in a file, not nested; its arguments with functools.partial",
+        )
+
+
+class _Digest(pickle.Pickler):
+    """Pickles tensors as digests of their values: torch's own pickle of equal tensors differs."""
+
+    def persistent_id(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return None
+        values = x.detach().cpu().contiguous().flatten().view(torch.uint8) if x.numel() else x.new_empty(0)
+        return str(x.dtype), tuple(x.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+def _key(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Digest(buffer, protocol=5).dump(value)
+    return hashlib.sha256(buffer.getvalue()).digest()

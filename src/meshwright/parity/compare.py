@@ -1,0 +1,166 @@
+"""Facts of two sides → errors, each against the scale of the whole, and what a pattern of errors tells.
+
+    loss         max over steps   |l − l'| / max(1, |l'|)
+    gradients    max|g − g'| / max over all parameters of |g'|         some are zero but for rounding
+    parameters   max|p − p'| / max over all parameters of |p' − start|
+    buffers      max|b − b'| / max(1, max|b'|)
+
+A value that is not a number, or is missing on one side, is an error without bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from meshwright.parity.sides import Facts, Outcome, Reference
+
+
+class Errors(TypedDict):
+    """Each error, for parameters and buffers by name."""
+
+    loss: float
+    gradients: dict[str, float]
+    parameters: dict[str, float]
+    buffers: dict[str, float]
+
+
+KINDS = ("gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All errors, words for those that a number does not tell (by kind and name), and likely causes."""
+
+    errors: Errors
+    words: dict[tuple[str, str], str]
+    hints: tuple[str, ...]
+
+
+def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Findings:
+    """What differs between one device and the job."""
+    one, job = reference.facts, outcome.facts
+    moved = [one.parameters[name] - start for name, start in reference.start.items()]
+    words: dict[tuple[str, str], str] = {}
+    errors = Errors(
+        loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
+        gradients=_errors("gradients", job.gradients, one.gradients, _size(one.gradients.values()) or 1.0, words),
+        parameters=_errors("parameters", job.parameters, one.parameters, _size(moved) or 1.0, words),
+        buffers=_errors("buffers", job.buffers, one.buffers, None, words),
+    )
+    return Findings(errors, words, tuple(_hints(errors, one, outcome, tolerance)))
+
+
+def _loss_error(loss: float, wanted: float) -> float:
+    error = abs(loss - wanted) / max(1.0, abs(wanted))
+    return error if isfinite(error) else inf
+
+
+def _errors(
+    kind: str,
+    found: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor | None],
+    scale: float | None,
+    words: dict[tuple[str, str], str],
+) -> dict[str, float]:
+    """``scale``: None takes each tensor's own."""
+    errors = {}
+    for name in [*wanted, *(n for n in found if n not in wanted)]:
+        a, b = found.get(name), wanted.get(name)
+        errors[name] = _error(a, b, scale if scale is not None else max(1.0, _size([b])))
+        if said := _words(a, b):
+            words[kind, name] = said
+    return errors
+
+
+def _error(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else inf
+    if found.shape != wanted.shape:
+        return inf
+    error = _size([_wide(found) - _wide(wanted)]) / scale
+    return error if isfinite(error) else inf
+
+
+def _words(found: Tensor | None, wanted: Tensor | None) -> str:
+    if found is None or wanted is None:
+        return "" if found is wanted else f"none in the {'job' if found is None else 'reference'}, and one in the other"
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)}, on one device {tuple(wanted.shape)}"
+    bad = [where for where, t in (("the job", found), ("one device", wanted)) if not _wide(t).isfinite().all()]
+    return f"not finite on {' and '.join(bad)}" if bad else ""
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def _size(tensors: Iterable[Tensor | None]) -> float:
+    """The largest absolute value; not a number where there is one."""
+    sizes = [_wide(t).abs().max() for t in tensors if t is not None and t.numel()]
+    return torch.stack(sizes).max().item() if sizes else 0.0
+
+
+# --- likely causes --------------------------------------------------------------------------------------------------
+
+
+def _hints(errors: Errors, one: Facts, outcome: Outcome, tolerance: float) -> list[str]:
+    mesh, hints = outcome.recipe.mesh, []
+    first = not _loss_error(outcome.facts.losses[0], one.losses[0]) <= tolerance
+    wrong = [name for name, error in errors["gradients"].items() if not error <= tolerance]
+    if wrong:
+        hints.append(_gradient_hint(wrong, one, outcome, tolerance, loss_is_right=not first))
+    elif not first and any(not error <= tolerance for error in errors["parameters"].values()):
+        hints.append("every gradient is right and the update is not: clipping by another norm, or the optimizer's state")
+    if first and mesh.data_size > 1:
+        hints.append(
+            f"the loss differs under {mesh.data_size} data ranks: a mean over rows or labels that are divided unevenly, "
+            "or a model that couples the rows of a batch (BatchNorm, losses over pairs of rows)"
+        )
+    if any(not error <= tolerance for error in errors["buffers"].values()):
+        hints.append("buffers differ: the forward changes them from this rank's rows or slices, not from the whole batch")
+    return [hint for hint in hints if hint]
+
+
+def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: float, *, loss_is_right: bool) -> str:
+    mesh, found = outcome.recipe.mesh, outcome.facts.gradients
+    if any((found.get(name) is None) != (one.gradients.get(name) is None) for name in wrong):
+        return "a gradient is there on one side only: ranks that disagree on what was used, or a part that is cut off"
+    pairs = [(name, found.get(name), one.gradients.get(name)) for name in one.gradients]
+    together = _factor([(a, b) for _, a, b in pairs], tolerance)
+    if together is not None:
+        also = "" if loss_is_right else ", the loss too" if _loss_follows(together, one, outcome) else ""
+        return (
+            f"every gradient is scaled by {together:.6g}{also}: a mean taken twice or not at all "
+            f"({mesh.data_size} data ranks, {outcome.recipe.microbatches} microbatches, tp={mesh.axis_size('tp')})"
+        )
+    factors = {name: _factor([(a, b)], tolerance) for name, a, b in pairs if name in wrong}
+    known = {f"{k:.6g}" for k in factors.values() if k is not None}
+    if len(known) == 1 and None not in factors.values():
+        return f"the gradients that differ are scaled by {known.pop()}, the others are right: a sum taken twice or left out"
+    if loss_is_right:
+        return "the loss is right and gradients are not: a whole value used in cut work, its gradient not summed, say"
+    return ""
+
+
+def _factor(pairs: list[tuple[Tensor | None, Tensor | None]], tolerance: float) -> float | None:
+    """k, by least squares, where found = k · wanted for all pairs and k is not one."""
+    both = [(_wide(a).flatten(), _wide(b).flatten()) for a, b in pairs if a is not None and b is not None]
+    if not both or any(a.shape != b.shape or a.is_complex() for a, b in both):
+        return None
+    found, wanted = (torch.cat(side) for side in zip(*both, strict=True))
+    square = wanted.dot(wanted).item()
+    if not square or not isfinite(square):
+        return None
+    k = found.dot(wanted).item() / square
+    off = (found - k * wanted).abs().max() / wanted.abs().max()
+    return k if off <= 10 * tolerance * max(1.0, abs(k)) and abs(k - 1) > tolerance else None
+
+
+def _loss_follows(k: float, one: Facts, outcome: Outcome) -> bool:
+    return abs(outcome.facts.losses[0] - k * one.losses[0]) <= 1e-6 * max(1.0, abs(k * one.losses[0]))

@@ -1,0 +1,161 @@
+"""``Report``: the verdict of a check, as data and as text for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any
+
+from meshwright.parity.compare import KINDS, Errors
+from meshwright.plan import Plan
+from meshwright.recipe import Recipe
+
+_MOST = 10  # lines of a list
+
+
+@dataclass(frozen=True)
+class Report:
+    """Whether a job does what one device does. True where it does.
+
+    Attributes:
+        passed: every error is at most ``tolerance``.
+        errors: ``loss``, and for ``gradients``, ``parameters`` and ``buffers`` an error by name; empty where a side failed.
+        worst: (kind, name, error) of the largest error.
+        tolerance: relative: see ``meshwright.parity.compare``.
+        dtype: what was computed in.
+        steps: optimizer steps taken.
+        plan: as it was given, but for its precision.
+        recipe: every decision, of rank 0; None where the job failed.
+        fallbacks: (count, text) of functions that ran whole in the first step, on rank 0.
+        collectives: kind → (calls, bytes) of the view in the first step, on rank 0.
+        words: (kind, name) → what a number does not tell.
+        hints: likely causes.
+        notes: what a reader should know, the recipe's notes among it.
+        failure: why a side did not come to an end: reason and traceback.
+        seconds: the check took, the start of workers included.
+    """
+
+    passed: bool
+    plan: Plan
+    tolerance: float
+    dtype: str
+    steps: int
+    seconds: float
+    errors: Errors = field(default_factory=lambda: Errors(loss=inf, gradients={}, parameters={}, buffers={}))
+    recipe: Recipe | None = None
+    fallbacks: tuple[tuple[int, str], ...] = ()
+    collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    words: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    failure: str = ""
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    @property
+    def worst(self) -> tuple[str, str, float]:
+        if self.failure:
+            return "failure", "", inf
+        found = [("loss", "", self.errors["loss"])]
+        found += [(kind, name, error) for kind in KINDS for name, error in self.errors[kind].items()]
+        return max(found, key=lambda f: f[2])
+
+    def layout(self, name: str) -> str:
+        """A parameter's layout on each axis: ``dp_shard: cut(0), tp: whole``. Empty for what is no parameter."""
+        line = self.recipe.by_name.get(name) if self.recipe else None
+        if self.recipe is None or line is None:
+            return ""
+        return ", ".join(f"{axis}: {layout}" for axis, layout in self.recipe.layouts(line).items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; an error without bound is the text ``inf``."""
+        kind, name, error = self.worst
+        return {
+            "passed": self.passed,
+            "worst": {"kind": kind, "name": name, "error": _plain(error)},
+            "errors": {"loss": _plain(self.errors["loss"])}
+            | {k: {n: _plain(e) for n, e in self.errors[k].items()} for k in KINDS},
+            "tolerance": self.tolerance,
+            "dtype": self.dtype,
+            "steps": self.steps,
+            "plan": self.plan.settings(),
+            "layouts": {line.name: self.layout(line.name) for line in self.recipe or ()},
+            "fallbacks": [list(f) for f in self.fallbacks],
+            "collectives": {kind: list(count) for kind, count in self.collectives.items()},
+            "words": [[*key, text] for key, text in self.words.items()],
+            "hints": list(self.hints),
+            "notes": list(self.notes),
+            "failure": self.failure,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        settings = f"{self.dtype}, tolerance {self.tolerance:.0e}, {self.steps} steps, {self.seconds:.1f} s"
+        head = f"{'PASSED' if self.passed else 'FAILED'}  {self._verdict()}  ({settings})"
+        if self.failure:
+            return "\n\n".join([head, self.failure, *_block("Notes", self.notes)])
+        blocks = [head, "\n".join(self._summary()), *_block("Differ", self._failing())]
+        blocks += _block("Likely", self.hints)
+        blocks += _block("Ran whole, in one step of rank 0", _most([f"{n} × {text}" for n, text in self.fallbacks]))
+        blocks += _block("Notes", self.notes)
+        return "\n\n".join(blocks)
+
+    def _verdict(self) -> str:
+        if self.failure:
+            return f"{self.plan.mesh} did not come to an end"
+        if self.passed:
+            return f"{self.plan.mesh} is one device"
+        wrong = [f"{self._count(kind)} of {len(self.errors[kind])} {kind}" for kind in KINDS if self._count(kind)]
+        loss = ["the loss"] * (not self.errors["loss"] <= self.tolerance)
+        return f"{self.plan.mesh} is not one device: {', '.join(loss + wrong)}"
+
+    def _count(self, kind: str) -> int:
+        return len(self._over(kind))
+
+    def _over(self, kind: str) -> dict[str, float]:
+        """Errors above the tolerance, the worst first."""
+        over = {n: e for n, e in self.errors[kind].items() if not e <= self.tolerance}  # type: ignore[literal-required]
+        return dict(sorted(over.items(), key=lambda item: -item[1]))
+
+    def _summary(self) -> list[str]:
+        rows = [("", "worst error", "of", "layout"), ("loss", f"{self.errors['loss']:.1e}", "", "")]
+        for kind in KINDS:
+            errors: dict[str, float] = self.errors[kind]
+            if errors:
+                name = max(errors, key=lambda n: errors[n])
+                rows.append((kind, f"{errors[name]:.1e}", name, self.layout(name)))
+        return _table(rows)
+
+    def _failing(self) -> list[str]:
+        rows = []
+        for kind in KINDS:
+            over = self._over(kind)
+            for name, error in list(over.items())[:_MOST]:
+                rows.append((kind, f"{error:.1e}", name, self.layout(name), self.words.get((kind, name), "")))
+            if len(over) > _MOST:
+                rows.append((kind, "", f"… and {len(over) - _MOST} more", "", ""))
+        return _table(rows)
+
+
+def _plain(error: float) -> float | str:
+    return error if isfinite(error) else "inf"
+
+
+def _most(lines: list[str]) -> list[str]:
+    return [*lines[:_MOST], f"… and {len(lines) - _MOST} more"] if len(lines) > _MOST else lines
+
+
+def _block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
+    return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Aligned columns; the second, of numbers, to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i == 1 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines

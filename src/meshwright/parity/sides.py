@@ -1,0 +1,331 @@
+"""The two sides of a check, each run in worker processes: one device, and the job.
+
+    one device   build ─ dropout off ─ cast ─ perturb ─┐
+                                                       ├─ steps × (forward, backward, clip to 1, SGD) ─► Facts
+    the job      parallelize(build, dropout off, ...) ─┘
+
+The reference is plain PyTorch. Nothing of the package runs in its forward or backward, but for a mode that makes casts
+to float32 casts to float64, which both sides run under and which computes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from meshwright.api import parallelize
+from meshwright.errors import PlanError
+from meshwright.plan import Plan
+from meshwright.recipe import Recipe
+from meshwright.run.job import Job, Loss
+from meshwright.run.step import bounds, rows_of, take_rows
+
+MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
+NOISE = 0.02
+_CONFIGS = ("config", "cfg", "args", "hparams")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared. All of it travels to the workers."""
+
+    build: Callable[[], nn.Module]
+    batch: Any  # of all data ranks together
+    loss: Loss
+    dtype: torch.dtype
+    steps: int
+    seed: int
+    device: str = "cpu"
+    training: bool = True  # False: the model is put in eval mode
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a side found: whole tensors on CPU, by the model's own names, tied ones by their first."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor | None]  # of the first step, before clipping
+    parameters: dict[str, Tensor]  # after the last step
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One device's facts, the case as it could be run (its type and mode), and what a reader should know of it."""
+
+    case: Case
+    facts: Facts
+    start: dict[str, Tensor]  # parameters before the first step
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The job's facts; its counts are rank 0's, of the first step."""
+
+    facts: Facts
+    recipe: Recipe
+    fallbacks: tuple[tuple[int, str], ...]
+    collectives: dict[str, tuple[int, int]]  # kind → calls, bytes
+
+
+# --- one device -----------------------------------------------------------------------------------------------------
+
+
+def reference(case: Case, *, narrow: bool) -> Reference:
+    """One device's side; in float32 where it raises in float64 and ``narrow`` allows that."""
+    try:
+        return _steady(case)
+    except Exception as error:
+        if not narrow or case.dtype is torch.float32:
+            raise
+        why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    found = _steady(replace(case, dtype=torch.float32))
+    return replace(found, notes=(f"compared in float32: on one device the model raises in float64 ({why})", *found.notes))
+
+
+def _steady(case: Case) -> Reference:
+    """The reference; in eval mode where the model draws random numbers that matter, dropout being off."""
+    found, draws = _one_device(case)
+    if draws and case.training and _probe(case, 1) != _probe(case, 2):
+        note = "the model draws random numbers in its forward, besides dropout: compared in eval mode"
+        case = replace(case, training=False)
+        found, draws = _one_device(case)
+        found = replace(found, notes=(*found.notes, note))
+    if draws and _probe(case, 1) != _probe(case, 2):
+        note = (
+            "the model draws random numbers in its forward, in eval mode too: both sides are seeded alike before each "
+            "step, which makes data ranks that draw for their own rows differ all the same"
+        )
+        found = replace(found, notes=(*found.notes, note))
+    return found
+
+
+def _one_device(case: Case) -> tuple[Reference, bool]:
+    """The reference, and whether its forward moved a generator of random numbers."""
+    model, silenced = _model(case)
+    batch = cast(case.batch, case.dtype, case.device)
+    start = _copies(model.named_parameters())
+    optimizer = sgd(model.parameters())
+    losses, gradients, draws = [], {}, False
+    for step in range(case.steps):
+        torch.manual_seed(step)
+        before = _generators()
+        with widened(case.dtype):
+            loss = case.loss(_called(model, batch))
+            draws |= _generators() != before
+            if loss.requires_grad:
+                loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    facts = Facts(tuple(losses), gradients, _copies(model.named_parameters()), _copies(model.named_buffers()))
+    notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
+    return Reference(case, facts, start, notes), draws
+
+
+def _model(case: Case) -> tuple[nn.Module, int]:
+    torch.manual_seed(case.seed)
+    model = case.build()
+    silenced = silence(model)
+    model._apply(lambda t: cast(t, case.dtype, case.device))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(perturbed(name, p.cpu()))
+    return model if case.training else model.eval(), silenced
+
+
+@torch.no_grad()
+def _probe(case: Case, seed: int) -> float:
+    """The loss of a fresh model under a state of the generators."""
+    model, _ = _model(case)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with widened(case.dtype):
+        return float(case.loss(_called(model, cast(case.batch, case.dtype, case.device))))
+
+
+def _generators() -> tuple[Any, ...]:
+    cuda = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), cuda
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+# --- the job --------------------------------------------------------------------------------------------------------
+
+
+def distributed(case: Case, plan: Plan, refused: str) -> Outcome | None:
+    """The job's side, on every rank; rank 0 has the outcome. A PlanError goes to the file ``refused`` as well."""
+    try:
+        job = parallelize(
+            Quiet(case.build, case.training), plan, batch=case.batch, loss=case.loss, device=case.device,
+            dtype=case.dtype, transform=perturbed,
+        )  # fmt: skip
+    except PlanError as error:
+        # What a worker raises reaches the parent as text; this one is to be raised there as it is.
+        Path(refused, str(dist.get_rank())).write_bytes(pickle.dumps(error))
+        raise
+    mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
+    rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
+    outcome = _trained(job, case, take_rows(everything, *rows))
+    return outcome if dist.get_rank() == 0 else None
+
+
+def _trained(job: Job, case: Case, batch: Any) -> Outcome:
+    optimizer = sgd(job.parameters())
+    losses, gradients = [], {}
+    fallbacks: list[tuple[int, str]] = []
+    collectives: dict[str, tuple[int, int]] = {}
+    for step in range(case.steps):
+        torch.manual_seed(step)
+        with widened(case.dtype):
+            losses.append(job.step(batch).item())
+        if step == 0:
+            gradients = {line.name: None if g is None else _copy(g) for line, g in job.whole_gradients()}
+            fallbacks = [(count, str(place)) for place, count in job.ledger.fallbacks.most_common()]
+            collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
+        job.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
+    facts = Facts(tuple(losses), gradients, parameters, _copies(job.module.named_buffers()))
+    return Outcome(facts, job.recipe, tuple(fallbacks), collectives)
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Not Adam, which divides a gradient by its own size: where it is zero but for rounding, the update is noise."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+def perturbed(name: str, whole: Tensor) -> Tensor:
+    """A parameter's value plus noise that follows from its name: fresh zeros and ones hide mistakes."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return whole
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    return whole + NOISE * torch.randn(whole.shape, generator=generator, dtype=wide).to(whole.dtype)
+
+
+def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """Every floating or complex tensor in ``value`` in the type of the check, every tensor on the device."""
+
+    def one(t: Tensor) -> Tensor:
+        kind = dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex() else t.dtype
+        return t.to(device, kind)
+
+    return pytree.tree_map_only(Tensor, one, value)
+
+
+class Widening(TorchFunctionMode):
+    """Makes casts to float32 casts to float64. It computes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(_widened(a) for a in args)
+        return func(*args, **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _widened(x: Any) -> Any:
+    if x is torch.float32:
+        return torch.float64
+    return "torch.DoubleTensor" if isinstance(x, str) and x == "torch.FloatTensor" else x
+
+
+@contextmanager
+def widened(dtype: torch.dtype) -> Iterator[None]:
+    """In a check in float64: what a model casts to float32, or makes without saying a type, is float64.
+
+    Such a cast rounds to 1e-7, at places that differ between one device and a cut, and would drown the comparison.
+    Entered before the job's view, so that it sees the local work of the view's rules.
+    """
+    if dtype is not torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Widening():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """A build whose model has no dropout, and is in eval mode where ``training`` is False."""
+
+    build: Callable[[], nn.Module]
+    training: bool = True
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        silence(model)
+        return model if self.training else model.eval()
+
+
+def silence(model: nn.Module) -> int:
+    """Sets every probability of dropout to zero: ``p`` of dropout modules, and numbers that are called some kind of
+    drop on modules and on their configurations. Returns how many."""
+    count = 0
+    copies: dict[int, Any] = {}  # several modules share one configuration, and go on sharing it
+    for module in model.modules():
+        names = _drops(module) + ["p"] * ("Dropout" in type(module).__name__ and _is_on(getattr(module, "p", None)))
+        for name in names:
+            setattr(module, name, 0.0)
+        count += len(names)
+        for place in _CONFIGS:
+            config = vars(module).get(place)
+            if config is None or isinstance(config, (dict, list, tuple)) or not hasattr(config, "__dict__"):
+                continue
+            if id(config) not in copies and (names := _drops(config)):
+                # A copy: the configuration may be a global of the model's file, which later runs read.
+                copies[id(config)] = quiet = copy.copy(config)
+                for name in names:
+                    object.__setattr__(quiet, name, 0.0)  # frozen ones too
+                count += len(names)
+            if id(config) in copies:
+                setattr(module, place, copies[id(config)])
+    return count
+
+
+def _drops(x: Any) -> list[str]:
+    return [name for name, value in vars(x).items() if "drop" in name.lower() and _is_on(value)]
+
+
+def _is_on(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value <= 1
+
+
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: _copy(value) for name, value in named}
+
+
+def _copy(value: Tensor) -> Tensor:
+    value = value.detach()
+    return (value.to_dense() if value.is_sparse else value).cpu().clone()
