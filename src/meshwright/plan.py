@@ -114,6 +114,9 @@ class Plan:
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
         reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again.
+        rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
+            ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
+            of the batch, losses that compare rows), which is tried out before the first step.
         seed: of the initial values and of dropout.
 
     Raises:
@@ -134,6 +137,7 @@ class Plan:
     microbatches: int
     precision: str
     reshard_after_forward: bool
+    rows: str
     seed: int
 
     def __init__(
@@ -147,6 +151,7 @@ class Plan:
         microbatches: int = 1,
         precision: str = "float32",
         reshard_after_forward: bool = True,
+        rows: str = "auto",
         seed: int = 0,
     ) -> None:
         given = {
@@ -158,6 +163,7 @@ class Plan:
             "microbatches": microbatches,
             "precision": precision,
             "reshard_after_forward": reshard_after_forward,
+            "rows": rows,
             "seed": seed,
         }
         for name, value in _Reader(Source(given)).plan().items():
@@ -295,6 +301,7 @@ _PLAN = {
     "microbatches": _number(1, 4),
     "precision": _choice("float32", "bfloat16", "float64"),
     "reshard_after_forward": _flag(),
+    "rows": _choice("auto", "split", "whole"),
     "seed": _number(0, 0),
 }
 _DEFAULTS = {name: signature(Plan).parameters[name].default for name in _PLAN}

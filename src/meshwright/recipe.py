@@ -80,6 +80,7 @@ class Recipe:
         sequence: modules whose first input is cut over dim 1 (the sequence) when sequence parallel is on.
         microbatches: pieces of a rank's rows, run one after another, gradients added up.
         precision: what is computed in; parameters and reductions stay as they are.
+        rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
         notes: what a person should know: what was left whole, what was not found.
     """
 
@@ -91,6 +92,7 @@ class Recipe:
     microbatches: int = 1
     precision: str = "float32"
     reshard_after_forward: bool = True
+    rows: str = "auto"
     seed: int = 0
     notes: tuple[str, ...] = ()
 

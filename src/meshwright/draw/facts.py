@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -329,7 +329,7 @@ def _range(numbers: list[int]) -> str:
     """The numbers as a label has them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
     if len(numbers) == 1:
         return str(numbers[0])
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
-    if len(steps) > 1 or len(numbers) == 2 and steps != {1}:
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(steps) > 1 or (len(numbers) == 2 and steps != {1}):
         return "{" + ",".join(map(str, numbers)) + "}"
     return f"{{{numbers[0]}…{numbers[-1]}}}" if steps == {1} else f"{{{numbers[0]},{numbers[1]}…{numbers[-1]}}}"

@@ -3,6 +3,13 @@
     sides     what runs in the workers: one device in plain PyTorch, and the job
     compare   errors of all values, against the scale of the whole; likely causes
     report    ``Report``: the verdict, as data and as text
+
+From a plain process:
+
+    report = check(build, batch, "dp_shard=2,tp=2")
+    print(report)
+
+Start with ``check``, below; errors are defined in ``compare``.
 """
 
 from __future__ import annotations
@@ -90,10 +97,10 @@ def check(
             outcome = _outcome(pool, case, plan, timeout)
         except WorkerError as error:
             return Report(
-                passed=False, plan=plan, tolerance=tolerance or TOLERANCES[case.dtype], dtype=_name(case.dtype),
+                passed=False, plan=plan, tolerance=_tolerance(tolerance, case), dtype=_name(case.dtype),
                 steps=steps, seconds=time.monotonic() - started, notes=notes, failure=f"{side}: {error}",
             )  # fmt: skip
-    return _judge(one, outcome, plan, notes, TOLERANCES[case.dtype] if tolerance is None else tolerance, started)
+    return _judge(one, outcome, plan, notes, _tolerance(tolerance, case), started)
 
 
 def _judge(
@@ -125,6 +132,10 @@ def _notes(plan: Plan, case: Case) -> tuple[str, ...]:
     if case.dtype is torch.float64:
         notes.append("casts to float32 inside the model were casts to float64, on both sides")
     return tuple(notes)
+
+
+def _tolerance(given: float | None, case: Case) -> float:
+    return TOLERANCES[case.dtype] if given is None else given
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class Errors(TypedDict):
     buffers: dict[str, float]
 
 
-KINDS = ("gradients", "parameters", "buffers")
+Kind = Literal["gradients", "parameters", "buffers"]
+KINDS: tuple[Kind, ...] = ("gradients", "parameters", "buffers")
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,14 @@ def _hints(errors: Errors, one: Facts, outcome: Outcome, tolerance: float) -> li
     if wrong:
         hints.append(_gradient_hint(wrong, one, outcome, tolerance, loss_is_right=not first))
     elif not first and any(not error <= tolerance for error in errors["parameters"].values()):
-        hints.append("every gradient is right and the update is not: clipping by another norm, or the optimizer's state")
+        hints.append("every gradient is right, the update is not: clipping by another norm, or the optimizer's state")
     if first and mesh.data_size > 1:
         hints.append(
-            f"the loss differs under {mesh.data_size} data ranks: a mean over rows or labels that are divided unevenly, "
+            f"the loss differs under {mesh.data_size} data ranks: a mean over rows or labels divided unevenly, "
             "or a model that couples the rows of a batch (BatchNorm, losses over pairs of rows)"
         )
     if any(not error <= tolerance for error in errors["buffers"].values()):
-        hints.append("buffers differ: the forward changes them from this rank's rows or slices, not from the whole batch")
+        hints.append("buffers differ: the forward changes them from this rank's part of the batch, not from all of it")
     return [hint for hint in hints if hint]
 
 
@@ -142,7 +143,9 @@ def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: fl
     factors = {name: _factor([(a, b)], tolerance) for name, a, b in pairs if name in wrong}
     known = {f"{k:.6g}" for k in factors.values() if k is not None}
     if len(known) == 1 and None not in factors.values():
-        return f"the gradients that differ are scaled by {known.pop()}, the others are right: a sum taken twice or left out"
+        return (
+            f"the gradients that differ are scaled by {known.pop()}, the rest is right: a sum taken twice or left out"
+        )
     if loss_is_right:
         return "the loss is right and gradients are not: a whole value used in cut work, its gradient not summed, say"
     return ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
-from meshwright.parity.compare import KINDS, Errors
+from meshwright.parity.compare import KINDS, Errors, Kind
 from meshwright.plan import Plan
 from meshwright.recipe import Recipe
 
@@ -20,7 +20,7 @@ class Report:
 
     Attributes:
         passed: every error is at most ``tolerance``.
-        errors: ``loss``, and for ``gradients``, ``parameters`` and ``buffers`` an error by name; empty where a side failed.
+        errors: ``loss``, and for ``gradients``, ``parameters`` and ``buffers`` an error by name; none if a side failed.
         worst: (kind, name, error) of the largest error.
         tolerance: relative: see ``meshwright.parity.compare``.
         dtype: what was computed in.
@@ -111,12 +111,12 @@ class Report:
         loss = ["the loss"] * (not self.errors["loss"] <= self.tolerance)
         return f"{self.plan.mesh} is not one device: {', '.join(loss + wrong)}"
 
-    def _count(self, kind: str) -> int:
+    def _count(self, kind: Kind) -> int:
         return len(self._over(kind))
 
-    def _over(self, kind: str) -> dict[str, float]:
+    def _over(self, kind: Kind) -> dict[str, float]:
         """Errors above the tolerance, the worst first."""
-        over = {n: e for n, e in self.errors[kind].items() if not e <= self.tolerance}  # type: ignore[literal-required]
+        over = {n: e for n, e in self.errors[kind].items() if not e <= self.tolerance}
         return dict(sorted(over.items(), key=lambda item: -item[1]))
 
     def _summary(self) -> list[str]:
@@ -151,7 +151,7 @@ def _block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
     return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Aligned columns; the second, of numbers, to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []

@@ -31,6 +31,7 @@ from meshwright.errors import PlanError
 from meshwright.plan import Plan
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
+from meshwright.run.parameters import local_tensor
 from meshwright.run.step import bounds, rows_of, take_rows
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
@@ -94,7 +95,8 @@ def reference(case: Case, *, narrow: bool) -> Reference:
             raise
         why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
     found = _steady(replace(case, dtype=torch.float32))
-    return replace(found, notes=(f"compared in float32: on one device the model raises in float64 ({why})", *found.notes))
+    note = f"compared in float32: on one device the model raises in float64 ({why})"
+    return replace(found, notes=(note, *found.notes))
 
 
 def _steady(case: Case) -> Reference:
@@ -202,6 +204,7 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
         with widened(case.dtype):
             losses.append(job.step(batch).item())
         if step == 0:
+            gradients_as_planned(job)
             gradients = {line.name: None if g is None else _copy(g) for line, g in job.whole_gradients()}
             fallbacks = [(count, str(place)) for place, count in job.ledger.fallbacks.most_common()]
             collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
@@ -211,6 +214,22 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
     parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
     facts = Facts(tuple(losses), gradients, parameters, _copies(job.module.named_buffers()))
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives)
+
+
+def gradients_as_planned(job: Job) -> None:
+    """Raises RuntimeError for a gradient that is not of the shape that this rank holds: it was never reduced.
+
+    Putting whole gradients together would send more than the peer expects, which ends the process.
+    """
+    for name, p in job.named_parameters():
+        held = job.recipe.held(job.recipe.by_name[name], job.groups.rank)
+        planned = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
+        if p.grad is not None and (found := tuple(local_tensor(p.grad).shape)) != planned:
+            raise RuntimeError(
+                f"the gradient of {name} is {found} on rank {job.groups.rank}, which holds {planned} of it: "
+                "it was not reduced over data ranks (FSDP2 finds the end of backward from the tensors in the "
+                "model's output; an output of a class that torch's pytree does not know hides them)"
+            )
 
 
 # --- both -----------------------------------------------------------------------------------------------------------

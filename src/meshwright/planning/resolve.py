@@ -79,6 +79,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         microbatches=plan.microbatches,
         precision=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
+        rows=plan.rows,
         seed=plan.seed,
         notes=(*notes, *more),
     )

@@ -18,8 +18,8 @@ every other deferred tensor that is still alive (buffers, attributes, caches els
 
 Limits. Same torch, machine and thread count, or reductions may round otherwise. Values from outside torch
 (numpy, lists, files), or written through `.numpy()`, cannot be made anew: they are held. Not seen: memory
-read behind torch's back (`data_ptr()`), other threads. A plain attribute computed from
-parameters loses its graph, as those are on meta now; distinct parameters that share a storage no longer do.
+read behind torch's back (`data_ptr()`), other threads. A plain attribute computed from parameters loses its
+graph, as those are on meta now; distinct parameters that share a storage no longer do.
 """
 
 from __future__ import annotations
@@ -203,20 +203,19 @@ class Log:
             outputs = _tensors(entry.func(*args, **kwargs))
         for ref, output in zip(entry.fresh, outputs, strict=True):
             if ref is not None:
-                held[ref.cell] = self._own(output, ref, args, kwargs)
+                held[ref.cell] = self._own(output, ref)
 
     def _held(self, held: Held, cell: int) -> torch.UntypedStorage:
         if cell not in held:
             held[cell] = _allocate(self.nbytes[cell])
         return held[cell]
 
-    def _own(self, output: Tensor, ref: Ref, args: Any, kwargs: Any) -> torch.UntypedStorage:
-        """The output's storage if it is as was foreseen and no argument's, else a copy."""
+    def _own(self, output: Tensor, ref: Ref) -> torch.UntypedStorage:
+        """The output's storage if it is as was foreseen, else a copy."""
         storage = output.untyped_storage()
         foreseen = (self.nbytes[ref.cell], ref.size, ref.stride, ref.offset, ref.conj, ref.neg)
         seen = (storage.nbytes(), output.size(), output.stride(), output.storage_offset())
-        taken = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
-        if (*seen, output.is_conj(), output.is_neg()) == foreseen and storage.data_ptr() not in taken:
+        if (*seen, output.is_conj(), output.is_neg()) == foreseen:
             return storage
         fresh = _allocate(self.nbytes[ref.cell])
         ref.view(fresh).copy_(output)

@@ -16,10 +16,11 @@ from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
+from meshwright.run.coupling import COUPLED, MEAN, SUM, how_rows_combine, note
 from meshwright.run.groups import Groups
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
-from meshwright.run.step import microbatches, rows_of, take_rows, weights
+from meshwright.run.step import gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.tensor import View
@@ -50,6 +51,7 @@ class Job:
     Attributes:
         module: the model, its parameters laid out; its names are its own.
         recipe: every decision.
+        rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
     """
 
@@ -68,6 +70,7 @@ class Job:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._copies = recipe.mesh.size // recipe.mesh.data_size
+        self.rows = recipe.rows
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -77,28 +80,25 @@ class Job:
         Returns:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
         """
-        pieces = list(microbatches(self._some_rows(batch), min(self.recipe.microbatches, max(rows_of(batch), 1))))
-        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
-        scale, shares = self._weights(pieces, rows_of(batch))
-        for i, piece in enumerate(pieces):
-            self._sync(last=i == len(pieces) - 1)
-            with self._on(shares[i]):
-                loss = self._whole(self._loss(self._call(piece))) * scale[i]
-                if loss.requires_grad:
-                    _BACKWARD(loss)
-            total += loss.detach().double()
-        self._finish_gradients()
-        return self._global(total)
+        return self._run(batch, backward=True)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
         """The mean loss over the global batch, without gradients. ``batch``: this rank's rows."""
-        pieces = list(microbatches(self._some_rows(batch), min(self.recipe.microbatches, max(rows_of(batch), 1))))
+        return self._run(batch, backward=False)
+
+    def _run(self, batch: Any, *, backward: bool) -> Tensor:
+        pieces, scale, shares = self._pieces(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
-        scale, shares = self._weights(pieces, rows_of(batch))
         for i, piece in enumerate(pieces):
+            self._sync(last=i == len(pieces) - 1)
             with self._on(shares[i]):
-                total += self._whole(self._loss(self._call(piece))).double() * scale[i]
+                loss = self._whole(self._loss(self._call(piece))) * scale[i]
+                if backward and loss.requires_grad:
+                    _BACKWARD(loss)
+            total += loss.detach().double()
+        if backward:
+            self._finish_gradients()
         return self._global(total)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +144,11 @@ class Job:
             dataset, global_batch, mesh=self.recipe.mesh, rank=self.groups.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
         )  # fmt: skip
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The recipe's notes, and what was found out since."""
+        return (*self.recipe.notes, *filter(None, [note(self.rows)]))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -202,13 +207,51 @@ class Job:
             lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t, batch
         )
 
-    def _weights(self, pieces: list[Any], rows: int) -> tuple[list[float], list[list[float] | None]]:
-        if self.recipe.mesh.data_size * len(pieces) == 1:
-            return [1.0], [None]
-        if rows:
-            return weights(pieces, self._counter, self._copies, self.groups.device)
-        scale, _ = weights([take_rows(p, 0, 0) for p in pieces], self._counter, self._copies, self.groups.device)
-        return scale, [None] * len(pieces)
+    def _pieces(self, batch: Any) -> tuple[list[Any], list[float], list[list[float] | None]]:
+        """What this rank runs: microbatches, each one's weight, and the shares of its mean losses."""
+        data, pieces = self.recipe.mesh.data_size, self.recipe.microbatches
+        if data * pieces == 1:
+            return [batch], [1.0], [None]
+        if self.rows == "auto":
+            self.rows = self._how_rows_combine(batch)
+        if self.rows in (COUPLED, "whole"):
+            return [gather_rows(batch, self._data_groups())], [1 / data], [None]
+        rows = rows_of(batch)
+        split = list(microbatches(self._some_rows(batch), min(pieces, max(rows, 1))))
+        # A rank without rows counts none of those that stand in for them.
+        counted = split if rows else [take_rows(p, 0, 0) for p in split]
+        scale, shares = weights(counted, self._counter if rows else None, self._copies, self.groups.device)
+        return split, [1.0 if rows else 0.0] * len(split) if self.rows == SUM else scale, shares
+
+    def _how_rows_combine(self, batch: Any) -> str:
+        """Tries a few rows, whole and in halves; every rank comes to the same answer."""
+        fewest = torch.tensor(rows_of(batch), device=self.groups.device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())
+        if rows_of(rows) < 2:
+            return MEAN
+        rows = take_rows(rows, 0, max(int(fewest), 4))
+
+        def losses(pieces: list[Any]) -> tuple[list[float], list[float]]:
+            scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
+            return [self._loss_alone(p, s) for p, s in zip(pieces, shares, strict=True)], scale
+
+        kinds = (MEAN, SUM, COUPLED)
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
+        if self.recipe.precision == "bfloat16":
+            dtype = torch.bfloat16
+        kind = torch.tensor(kinds.index(how_rows_combine(rows, self.module, losses, dtype)), device=self.groups.device)
+        dist.all_reduce(kind, dist.ReduceOp.MAX)
+        return kinds[int(kind)]
+
+    def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
+        with self._on(shares):
+            return float(self._whole(self._loss(self._call(batch))))
+
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over the data axes, the innermost first."""
+        axes = reversed(self.recipe.mesh.data_axes)
+        return [self.groups.sharded[axis].get_group() for axis in axes if self.recipe.mesh.axis_size(axis) > 1]
 
     def _sync(self, *, last: bool) -> None:
         """Gradients are reduced over data ranks once a step, with the last microbatch."""

@@ -49,18 +49,19 @@ def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
 
 
 def weights(
-    pieces: list[Any], counter: LabelCounter | None, copies: int, device: torch.device
+    pieces: list[Any], counter: LabelCounter | None, copies: int, device: torch.device, *, alone: bool = False
 ) -> tuple[list[float], list[list[float] | None]]:
     """Each microbatch's weight in the mean, and the shares of its mean losses where that weight is not enough.
 
-    Collective over all ranks, of which ``copies`` see the same rows.
+    Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
     """
     unknown = [nan] * SLOTS
     local = [[float(rows_of(p)), *(counter.counts(p) if counter else unknown)] for p in pieces]
     total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
-    if dist.get_world_size() > 1:
+    if dist.get_world_size() > 1 and not alone:
         dist.all_reduce(total)
-    rows, *counts = (total / copies).tolist()
+        total = total / copies
+    rows, *counts = total.tolist()
     found, shares = [], []
     for own_rows, *own in local:
         weight = own_rows / rows
@@ -73,3 +74,26 @@ def weights(
 def _ratio(count: float, total: float, weight: float) -> float:
     """By how much a loss over ``count`` of ``total`` labels must be scaled for its weight by rows to be right."""
     return 1.0 if isnan(total) or not total or not weight else count / total / weight
+
+
+def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> Any:
+    """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first."""
+    for group in groups:
+        rows = rows_of(batch)
+        leaves, spec = pytree.tree_flatten(batch)
+        leaves = [_gathered(t, rows, group) for t in leaves]
+        batch = pytree.tree_unflatten(leaves, spec)
+    return batch
+
+
+def _gathered(t: Any, rows: int, group: dist.ProcessGroup) -> Any:
+    if not isinstance(t, Tensor) or not t.dim() or t.shape[0] != rows:
+        return t
+    ranks = dist.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=t.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([rows], device=t.device), group=group)
+    sizes = [int(c) for c in counts]
+    padded = torch.cat([t, t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
+    chunks = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(chunks, padded.contiguous(), group=group)
+    return torch.cat([chunk[:n] for chunk, n in zip(chunks, sizes, strict=True)])

@@ -1,0 +1,379 @@
+"""check: right jobs pass; each kind of wrong job fails, and the report names what is wrong.
+
+A job is made wrong from inside: models and losses that compute something else where WORLD_SIZE is more than one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.parity.sides import gradients_as_planned, silence, widened
+from meshwright.run.workers import LocalWorkers
+from zoo import ZOO
+
+Check = Callable[..., mw.Report]
+TP, DATA = "tp=2", "dp_shard=2"
+
+
+@pytest.fixture
+def check(workers: LocalWorkers) -> Check:
+    return partial(mw.check, workers=workers)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(4, 8, generator=generator), "y": torch.randn(4, 8, generator=generator)}
+
+
+def in_a_job() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def scaled(x: Tensor, gradient: float) -> Tensor:
+    """x itself, its gradient multiplied."""
+    return x.detach() + gradient * (x - x.detach())
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+class Small(nn.Module):
+    """Two linears. ``fault``: what is wrong with it in a job, and nowhere else."""
+
+    def __init__(self, fault: str = "", where: Callable[[], bool] = in_a_job) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.spare = nn.Parameter(torch.ones(8))
+        self.shift = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(8))
+        self.fault, self.where = fault, where
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        fault = self.fault if self.where() else ""
+        up, down = self.up.weight, self.down.weight
+        if fault == "gradient":
+            up = scaled(up, 3.0)
+        if fault == "infinite":
+            down = scaled(down, float("inf"))
+        out = F.linear(torch.relu(F.linear(x, up, self.up.bias)), down, self.down.bias)
+        out = out + self.shift * (2 if fault == "shift" else 1)
+        if fault == "used":
+            out = out + 0 * self.spare
+        if fault == "buffer":
+            self.seen += 1
+        loss = F.mse_loss(out, y)
+        return Output(scaled(loss, 2.0) if fault == "loss gradient" else loss)
+
+
+def doubled_loss(output: Any) -> Tensor:
+    return output.loss * 2 if in_a_job() else output.loss
+
+
+def other_clipping(output: Any) -> Tensor:
+    return output.loss * 100  # a gradient above the norm that clipping cuts at
+
+
+class Narrow(Small):
+    """A model with an op that knows no float64."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        if x.dtype is torch.float64:
+            raise RuntimeError("sample_op: expected Float, got Double")
+        return super().forward(x, y)
+
+
+class Casting(Small):
+    """A model that rounds to float32 midway: of float64 it keeps seven digits."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        middle = torch.relu(self.up(x)).float().to(torch.float32)
+        return Output(F.mse_loss(self.down(middle.to(x.dtype)), y))
+
+
+class Dropping(Small):
+    """Every usual place of dropout, and noise besides where asked."""
+
+    def __init__(self, noise: bool = False) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_dropout=0.3)
+        self.drop, self.attn_pdrop, self.noise = nn.Dropout(0.2), 0.1, noise
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        x = F.dropout(self.drop(x), self.attn_pdrop, self.training)
+        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        if self.noise and self.training:
+            x = x + torch.randn_like(x)
+        return super().forward(x, y)
+
+
+def fails_on_rank_1() -> nn.Module:
+    if os.environ.get("RANK") == "1":
+        raise ValueError("rank 1 does not want to")
+    return Small()
+
+
+def never_built() -> nn.Module:
+    raise ValueError("no such model")
+
+
+# --- right jobs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("name", ["mlp", "nanogpt"])
+def test_a_right_job_passes(check: Check, name: str, mesh: str) -> None:
+    report = check(ZOO[name].build, ZOO[name].batch(), mesh)
+    assert report, report
+    assert report.dtype == "float64" and report.tolerance == 1e-9
+    names = {n for n, _ in ZOO[name].build().named_parameters()}
+    assert set(report.errors["gradients"]) == set(report.errors["parameters"]) == names
+    assert max(report.errors["parameters"].values()) < 1e-12
+    assert report.recipe is not None and {line.name for line in report.recipe} == names
+
+
+def test_clipping_by_the_global_norm_is_compared(check: Check) -> None:
+    assert check(Small, batch(), "dp_shard=2,tp=2", loss=other_clipping).passed
+
+
+def test_a_pool_of_its_own_and_a_tuple_for_a_batch() -> None:
+    report = mw.check(Small, tuple(batch().values()), DATA, timeout=60)
+    assert report, report
+
+
+def test_the_reference_is_run_once_for_many_plans(check: Check, workers: LocalWorkers, tmp_path: Any) -> None:
+    build = partial(Small, "", partial(told, str(tmp_path)))
+    for mesh in (TP, DATA, TP):
+        assert check(build, batch(), mesh)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert check(build, batch(), TP, steps=2)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def told(directory: str) -> bool:
+    """Leaves a file for each forward pass of a fresh process group of one rank."""
+    if not in_a_job():
+        with open(os.path.join(directory, os.environ["MASTER_PORT"]), "w"):
+            pass
+    return False
+
+
+# --- wrong jobs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [TP, DATA])
+def test_one_wrong_gradient_is_named(check: Check, mesh: str) -> None:
+    report = check(partial(Small, "gradient"), batch(), mesh)
+    assert not report
+    gradients = report.errors["gradients"]
+    assert [name for name, error in gradients.items() if error > 1e-9] == ["up.weight"]
+    assert report.errors["parameters"]["up.weight"] > 1e-3
+    assert "the gradients that differ are scaled by 3" in report.hints[0]
+
+
+def test_a_scaled_loss_is_recognised(check: Check) -> None:
+    report = check(Small, batch(), DATA, loss=doubled_loss)
+    assert report.errors["loss"] > 0.1
+    assert "every gradient is scaled by 2, the loss too" in str(report)
+
+
+def test_scaled_gradients_with_the_right_loss_are_recognised(check: Check) -> None:
+    report = check(partial(Small, "loss gradient"), batch(), TP, steps=1)
+    assert report.errors["loss"] <= 1e-9
+    assert "every gradient is scaled by 2:" in str(report)
+    assert report.worst[0] in ("gradients", "parameters")
+
+
+def test_none_is_not_a_zero_gradient(check: Check) -> None:
+    report = check(partial(Small, "used"), batch(), TP)
+    assert report.worst == ("gradients", "spare", float("inf"))
+    assert report.words == {("gradients", "spare"): "none in the reference, and one in the other"}
+    others = {name: error for name, error in report.errors["gradients"].items() if name != "spare"}
+    assert max(others.values()) <= 1e-9
+
+
+def test_fresh_zeros_hide_nothing(check: Check) -> None:
+    report = check(partial(Small, "shift"), batch(), TP)
+    assert report.errors["loss"] > 1e-5, "a frozen parameter that starts at zero was added twice"
+
+
+def test_what_is_not_finite_fails(check: Check) -> None:
+    report = check(partial(Small, "infinite"), batch(), DATA)
+    assert report.errors["gradients"]["down.weight"] == float("inf")
+    assert report.words["gradients", "down.weight"] == "not finite on the job"
+
+
+def test_what_is_not_finite_on_either_side_is_not_equal(check: Check) -> None:
+    report = check(partial(Small, "infinite", bool_true), batch(), DATA)
+    assert not report
+    assert report.words["gradients", "down.weight"] == "not finite on the job and one device"
+
+
+def bool_true() -> bool:
+    return True
+
+
+def test_buffers_are_compared(check: Check) -> None:
+    report = check(partial(Small, "buffer"), batch(), DATA)
+    assert not report
+    assert report.errors["buffers"] == {"seen": 3.0}
+    assert max(*report.errors["gradients"].values(), *report.errors["parameters"].values()) <= 1e-9
+    assert "1 of 1 buffers" in str(report)
+
+
+def test_the_tolerance_decides(check: Check) -> None:
+    assert not check(Small, batch(), TP, tolerance=0.0)
+    assert check(partial(Small, "gradient"), batch(), TP, tolerance=1e3)
+
+
+def test_a_gradient_of_another_shape_than_planned_is_an_error_not_a_crash() -> None:
+    recipe = mw.make_recipe(Small, "dp_shard=2", batch())
+    p = nn.Parameter(torch.zeros(16, 8))
+    p.grad = torch.zeros(16, 8)
+    job: Any = SimpleNamespace(recipe=recipe, groups=SimpleNamespace(rank=1))
+    job.named_parameters = lambda: [("up.weight", p)]
+    with pytest.raises(RuntimeError, match=r"up\.weight.*\(16, 8\).*\(8, 8\)"):
+        gradients_as_planned(job)
+    p = nn.Parameter(torch.zeros(8, 8))
+    p.grad = torch.zeros(8, 8)
+    gradients_as_planned(job)
+
+
+# --- types, dropout, randomness -------------------------------------------------------------------------------------
+
+
+def test_float32_where_one_device_raises_in_float64(check: Check) -> None:
+    report = check(Narrow, batch(), TP)
+    assert report, report
+    assert report.dtype == "float32" and report.tolerance == 1e-4
+    assert "sample_op: expected Float, got Double" in str(report)
+    assert report.worst[2] > 1e-9, "float32 was not used"
+    refused = check(Narrow, batch(), TP, dtype=torch.float64)
+    assert "sample_op" in refused.failure and refused.failure.startswith("one device")
+
+
+def test_casts_to_float32_do_not_drown_the_comparison(check: Check) -> None:
+    report = check(Casting, batch(), "dp_shard=2,tp=2")
+    assert report.worst[2] < 1e-13, report
+    assert any("casts to float32" in note for note in report.notes)
+
+
+def test_widening_ends_with_the_block() -> None:
+    x = torch.zeros(2, dtype=torch.float64)
+    with widened(torch.float64):
+        made = [x.float(), x.to(torch.float32), x.to(dtype=torch.float32), x.type(torch.float32), torch.zeros(1)]
+        assert {t.dtype for t in made} == {torch.float64}
+        assert x.half().dtype is torch.float16
+    assert x.float().dtype is torch.zeros(1).dtype is torch.float32
+    with widened(torch.float32):
+        assert x.float().dtype is torch.float32
+
+
+@pytest.mark.parametrize("mesh", [TP, DATA])
+def test_dropout_is_off_on_both_sides(check: Check, mesh: str) -> None:
+    report = check(Dropping, batch(), mesh)
+    assert report, report
+    assert "dropout is off on both sides: 3 places" in report.notes
+    assert not any("eval mode" in note for note in report.notes)
+
+
+def test_a_model_that_draws_is_compared_in_eval_mode(check: Check) -> None:
+    report = check(partial(Dropping, noise=True), batch(), DATA)
+    assert report, report
+    assert any("eval mode" in note for note in report.notes)
+
+
+def test_silence_leaves_a_shared_configuration_alone() -> None:
+    shared = SimpleNamespace(dropout=0.1, width=3)
+    model = nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5), nn.AlphaDropout(0.1))
+    model.config = model[0].config = shared
+    assert silence(model) == 4
+    assert (model[0].dropout, model[1].dropout, model[2].p) == (0.0, 0.0, 0.0)
+    assert model.config is model[0].config and vars(model.config) == {"dropout": 0.0, "width": 3}
+    assert shared.dropout == 0.1
+
+
+# --- what cannot be run ---------------------------------------------------------------------------------------------
+
+
+def test_everything_that_cannot_be_sent_is_named_at_once(check: Check) -> None:
+    with pytest.raises(mw.PlanError) as raised:
+        check(
+            lambda: Small(), batch() | {"f": open}, "tp=16", loss=lambda output: output.loss, dtype=torch.int32, steps=0
+        )
+    assert [f.where for f in raised.value.findings] == ["build", "loss", "dtype", "steps", "workers"]
+    with pytest.raises(mw.PlanError, match=r"where: *batch"), open(__file__) as file:
+        check(Small, batch() | {"file": file}, TP)
+
+
+def test_a_plan_error_of_the_workers_is_raised_here(check: Check) -> None:
+    with pytest.raises(mw.PlanError) as raised:
+        check(Small, batch(), mw.Plan(mesh={"tp": 2}, modules={"upp": {"tp": "whole"}}))
+    assert len(raised.value.findings) == 1 and "upp" in str(raised.value)
+    assert check(Small, batch(), TP), "the pool is usable afterwards"
+
+
+def test_a_rank_that_fails_fails_the_check_alone(check: Check) -> None:
+    report = check(fails_on_rank_1, batch(), TP)
+    assert not report and report.worst == ("failure", "", float("inf"))
+    assert report.failure.startswith("the job: rank 1 of 2 failed: ValueError: rank 1 does not want to")
+    assert str(report).count("Traceback") == 1
+    assert check(Small, batch(), TP), "the pool is usable afterwards"
+
+
+def test_a_reference_that_fails_is_told_apart(check: Check) -> None:
+    report = check(never_built, batch(), TP)
+    assert "one device: rank 0 of 1 failed: ValueError: no such model" in str(report)
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_a_person_wants_to_know(check: Check) -> None:
+    plan = mw.Plan(mesh="dp_shard=2,tp=2", modules={"up": {"tp": "column"}, "down": {"tp": "row"}})
+    text = str(check(partial(Small, "gradient"), batch(), plan))
+    head, table, differ, *_ = text.split("\n\n")
+    assert head.startswith("FAILED  dp_shard=2 × tp=2 is not one device: ")
+    assert "1 of 6 gradients" in head and "float64, tolerance 1e-09, 3 steps" in head
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["loss", "gradients", "parameters", "buffers"]
+    worst = next(line for line in table.splitlines() if line.startswith("gradients"))
+    assert worst.endswith("  up.weight  dp_shard: cut(0), tp: cut(0)")
+    assert differ.splitlines()[0] == "Differ:" and "up.weight" in differ
+    assert text.count("Likely:") == 1
+
+
+def test_the_report_as_data_is_json(check: Check) -> None:
+    report = check(partial(Small, "used"), batch(), TP)
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["passed"] is False
+    assert data["worst"] == {"kind": "gradients", "name": "spare", "error": "inf"}
+    assert data["layouts"]["up.weight"] == "tp: cut(0)"
+    assert data["plan"] == {"mesh": {"tp": 2}}
+    assert set(data["errors"]) == {"loss", "gradients", "parameters", "buffers"}
+    assert data["collectives"]["all_reduce"][0] > 0
+
+
+def test_fallbacks_are_told(check: Check) -> None:
+    report = check(Sorting, batch(), mw.Plan(mesh=TP, modules={"up": {"tp": "column"}}))
+    assert report, report
+    assert report.fallbacks and "Ran whole, in one step of rank 0:" in str(report)
+    assert "sort" in str(report)
+
+
+class Sorting(Small):
+    """Sorts along the cut dim."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        return Output(F.mse_loss(self.down(torch.sort(self.up(x), -1).values), y))
