@@ -343,15 +343,17 @@ def test_a_reference_that_fails_is_told_apart(check: Check) -> None:
 
 def test_the_text_says_what_a_person_wants_to_know(check: Check) -> None:
     plan = mw.Plan(mesh="dp_shard=2,tp=2", modules={"up": {"tp": "column"}, "down": {"tp": "row"}})
-    text = str(check(partial(Small, "gradient"), batch(), plan))
-    head, table, differ, *_ = text.split("\n\n")
-    assert head.startswith("FAILED  dp_shard=2 × tp=2 is not one device: ")
-    assert "1 of 6 gradients" in head and "float64, tolerance 1e-09, 3 steps" in head
+    report = check(partial(Small, "loss gradient"), batch(), plan)
+    head, table, differ, likely, _ = str(report).split("\n\n")
+    assert head.startswith("FAILED  dp_shard=2 × tp=2 is not one device: the loss, 4 of 6 gradients, 4 of 6 parameters")
+    assert "float64, tolerance 1e-09, 3 steps" in head
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["loss", "gradients", "parameters", "buffers"]
-    worst = next(line for line in table.splitlines() if line.startswith("gradients"))
-    assert worst.endswith("  up.weight  dp_shard: cut(0), tp: cut(0)")
-    assert differ.splitlines()[0] == "Differ:" and "up.weight" in differ
-    assert text.count("Likely:") == 1
+    _, error, name = next(line for line in table.splitlines() if line.startswith("gradients")).split()[:3]
+    assert report.errors["gradients"][name] == max(report.errors["gradients"].values())
+    assert error == f"{report.errors['gradients'][name]:.1e}"
+    lines = [line for line in differ.splitlines() if "gradients" in line and "up.weight" in line]
+    assert len(lines) == 1 and lines[0].endswith("  up.weight    dp_shard: cut(0), tp: cut(0)")
+    assert likely == "Likely:\n  " + report.hints[0]
 
 
 def test_the_report_as_data_is_json(check: Check) -> None:

@@ -58,10 +58,11 @@ def parallelize(
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
-    groups = make_groups(planned.recipe, place)
+    recipe = _agreed(planned.recipe)
+    groups = make_groups(recipe, place)
     uneven = plan.mesh.data_size * plan.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
-    return apply(build, planned.recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
+    return apply(build, recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
@@ -87,6 +88,14 @@ class Planned:
         """Runs the forward for its shapes under ``recorder``."""
         with Shadow(), Meeting(), recorder:
             self._loss(_called(self._model, batch))
+
+
+def _agreed(recipe: Recipe) -> Recipe:
+    """Rank 0's recipe, on every rank: one decision, whatever the ranks' Python may hash or order differently."""
+    holder = [recipe]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
 
 
 def check_world(mesh: Mesh, world: int) -> None:

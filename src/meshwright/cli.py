@@ -106,7 +106,7 @@ def show(
         everything = shard_map(recipe)
         _check_choice(everything, rank, parameter)
         if as_json:
-            print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter), indent=1))
+            print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
         else:
             _console().print(render(everything, rank=rank, parameter=parameter), soft_wrap=False)
 

@@ -81,6 +81,7 @@ class Recipe:
         microbatches: pieces of a rank's rows, run one after another, gradients added up.
         precision: what is computed in; parameters and reductions stay as they are.
         rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
+        routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
     """
 
@@ -93,6 +94,7 @@ class Recipe:
     precision: str = "float32"
     reshard_after_forward: bool = True
     rows: str = "auto"
+    routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
 

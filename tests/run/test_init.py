@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import mmap
 import os
 import subprocess
 import sys
@@ -413,7 +414,9 @@ def test_addresses_of_dead_tensors_are_free_for_real_ones() -> None:
     def build() -> nn.Module:
         for i in range(20):
             torch.zeros(1 << 20).add_(1)
-            kept.append(torch.from_numpy(np.full(1 << 20, i, np.float32)))
+            memory = mmap.mmap(-1, 4 << 20)  # as a mapped file is: where the tensor was
+            kept.append(torch.frombuffer(memory, dtype=torch.float32))
+            np.frombuffer(memory, np.float32)[:] = i
             assert kept[-1].max().item() == i
         return nn.Linear(3, 3)
 
@@ -579,6 +582,7 @@ def test_nothing_of_a_parameter_is_alive_after_recording_or_after_a_value() -> N
 
     before = storages()
     recorded = record(build, seed=1)
+    assert recorded.module[-1].weight.grad_fn is None, "its graph would hold what it comes from"
     del recorded.module[-1].weight  # of the old weight norm: computed, a plain attribute
     assert storages() - before < 512 * 1024, "one weight is 1 MiB"
     gone = weakref.ref(recorded.value("1.weight"))
@@ -629,7 +633,7 @@ def measured(setup: str, body: str) -> tuple[float, float]:
     ids=["in place", "functional"],
 )
 def test_peak_memory_is_that_of_some_parameters(one: str) -> None:
-    """40 weights of 4 MiB. One is drawn on scratch at a time, and one made at a time; a slice of each stays."""
+    """40 weights of 4 MiB: one is drawn on scratch, and one made, at a time; a slice of each stays."""
     peak, _ = measured(
         "",
         f"""

@@ -11,7 +11,7 @@ Words: *rows* are dim 0 and *cols* dim 1 of a matrix; of other tensors the dims 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -66,10 +66,10 @@ def heading(shard_map: ShardMap, rank: int) -> Text:
     text = Text(mesh.picture() if few else f"{mesh}: {mesh.size} ranks")
     text.append("\n\n" if few else "\n")
     least, most = min(shard_map.bytes_by_rank), max(shard_map.bytes_by_rank)
-    spread = f"{size_text(least)} to {size_text(most)}" if least != most else size_text(most)
+    sizes = list(dict.fromkeys((size_text(least), size_text(most))))
     text.append(f"{count_text(shard_map.numel)} parameters, {size_text(shard_map.bytes)}", style="bold")
-    text.append(f"; at rest a rank holds {spread}")
-    text.append(f", rank {rank} {size_text(shard_map.bytes_at(rank))}" if least != most else "")
+    text.append(f"; at rest a rank holds {' to '.join(sizes)}")
+    text.append(f"\nrank {rank} holds {size_text(shard_map.bytes_at(rank))}" if len(sizes) > 1 else "")
     return text
 
 
@@ -282,23 +282,24 @@ def count_text(count: float) -> str:
 def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> RenderableType:
     """A parameter as a grid of boxes, each with the ranks that hold it; ``rank``'s own stand out.
 
-    Rows of the grid are ranges of dim 0, columns ranges of another dim that is cut (else of dim 1). Boxes of one
-    colour are held by the same ranks.
+    Rows of the grid are ranges of dim 0, columns ranges of another dim that is cut (else of dim 1); the other way
+    round where that would be too wide. Boxes of one colour are held by the same ranks.
     """
     facts = row.first
     if not facts.shape:
         return Text(f"{row}: a number, on every rank")
     held = [(ranks, slices) for ranks, slices in shard_map.held_by(facts.name) if elements(slices)]
-    across = _across(facts)
-    down = _few(sorted({r for _, slices in held for r in slices[0]}))
-    columns = _few(sorted({r for _, slices in held for r in slices[across]}) if across else [None])
+    bands = {dim: _few(sorted({r for _, slices in held for r in slices[dim]})) for dim in _drawn(facts)}
+    down, across = sorted(bands, key=lambda dim: -len(bands[dim])) if _too_wide(bands) else [*bands, None][:2]
     caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
     table = Table(box=box.SQUARE, show_lines=True)
-    table.add_column(_corner(facts, across), style="dim", no_wrap=True)
-    for column in columns:
-        table.add_column(_band_text(column) if across else "held by", justify="center", overflow="fold")
-    for band in down:
-        table.add_row(_band_text(band), *(_cell(held, band, column, across, rank) for column in columns))
+    words = [dim_text(dim, len(facts.shape)) for dim in (down, across) if dim is not None]
+    table.add_column(" \\ ".join(words) or "ranges", style="dim", no_wrap=True)
+    for column in [None] if across is None else bands[across]:
+        table.add_column("held by" if across is None else _band_text(column), justify="center", no_wrap=True)
+    for band in bands[down]:
+        places = [{down: band}] if across is None else [{down: band, across: column} for column in bands[across]]
+        table.add_row(_band_text(band), *(_cell(held, place, rank) for place in places))
     idle = [r for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for r in ranks]
     below = [Text(f"ranks {ranks_text(idle)} hold nothing of it", style="dim")] if idle else []
     return Group(caption, table, *below)
@@ -316,19 +317,22 @@ def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
 _Band = Interval | None  # None: those between, which are left out
 
 
-def _across(facts: ParameterFacts) -> int:
-    """The dim that goes across: one that is cut, else the next after the first; 0 where there is none."""
+def _drawn(facts: ParameterFacts) -> list[int]:
+    """The dims that are drawn: the first, and one that is cut, else the next; one alone where there is no other."""
     dims = [layout.dim for layout in facts.layout.values() if isinstance(layout, Cut) and layout.dim]
-    return dims[0] if dims else min(1, len(facts.shape) - 1)
+    return [0, *(dims or range(1, len(facts.shape)))][:2]
 
 
-def _cell(
-    held: Sequence[tuple[tuple[int, ...], Slices]], band: _Band, column: _Band, across: int, rank: int | None
-) -> Text:
-    if band is None or (across and column is None):
+def _too_wide(bands: Mapping[int, Sequence[_Band]]) -> bool:
+    return len(bands) == 2 and max(4, len(bands[0])) < max(map(len, bands.values()))
+
+
+def _cell(held: Sequence[tuple[tuple[int, ...], Slices]], place: Mapping[int, _Band], rank: int | None) -> Text:
+    """The ranks that hold the box at a place: a range of each drawn dim."""
+    if None in place.values():
         return Text("…", style="dim")
     for index, (ranks, slices) in enumerate(held):
-        if band in slices[0] and (not across or column in slices[across]):
+        if all(band in slices[dim] for dim, band in place.items()):
             mine = rank in ranks
             style = Style(color=_SHADES[index % len(_SHADES)], bold=mine, reverse=mine)
             return Text(f" {ranks_text(ranks)} ", style=style)
@@ -337,13 +341,6 @@ def _cell(
 
 def _few(bands: Sequence[_Band]) -> list[_Band]:
     return [*bands] if len(bands) <= _MOST else [*bands[: _MOST - 2], None, bands[-1]]
-
-
-def _corner(facts: ParameterFacts, across: int) -> str:
-    dims = len(facts.shape)
-    if not across:
-        return "ranges"
-    return f"{dim_text(0, dims)} \\ {dim_text(across, dims)}"
 
 
 def _band_text(band: _Band) -> str:

@@ -72,7 +72,7 @@ def check(
         dtype: ``torch.float64`` or ``torch.float32``; default float64, or float32 where one device raises in float64.
         tolerance: relative; default 1e-9 in float64, 1e-4 in float32.
         steps: optimizer steps.
-        timeout: seconds that either side may take.
+        timeout: seconds that either side may go without finishing a step.
 
     Returns:
         A report, which is true where all errors are within the tolerance. Where a side fails or hangs, a report that

@@ -33,6 +33,7 @@ from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.run.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
 NOISE = 0.02
@@ -132,6 +133,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
             if loss.requires_grad:
                 loss.backward()
         losses.append(loss.item())
+        report(step)  # a sign of life
         if step == 0:
             gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -203,6 +205,7 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
         torch.manual_seed(step)
         with widened(case.dtype):
             losses.append(job.step(batch).item())
+        report(step)
         if step == 0:
             gradients_as_planned(job)
             gradients = {line.name: None if g is None else _copy(g) for line, g in job.whole_gradients()}

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings, nearest
 from meshwright.layout import WHOLE
 from meshwright.plan import Entry, Plan
+from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
 from meshwright.recipe import ParameterRecipe, Recipe, Unit
@@ -65,7 +67,9 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     units, recompute = _units(model, blocks, plan, entries)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
     cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run)
-    units, more = _closed_units(units, uses)
+    routed = plan.mesh.data_size > 1 and (cuts is None or cuts.reads > 0)
+    skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
+    units, more = _closed_units(units, uses, skipped)
     owners = _owners(model, units)
     lines = tuple(
         _line(name, p, aliases, cuts, units, owners.get(id(p), "")) for name, (p, aliases) in names.parameters.items()
@@ -80,6 +84,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         precision=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
         rows=plan.rows,
+        routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
     )
@@ -182,13 +187,30 @@ def _units(
     return (*(held[n] for n in order), Unit("", entries.get("", Entry()).dp or "shard")), tuple(recompute)
 
 
-def _closed_units(units: tuple[Unit, ...], uses: Uses | None) -> tuple[tuple[Unit, ...], list[str]]:
-    """Units whose parameters are used inside their own forward only: FSDP gathers them there and nowhere else."""
+def _closed_units(
+    units: tuple[Unit, ...], uses: Uses | None, skipped: set[str]
+) -> tuple[tuple[Unit, ...], list[str]]:
+    """Units whose parameters are used inside their own forward only, and which run on every rank.
+
+    FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting.
+    """
     if uses is None:
         return units, []
     open_ = {unit: name for unit, name in sorted(uses.outside)}
     notes = [f"{u} is no unit of its own: {name} is used outside its forward" for u, name in open_.items()]
-    return tuple(u for u in units if u.name not in open_), notes
+    notes += [f"{u} is no unit of its own: whether it runs depends on values" for u in sorted(skipped - set(open_))]
+    return tuple(u for u in units if u.name not in open_ and u.name not in skipped), notes
+
+
+def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
+    """Units that a forward does not call when every question it asks of values is answered the other way."""
+    contrary = Uses(model, uses.candidates)
+    try:
+        with torch.no_grad(), Shadow(contrary=True), Meeting(), contrary.watching():
+            run(model)
+    except Exception:  # the other answers need not make sense to the model: then nothing is learnt from them
+        return set()
+    return uses.called - contrary.called
 
 
 def _owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:

@@ -21,11 +21,27 @@ _SEED = torch.empty(0, device=META)
 
 
 class Shadow(TorchDispatchMode):
-    """Lets meta and real tensors meet: where they do, the result is meta; and answers reads of meta values."""
+    """Lets meta and real tensors meet: where they do, the result is meta; and answers reads of meta values.
+
+    Args:
+        contrary: answer every question the other way: masks are empty, what is true of the batch is not. A module that
+            is called either way is called on every rank, whatever its rows.
+
+    Attributes:
+        reads: how many values were read, assumed or real.
+    """
+
+    def __init__(self, *, contrary: bool = False) -> None:
+        super().__init__()
+        self.contrary, self.reads = contrary, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func in _ASSUMED:
+            self.reads += 1
+            if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in _CONTRARY:
+                return _CONTRARY[func](func, *args, **kwargs)
         if not any(t.is_meta for t in tensors):
             if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
                 kwargs["device"] = torch.device("cpu")
@@ -72,6 +88,14 @@ _ASSUMED: dict[Any, Any] = {
     aten.equal.default: lambda x, y: True,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
+}
+
+# The other answers: to a question about a value of the batch, the opposite; of what has no value, nothing is true.
+_CONTRARY: dict[Any, Any] = {
+    aten._local_scalar_dense.default: lambda func, x: False if x.is_meta else not func(x),
+    aten.item.default: lambda func, x: False if x.is_meta else not func(x),
+    aten.is_nonzero.default: lambda func, x: False if x.is_meta else not func(x),
+    aten.nonzero.default: lambda func, x: x.new_empty((0, x.dim()), dtype=torch.int64),
 }
 
 

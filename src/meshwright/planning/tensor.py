@@ -53,11 +53,12 @@ class Style:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted."""
+    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read."""
 
     layouts: Mapping[str, Cut]
     reasons: Mapping[str, str]
     ledger: Ledger
+    reads: int
 
 
 def family(name: str) -> str:
@@ -90,10 +91,10 @@ def infer_cuts(
     rows = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
         work = PlanningWork(PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model)
-        mode = GlobalView(work, work.parameter)
+        mode, shadow = GlobalView(work, work.parameter), Shadow()
         try:
             with ExitStack() as stack:
-                for context in (torch.no_grad(), Shadow(), Meeting(), mode.on()):
+                for context in (torch.no_grad(), shadow, Meeting(), mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
                     stack.enter_context(seeds(work))
@@ -103,7 +104,7 @@ def infer_cuts(
                 run(model)
         except _Learnt:
             continue
-        return Cuts(work.layouts, work.reasons(), ledger)
+        return Cuts(work.layouts, work.reasons(), ledger, shadow.reads)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
 
 

@@ -32,6 +32,7 @@ class Uses:
         self.active: list[str] = []
         self.outside: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
+        self.called: set[str] = set()
         self.candidates = candidates
         self.owners = {
             id(p): [n for n, m in candidates.items() if any(p is q for q in m.parameters())] for p in model.parameters()
@@ -54,7 +55,11 @@ class Uses:
             yield
 
     def _enter(self, name: str) -> Any:
-        return lambda module, args: self.active.append(name)
+        def enter(module: nn.Module, args: Any) -> None:
+            self.active.append(name)
+            self.called.add(name)
+
+        return enter
 
     def _leave(self, name: str) -> Any:
         return lambda module, args, output: self.active.remove(name) if name in self.active else None

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from meshwright.layout import Cut
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.counts import LabelCounter
-from meshwright.run.data import shard_units
+from meshwright.run.data import needs_fsdp, shard_units
 from meshwright.run.groups import Groups
 from meshwright.run.init import Recorded, record
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.recompute import recompute
+from meshwright.run.routing import Routed
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.sequence import cutting_inputs
@@ -64,7 +65,8 @@ def apply(
     view = _view(model, recipe, groups, ledger)
     # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
     torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
-    return Job(model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter)
+    routed = Routed(model, groups.device) if recipe.routed and needs_fsdp(recipe) else None
+    return Job(model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed)
 
 
 def _values(

@@ -284,7 +284,7 @@ def _reserve(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
-        flags |= 0x4000  # MAP_NORESERVE (older Pythons lack the name): not counted against memory and swap
+        flags |= 0x4000  # MAP_NORESERVE, a name old Pythons lack: not counted against memory and swap
     return mmap.mmap(-1, nbytes, flags=flags)
 
 
@@ -294,14 +294,14 @@ def _over(memory: mmap.mmap) -> torch.UntypedStorage:
 
 
 def _allocate(nbytes: int) -> torch.UntypedStorage:
-    """A real storage. A large one goes back to the system at its end; malloc's would leave holes in the heap."""
+    """A real storage. A large one goes back to the system when it ends; malloc's leave holes in the heap."""
     if nbytes < _LARGE:
         return torch.UntypedStorage(nbytes, device="cpu")
     return _over(_reserve(nbytes))
 
 
 def _trim() -> None:
-    """Give what is free in the heap back to the system, as glibc does not reuse the holes of large tensors."""
+    """Give what is free in the heap back to the system: glibc does not reuse the holes of large tensors."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

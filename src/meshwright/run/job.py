@@ -260,7 +260,9 @@ class Job:
             self.module.set_is_last_backward(last)
 
     def _finish_gradients(self) -> None:
-        """What FSDP2 does not reduce: parameters without dims."""
+        """What FSDP2 does not do: agree on which parameters were used, and reduce parameters without dims."""
+        if self._routed is not None:
+            self._routed.settle()
         loose = [p for p in self.recipe.parameters if p.data == "loose" and p.requires_grad]
         if not loose or self.recipe.mesh.data_size == 1:
             return

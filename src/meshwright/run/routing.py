@@ -1,7 +1,74 @@
-"""Parameters that get a gradient on some ranks only, because a value decided which of them were used."""
+"""Parameters that get a gradient on some data ranks only, because a value decided which of them were used.
+
+FSDP2 reduces, unit by unit, the gradients that are there. Ranks that disagree on which those are would reduce different
+things together, or wait for each other. So each rank fills in zeros for the parameters it did not use, just before its
+unit is reduced; and what no rank used is taken back to ``None`` after the step, as it is on one device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 
 class Routed:
-    """(placeholder)"""
+    """Makes every rank reduce the same set of gradients. Made once, after ``fully_shard``."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._filled: set[int] = set()
+        self._parameters = [
+            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in _groups(module)
+            for fsdp_param in group.fsdp_params
+        ]  # fmt: skip
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in _groups(module):
+                    self._watch(group)
+
+    def _watch(self, group: Any) -> None:
+        reduce = group.post_backward
+
+        def post_backward(*args: Any) -> Any:
+            if group.reduce_grads:
+                for fsdp_param in group.fsdp_params:
+                    self._fill(fsdp_param)
+            return reduce(*args)
+
+        group.post_backward = post_backward
+
+    def _fill(self, fsdp_param: Any) -> None:
+        p = getattr(fsdp_param, "_unsharded_param", None)
+        if p is None or not p.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
+            return
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+            self._filled.add(id(fsdp_param))
+
+    def settle(self) -> None:
+        """After a step's last backward: gradients that no rank had go back to ``None``. Collective."""
+        used = torch.tensor([id(p) not in self._filled for p in self._parameters], device=self._device).int()
+        self._filled.clear()
+        if dist.get_world_size() > 1 and len(used):
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+        for fsdp_param, was_used in zip(self._parameters, used.tolist(), strict=True):
+            if not was_used:
+                fsdp_param.sharded_param.grad = None
+
+
+def _groups(module: FSDPModule) -> Iterator[Any]:
+    """FSDP2's parameter groups of a module.
+
+    Private: there is no public way to act between the backward of a unit and its reduction
+    (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
+    """
+    state = module._get_fsdp_state()  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return (group for group in groups if group is not None)

@@ -1,0 +1,109 @@
+"""``make demo``: a small decoder, trained on real text over 2 × 2 processes of this machine, and checked against one.
+
+The model is Llama of Hugging Face, unedited, with random weights. It reads the documentation that comes with Python,
+byte by byte. The mesh is data parallel with sharded parameters (FSDP) × tensor parallel.
+
+    1  who holds what of one block      from the plan alone, before anything is started
+    2  training                         4 local processes; loss falls well below what byte frequencies alone give
+    3  the check                        loss, every gradient, every updated parameter, against one process, in float64
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pydoc_data.topics import topics
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshwright as mw
+from meshwright.draw.terminal import count_text, render, size_text
+from meshwright.run import loop
+
+PLAN = {"mesh": {"dp_shard": 2, "tp": 2}}
+STEPS, ROWS, LENGTH, HELD_OUT = 80, 16, 128, 64
+WELL_BELOW = 0.5  # nats a byte
+
+Batch = dict[str, torch.Tensor]
+
+
+def build() -> LlamaForCausalLM:
+    """2.9 million parameters; 8 query heads share 4 key and value heads."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def text() -> torch.Tensor:
+    """The documentation, as bytes in rows of ``LENGTH``."""
+    data = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
+    return data[: len(data) // LENGTH * LENGTH].reshape(-1, LENGTH).long()
+
+
+def rows(ids: torch.Tensor) -> Batch:
+    return {"input_ids": ids, "labels": ids}
+
+
+def entropy(ids: torch.Tensor) -> float:
+    """Nats a byte, of a model that knows how often each byte comes and nothing else."""
+    p = torch.bincount(ids.flatten()).double() / ids.numel()
+    return -float((p * p.clamp(min=1e-300).log()).sum())
+
+
+def train() -> float:
+    """Runs on every rank. The loss on text that was held out."""
+    ids = text()
+    job = mw.parallelize(build, PLAN, batch=rows(ids[:ROWS]))
+    loop.train(job, rows(ids[HELD_OUT:]), steps=STEPS, global_batch=ROWS, lr=2e-3, on_step=mw.run.workers.report)
+    losses = [job.evaluate(batch) for batch in job.batches(rows(ids[:HELD_OUT]), ROWS, shuffle=False)]
+    return float(sum(losses)) / len(losses)
+
+
+def main() -> int:
+    console, started = Console(highlight=False), time.monotonic()
+    ids = text()
+    alone = entropy(ids)
+    console.print(f"[bold]Text:[/] {count_text(ids.numel())} bytes; their frequencies alone give {alone:.3f} nats a byte")
+    shards = mw.shard_map(mw.make_recipe(build, PLAN, rows(ids[:ROWS])))
+    console.print(f"[bold]Model:[/] {count_text(shards.numel)} parameters over {shards.mesh}; one block of four:\n")
+    console.print(render(shards, rank=3, parameter="model.layers.0"))
+
+    with mw.local_workers(shards.mesh.size) as workers:
+        console.print("\n[bold]Training[/]")
+        loss = trained(workers, console)
+        console.print(f"loss on text held out: {loss:.3f} nats a byte; byte frequencies alone: {alone:.3f}")
+        console.print("\n[bold]Check[/] against plain PyTorch in one process")
+        report = mw.check(build, rows(ids[:4, :32]), PLAN, workers=workers)
+        console.print(str(report), markup=False)
+
+    learnt = math.isfinite(loss) and loss < alone - WELL_BELOW
+    console.print(f"\n{'[green]Learnt' if learnt else '[red]Not learnt'}[/], ", end="")
+    console.print(f"{'[green]same as one device' if report else '[red]not the same as one device'}[/]", end="")
+    console.print(f"; {time.monotonic() - started:.0f} s")
+    return 0 if learnt and report else 1
+
+
+def trained(workers: mw.run.workers.LocalWorkers, console: Console) -> float:
+    """Trains in the workers, with a bar here; the loss at the end."""
+    columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=STEPS, told="starting")
+
+        def show(now: loop.Progress) -> None:
+            told = f"loss {now.loss:.3f}  {count_text(now.rate)} {now.unit}/s  {size_text(now.memory)} a process"
+            bar.update(task, completed=now.step, told=told)
+            if now.step in (1, STEPS) or now.step % 20 == 0:
+                bar.console.print(f"step {now.step:3}  {told}")
+
+        return float(workers.run(train, on_report=show, timeout=300)[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
