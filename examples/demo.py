@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshwright as mw
 from meshwright.draw.terminal import count_text, render, size_text
 from meshwright.run import loop
+from meshwright.run.workers import LocalWorkers, report
 
 PLAN = {"mesh": {"dp_shard": 2, "tp": 2}}
 STEPS, ROWS, LENGTH, HELD_OUT = 80, 16, 128, 64
@@ -32,7 +33,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def build() -> LlamaForCausalLM:
-    """2.9 million parameters; 8 query heads share 4 key and value heads."""
+    """3.1 million parameters; 8 query heads share 4 key and value heads."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
@@ -61,7 +62,7 @@ def train() -> float:
     """Runs on every rank. The loss on text that was held out."""
     ids = text()
     job = mw.parallelize(build, PLAN, batch=rows(ids[:ROWS]))
-    loop.train(job, rows(ids[HELD_OUT:]), steps=STEPS, global_batch=ROWS, lr=2e-3, on_step=mw.run.workers.report)
+    loop.train(job, rows(ids[HELD_OUT:]), steps=STEPS, global_batch=ROWS, lr=2e-3, on_step=report)
     losses = [job.evaluate(batch) for batch in job.batches(rows(ids[:HELD_OUT]), ROWS, shuffle=False)]
     return float(sum(losses)) / len(losses)
 
@@ -80,17 +81,17 @@ def main() -> int:
         loss = trained(workers, console)
         console.print(f"loss on text held out: {loss:.3f} nats a byte; byte frequencies alone: {alone:.3f}")
         console.print("\n[bold]Check[/] against plain PyTorch in one process")
-        report = mw.check(build, rows(ids[:4, :32]), PLAN, workers=workers)
-        console.print(str(report), markup=False)
+        verdict = mw.check(build, rows(ids[:4, :32]), PLAN, workers=workers)
+        console.print(str(verdict), markup=False)
 
     learnt = math.isfinite(loss) and loss < alone - WELL_BELOW
     console.print(f"\n{'[green]Learnt' if learnt else '[red]Not learnt'}[/], ", end="")
-    console.print(f"{'[green]same as one device' if report else '[red]not the same as one device'}[/]", end="")
+    console.print(f"{'[green]same as one device' if verdict else '[red]not the same as one device'}[/]", end="")
     console.print(f"; {time.monotonic() - started:.0f} s")
-    return 0 if learnt and report else 1
+    return 0 if learnt and verdict else 1
 
 
-def trained(workers: mw.run.workers.LocalWorkers, console: Console) -> float:
+def trained(workers: LocalWorkers, console: Console) -> float:
     """Trains in the workers, with a bar here; the loss at the end."""
     columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:

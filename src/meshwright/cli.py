@@ -238,8 +238,9 @@ def _train_alone(given: _Given, course: _Course, bar: _Bar) -> list[float]:
     """In local workers, which find the target anew: neither model nor dataset travels."""
     with _workers(given) as workers:
         found: list[list[float]] = workers.run(
-            _train_in_worker, given.named(), course, timeout=_PATIENCE, on_report=bar.tell
-        )
+            _train_in_worker, given.named(), course,
+            ranks=given.plan.mesh.size, timeout=_PATIENCE, on_report=bar.tell,
+        )  # fmt: skip
     return found[0]
 
 

@@ -55,9 +55,7 @@ class PlanError(ValueError):
     def __init__(self, findings: Iterable[Finding], subject: str = "this plan") -> None:
         self.findings = tuple(findings)
         self.subject = subject
-        super().__init__(
-            self.findings, subject
-        )  # the arguments, so that it survives pickling between processes
+        super().__init__(self.findings, subject)  # the arguments, so that it survives pickling between processes
 
     def __str__(self) -> str:
         count = len(self.findings)

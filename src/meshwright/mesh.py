@@ -146,9 +146,7 @@ class Mesh:
 
     def picture(self) -> str:
         """Who is with whom, as text: the table of ranks, each axis's groups. Large meshes are abridged."""
-        return "\n".join(
-            [f"{self}: {self.size} rank{'s'[: self.size > 1]}", "", *_table(self), "", *_company(self)]
-        )
+        return "\n".join([f"{self}: {self.size} rank{'s'[: self.size > 1]}", "", *_table(self), "", *_company(self)])
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes)
@@ -158,9 +156,7 @@ class Mesh:
         walked = {_known(name) for name in names}
         sizes = [size if (name in walked) is along else 1 for name, size in self.axes]
         strides = [prod(self.shape[i + 1 :]) for i in range(len(self.axes))]
-        return [
-            sum(i * s for i, s in zip(place, strides, strict=True)) for place in product(*map(range, sizes))
-        ]
+        return [sum(i * s for i, s in zip(place, strides, strict=True)) for place in product(*map(range, sizes))]
 
 
 MeshLike: TypeAlias = Mesh | Mapping[str, int] | str
@@ -229,9 +225,7 @@ def _checked(
             findings.add(where=place, given=f"{word}{sign}{size}{other}", required="each axis once", fix=fix)
         if not _is_size(size):
             fix = f"{name if name in AXES else 'tp'}{sign}2"
-            findings.add(
-                where=place, given=f"{word}{sign}{size}", required="a whole number of at least 1", fix=fix
-            )
+            findings.add(where=place, given=f"{word}{sign}{size}", required="a whole number of at least 1", fix=fix)
         if name in AXES:
             words.setdefault(name, word)
             found.setdefault(name, _size(size))

@@ -67,9 +67,7 @@ class Entry:
 
     def __or__(self, later: Entry) -> Entry:
         """Both entries, where both apply: key by key, ``later`` wins."""
-        return replace(
-            self, **{f.name: v for f in fields(later) if (v := getattr(later, f.name)) is not None}
-        )
+        return replace(self, **{f.name: v for f in fields(later) if (v := getattr(later, f.name)) is not None})
 
 
 class Entries(Mapping[str, Entry]):
@@ -308,9 +306,7 @@ _DEFAULTS = {name: signature(Plan).parameters[name].default for name in _PLAN}
 
 _ENTRY = {
     "dp": _choice("shard", "replicate"),
-    "tp": _Kind(
-        _is_style, f"{', '.join(_STYLES)} or cut:<dim>", "column", words=(*_STYLES, "cut:0", "cut:1")
-    ),
+    "tp": _Kind(_is_style, f"{', '.join(_STYLES)} or cut:<dim>", "column", words=(*_STYLES, "cut:0", "cut:1")),
     "parts": _Kind(_is_parts, "how many equal fused blocks, or a list of their sizes", 3),
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
@@ -407,9 +403,7 @@ class _Reader:
         near = nearest(word, keys)
         hint = f"; did you mean {near[0]}?" if near else ""
         fix = self.source.fix((*path, str(key)), _flow(value), near[0]) if near else f"leave out {key}"
-        if (
-            near and rest
-        ):  # "mesh {tp: 2}" reads as the key "mesh {tp" and the value "2}": the colon was forgotten
+        if near and rest:  # "mesh {tp: 2}" reads as the key "mesh {tp" and the value "2}": the colon was forgotten
             fix = f"{near[0]}: {rest[0]}: {value}"
         where = self.source.where((*path, str(key)), key=True)
         required = f"a key of {owner}: {', '.join(keys)}{hint}"
@@ -456,9 +450,7 @@ class _Reader:
             if first != value:
                 given = f"{key}: {_flow(value)}, and {key}: {_flow(first)} under modules"
                 where = self.source.where((*path, key))
-                self.findings.add(
-                    where=where, given=given, required="one of them", fix=f"{key}: {_flow(first)}"
-                )
+                self.findings.add(where=where, given=given, required="one of them", fix=f"{key}: {_flow(first)}")
 
     def value(self, kind: _Kind, value: Any, path: _Path) -> Any:
         if not kind.accepts(value):
@@ -491,9 +483,7 @@ def _meant(value: object, kind: _Kind) -> object:
 def _flow(value: object) -> str:
     """A value as YAML writes it on one line."""
     try:
-        text = yaml.safe_dump(
-            value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=_WIDE
-        )
+        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=_WIDE)
     except yaml.YAMLError:
         return repr(value)
     except RecursionError:
@@ -569,9 +559,7 @@ def compose(text: str, name: str, findings: Findings | None = None) -> Source:
     except yaml.YAMLError as error:
         _not_yaml(error, text, name, source.findings)
     except RecursionError:
-        source.findings.add(
-            where=f"{name}:1:1", given="brackets within brackets", required="a plan", fix=_example()
-        )
+        source.findings.add(where=f"{name}:1:1", given="brackets within brackets", required="a plan", fix=_example())
     return source
 
 
@@ -603,9 +591,7 @@ class _Values:
             place = self.place(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
                 given = "a merge" if isinstance(key, yaml.ScalarNode) else "a key of several values"
-                self.source.findings.add(
-                    where=place, given=given, required="a name as key", fix="name: value"
-                )
+                self.source.findings.add(where=place, given=given, required="a name as key", fix="name: value")
                 continue
             here = (*path, key.value)
             if key.value in found:
@@ -623,9 +609,7 @@ class _Values:
         except (yaml.YAMLError, ValueError) as error:
             given = f"{node.tag} {node.value}" if isinstance(error, yaml.YAMLError) else str(node.value)
             required = "a plain value: text, a number, true or false"
-            self.source.findings.add(
-                where=self.place(node), given=given, required=required, fix=f'"{node.value}"'
-            )
+            self.source.findings.add(where=self.place(node), given=given, required=required, fix=f'"{node.value}"')
             return None
 
     def place(self, node: yaml.Node) -> str:

@@ -290,16 +290,17 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
         return Text(f"{row}: a number, on every rank")
     held = [(ranks, slices) for ranks, slices in shard_map.held_by(facts.name) if elements(slices)]
     bands = {dim: _few(sorted({r for _, slices in held for r in slices[dim]})) for dim in _drawn(facts)}
-    down, across = sorted(bands, key=lambda dim: -len(bands[dim])) if _too_wide(bands) else [*bands, None][:2]
+    down, *across = sorted(bands, key=lambda dim: -len(bands[dim])) if _too_wide(bands) else bands
     caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
     table = Table(box=box.SQUARE, show_lines=True)
-    words = [dim_text(dim, len(facts.shape)) for dim in (down, across) if dim is not None]
+    words = [dim_text(dim, len(facts.shape)) for dim in (down, *across)]
     table.add_column(" \\ ".join(words) or "ranges", style="dim", no_wrap=True)
-    for column in [None] if across is None else bands[across]:
-        table.add_column("held by" if across is None else _band_text(column), justify="center", no_wrap=True)
+    columns: list[dict[int, _Band]] = [{dim: band} for dim in across for band in bands[dim]] or [{}]
+    for column in columns:
+        title = _band_text(column[across[0]]) if across else "held by"
+        table.add_column(title, justify="center", no_wrap=True)
     for band in bands[down]:
-        places = [{down: band}] if across is None else [{down: band, across: column} for column in bands[across]]
-        table.add_row(_band_text(band), *(_cell(held, place, rank) for place in places))
+        table.add_row(_band_text(band), *(_cell(held, {down: band, **column}, rank) for column in columns))
     idle = [r for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for r in ranks]
     below = [Text(f"ranks {ranks_text(idle)} hold nothing of it", style="dim")] if idle else []
     return Group(caption, table, *below)

@@ -1,9 +1,9 @@
 """``resolve``: any module + a plan → a recipe. Every decision is made here, with its reason.
 
-    1  names          every parameter once, with its tied names
-    2  units          repeated blocks and what the plan names; only modules whose parameters nobody else uses
-    3  cuts           what tensor parallelism cuts, from the forward itself (planning/tensor.py)
-    4  recipe         a line a parameter; or one error with everything that is wrong
+1  names          every parameter once, with its tied names
+2  units          repeated blocks and what the plan names; only modules whose parameters nobody else uses
+3  cuts           what tensor parallelism cuts, from the forward itself (planning/tensor.py)
+4  recipe         a line a parameter; or one error with everything that is wrong
 """
 
 from __future__ import annotations
@@ -187,9 +187,7 @@ def _units(
     return (*(held[n] for n in order), Unit("", entries.get("", Entry()).dp or "shard")), tuple(recompute)
 
 
-def _closed_units(
-    units: tuple[Unit, ...], uses: Uses | None, skipped: set[str]
-) -> tuple[tuple[Unit, ...], list[str]]:
+def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str]) -> tuple[tuple[Unit, ...], list[str]]:
     """Units whose parameters are used inside their own forward only, and which run on every rank.
 
     FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting.
@@ -210,7 +208,7 @@ def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
             run(model)
     except Exception:  # the other answers need not make sense to the model: then nothing is learnt from them
         return set()
-    return uses.called - contrary.called
+    return set(uses.candidates) - (uses.called & contrary.called)
 
 
 def _owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
@@ -257,7 +255,9 @@ def _cuts(
         return None, None, notes
     if size > 1 and not cuts.layouts:
         reasons = sorted({r for r in cuts.reasons.values() if r})
-        notes.append(f"no parameter is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3]))
+        notes.append(
+            f"no parameter is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])
+        )
     notes += [f"{p} is not used by the forward" for p in names.parameters if p not in uses.seen]
     return cuts, uses, notes
 

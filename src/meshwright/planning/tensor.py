@@ -90,7 +90,9 @@ def infer_cuts(
     news: dict[str, int] = {}
     rows = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
-        work = PlanningWork(PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model)
+        work = PlanningWork(
+            PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model
+        )
         mode, shadow = GlobalView(work, work.parameter), Shadow()
         try:
             with ExitStack() as stack:
@@ -217,7 +219,7 @@ class PlanningWork(Work):
         style = self.style(name)
         if name not in self.layouts:
             one_dim = p.dim() == 1 and style.kind != "whole"  # a bias follows its weight
-            if dims[dim] < 0 or style.kind not in kinds and not one_dim:
+            if dims[dim] < 0 or (style.kind not in kinds and not one_dim):
                 return p
             if like is None:
                 layout = self.layout_for(name, p.shape[dim], dims[dim])

@@ -1,18 +1,17 @@
 """The one visible order in which a recipe becomes a job.
 
-    1  build on meta         run/init.py: no rank holds the whole model
-    2  cut                   run/parameters.py: tensor parallelism's DTensors
-    3  recompute             run/recompute.py
-    4  shard                 run/data.py: FSDP2 on units, then the root
-    5  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
-    6  view                  the model's forward sees whole tensors
+1  build on meta         run/init.py: no rank holds the whole model
+2  cut                   run/parameters.py: tensor parallelism's DTensors
+3  recompute             run/recompute.py
+4  shard                 run/data.py: FSDP2 on units, then the root
+5  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
+6  view                  the model's forward sees whole tensors
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -91,8 +91,10 @@ def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None
 
 
 def _is_table(dataset: Any) -> bool:
-    return isinstance(dataset, (dict, tuple, list)) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(dataset)) and (
-        isinstance(dataset, (dict, tuple))
+    return (
+        isinstance(dataset, (dict, tuple, list))
+        and any(isinstance(t, Tensor) for t in pytree.tree_leaves(dataset))
+        and (isinstance(dataset, (dict, tuple)))
     )
 
 

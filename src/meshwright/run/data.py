@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils import _pytree as pytree
 
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
+from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
 
 
@@ -77,26 +77,32 @@ def _without_view(module: nn.Module, before: set[int]) -> None:
 
 
 def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view.
+
+    FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
+    none, run no backward hook and leave gradients unreduced; so it is given a flat list.
+    """
+
     def run(module: nn.Module, *values: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(values)
-        plain = [leaf._mw_local if isinstance(leaf, View) else leaf for leaf in leaves]
+        *given, last = values
+        # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
+        subject = (*given, last) if hook.__name__ == "_pre_forward" else last
+        tensors = tensors_of(subject)
+        plain = [t._mw_local if isinstance(t, View) else t for t in tensors]
         with torch._C.DisableTorchFunction():
-            result = hook(module, *pytree.tree_unflatten(plain, spec))
-        if result is None or not any(isinstance(leaf, View) for leaf in leaves):
-            return result
-        return _as_before(result, values, leaves, plain)
+            if hook.__name__ == "_pre_forward":
+                (new,), _ = hook(module, (plain,), {})
+            else:
+                new = hook(module, (), plain)
+        if all(a is b for a, b in zip(plain, new, strict=True)):
+            return subject if hook.__name__ == "_pre_forward" else None
+        back = iter(zip(tensors, new, strict=True))
+        return map_tensors(lambda _: _as_before(*next(back)), subject)
 
     return run
 
 
-def _as_before(result: Any, values: tuple[Any, ...], leaves: list[Any], plain: list[Any]) -> Any:
-    """A hook's result with its tensors as Views again, each as the leaf that it came from."""
-    # Pre-hooks give (args, kwargs), post-hooks the output, which comes last among the values.
-    out, spec = pytree.tree_flatten(result)
-    first = len(leaves) - len(out)
-    wrapped = []
-    for x, view in zip(out, leaves[first:], strict=True):
-        if isinstance(view, View) and isinstance(x, Tensor):
-            x = View(x, view._mw_layout, view._mw_work) if x is not view._mw_local else view
-        wrapped.append(x)
-    return pytree.tree_unflatten(wrapped, spec)
+def _as_before(before: Tensor, now: Tensor) -> Tensor:
+    if isinstance(before, View) and now is not before._mw_local:
+        return View(now, before._mw_layout, before._mw_work)
+    return before if isinstance(before, View) else now

@@ -437,9 +437,7 @@ class _Recorder(TorchDispatchMode):
     def _grows(self, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
         """Is an output of real tensors to be deferred? If none is larger, the log would hold as much."""
         strided = [tensor for tensor in inputs if tensor.layout == torch.strided]
-        least = (
-            max((tensor.untyped_storage().nbytes() for tensor in strided), default=0) if self._small else 0
-        )
+        least = max((tensor.untyped_storage().nbytes() for tensor in strided), default=0) if self._small else 0
         sizes = [(tensor.numel(), tensor.numel() * tensor.itemsize) for tensor in outputs]
         return any(numel >= self._small and nbytes > least for numel, nbytes in sizes)
 

@@ -23,6 +23,7 @@ from meshwright.run.state import whole_tensors
 from meshwright.run.step import gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
+from meshwright.view.structure import map_tensors
 from meshwright.view.tensor import View
 from meshwright.view.work import python_body
 
@@ -104,7 +105,7 @@ class Job:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, its tensors whole."""
         with self._on(None):
-            return pytree.tree_map_only(View, self._whole, self.module(*args, **kwargs))
+            return map_tensors(self._whole, self.module(*args, **kwargs))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""

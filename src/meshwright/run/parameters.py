@@ -46,9 +46,7 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, groups: Groups) -> nn.Param
     local = torch.empty(line.local_shape(groups.tp_rank), dtype=p.dtype, device="meta")
     mesh = groups.of(line.data)["tp"]
     stride = torch.empty(line.shape, device="meta").stride()
-    whole = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride
-    )
+    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
     made = nn.Parameter(whole, requires_grad=p.requires_grad)
     made.__dict__.update({k: v for k, v in p.__dict__.items() if not k.startswith("__")})
     return made

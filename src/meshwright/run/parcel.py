@@ -166,9 +166,7 @@ def _main_module(main: tuple[str, str] | None) -> types.ModuleType:
         exec(compile(tree, file, "exec"), module.__dict__)
     except MainReachedWorkers as reached:
         frame = reached.__traceback__ and reached.__traceback__.tb_next  # below this one: the script's
-        exec(
-            compile(_definitions_after(frame.tb_lineno if frame else 0, tree), file, "exec"), module.__dict__
-        )
+        exec(compile(_definitions_after(frame.tb_lineno if frame else 0, tree), file, "exec"), module.__dict__)
     except BaseException:
         sys.modules["__main__"] = before
         raise

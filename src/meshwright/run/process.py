@@ -150,9 +150,7 @@ def _environment(threads: int) -> dict[str, str]:
     return environment
 
 
-def exchange(
-    children: list[WorkerProcess], wait: float
-) -> list[tuple[WorkerProcess, tuple[Any, ...], memoryview]]:
+def exchange(children: list[WorkerProcess], wait: float) -> list[tuple[WorkerProcess, tuple[Any, ...], memoryview]]:
     """Wait for something to move, then write and read what can be; a child that is gone says "died" last."""
     with selectors.DefaultSelector() as selector:
         for child in children:

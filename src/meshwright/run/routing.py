@@ -47,7 +47,8 @@ class Routed:
         if p is None or not p.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
             return
         if p.grad is None:
-            p.grad = torch.zeros_like(p)
+            with torch._C.DisableTorchFunction():  # a backward may run under the view, to make activations again
+                p.grad = torch.zeros_like(p)
             self._filled.add(id(fsdp_param))
 
     def settle(self) -> None:

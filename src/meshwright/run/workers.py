@@ -45,9 +45,7 @@ _LEAVE_TIMEOUT = 10.0  # seconds ranks may take to destroy their group after the
 _TICK = 0.1  # seconds between two looks at processes that may have died
 
 # What the peers of a rank that has gone say.
-_LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited", re.IGNORECASE
-)
+_LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited", re.IGNORECASE)
 
 
 class WorkerError(RuntimeError):
@@ -82,9 +80,7 @@ def local_workers(
 class LocalWorkers:
     """See `local_workers`. One run at a time."""
 
-    def __init__(
-        self, ranks: int, *, device: str, timeout: float, start_timeout: float, threads: int
-    ) -> None:
+    def __init__(self, ranks: int, *, device: str, timeout: float, start_timeout: float, threads: int) -> None:
         if ranks < 1:
             raise ValueError(f"a pool needs at least one rank, given {ranks}")
         if device not in ("cpu", "cuda"):

@@ -24,7 +24,14 @@ _OWN = frozenset(
     [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")]
     + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "data")]
     + [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.untyped_storage, Tensor.data_ptr]
-    + [Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.requires_grad_, Tensor.__hash__, Tensor.__repr__]
+    + [
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.storage_offset,
+        Tensor.requires_grad_,
+        Tensor.__hash__,
+        Tensor.__repr__,
+    ]
     + [Tensor.__format__, Tensor.backward, Tensor.retain_grad, Tensor.is_shared, Tensor.share_memory_]
 )
 
@@ -49,7 +56,9 @@ class GlobalView(TorchFunctionMode):
         ours, args, kwargs = self._substitute(args, kwargs)
         return self.work.call(func, args, kwargs) if ours else func(*args, **kwargs)
 
-    def _substitute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
+    def _substitute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
         """(whether any argument is a View, the arguments with parameters' local parts)."""
         ours = changed = False
         leaves = []

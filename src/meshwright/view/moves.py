@@ -165,4 +165,3 @@ def hold(x: Tensor, axis: Axis) -> Tensor:
 
 def _differentiable(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
-

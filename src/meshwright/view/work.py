@@ -213,7 +213,7 @@ class Work:
         """The cut dim of ``x`` turns out to be that many pieces which may not be broken."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def python_body(func: Any) -> Callable[..., Any] | None:
     """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
 

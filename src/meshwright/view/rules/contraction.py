@@ -67,9 +67,7 @@ def _cut_label(work: Any, operands: list[Any], labels: list[Labels], out: Labels
         if not isinstance(layout, Cut):
             continue
         label = names[layout.dim]
-        holders = [
-            work.layout(y) for y, other in zip(operands, labels, strict=True) if label in other and y is not x
-        ]
+        holders = [work.layout(y) for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
         agreed = label not in out and all(isinstance(h, Cut) and h.pieces == layout.pieces for h in holders)
         found.append(((x._mw_parameter is not None, agreed, x.numel()), label, layout.pieces))
     if not found:

@@ -74,7 +74,11 @@ def over_space(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         given = args[1] if len(args) > 1 else kwargs["pad"]
         space = len(given) // 2
     else:
-        space = int(next(c for c in func.__name__ if c.isdigit())) if any(c.isdigit() for c in func.__name__) else x.dim() - 2
+        space = (
+            int(next(c for c in func.__name__ if c.isdigit()))
+            if any(c.isdigit() for c in func.__name__)
+            else x.dim() - 2
+        )
     others = [*args[1:], *kwargs.values()]
     if layout.dim >= x.dim() - space or any(isinstance(t, Tensor) for t in others if t is not x):
         return NotImplemented

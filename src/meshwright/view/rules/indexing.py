@@ -110,7 +110,7 @@ def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
     """(index of the local tensor, the dim of ``x`` each result dim was, the cut of the result), or NotImplemented."""
     index = _explicit(index, x.dim())
     arrays = [i for i, item in enumerate(index) if isinstance(item, (Tensor, list))]
-    if any(isinstance(index[i], View) for i in arrays) or arrays and arrays[-1] - arrays[0] + 1 != len(arrays):
+    if any(isinstance(index[i], View) for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
         return NotImplemented
     layout = x._mw_layout
     dims, local, dim, cut_index = [], [], 0, None

@@ -32,7 +32,9 @@ def group_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     weight, bias, eps = names.get("weight"), names.get("bias"), names.get("eps", 1e-5)
     if layout.dim == 0:
-        return work.view(functional.group_norm(x._mw_local, groups, work.varying(weight), work.varying(bias), eps), layout)
+        return work.view(
+            functional.group_norm(x._mw_local, groups, work.varying(weight), work.varying(bias), eps), layout
+        )
     if layout.dim != 1:
         return NotImplemented
     width = x.shape[1] // groups

@@ -43,7 +43,11 @@ _SCALING = {
     for n in "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ mul_ div_ __imul__ __itruediv__".split()
     for f in functions(n)
 }
-_COPYING = {f for n in "clone contiguous detach neg negative __neg__ __pos__ positive requires_grad_ data alias".split() for f in functions(n)}
+_COPYING = {
+    f
+    for n in "clone contiguous detach neg negative __neg__ __pos__ positive requires_grad_ data alias".split()
+    for f in functions(n)
+}
 
 
 @rule(*_NAMES, *(f"{n}_" for n in _UNARY + _BINARY))

@@ -16,7 +16,7 @@ from meshwright.view.rules.registry import rule
 
 def dims_of(given: Any, rank: int) -> list[int]:
     """The dims an argument names; all of them for None or ()."""
-    if given is None or isinstance(given, (tuple, list)) and not given:
+    if given is None or (isinstance(given, (tuple, list)) and not given):
         return list(range(rank))
     return [d % max(rank, 1) for d in (given if isinstance(given, (tuple, list)) else (given,))]
 
@@ -60,7 +60,7 @@ def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     x = names["input"]
     keepdim = bool(names.get("keepdim", False))
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
-    if func.__name__ in ("var", "std") and isinstance(names.get("dim"), bool) or layout.dim in dims:
+    if (func.__name__ in ("var", "std") and isinstance(names.get("dim"), bool)) or layout.dim in dims:
         return NotImplemented
     result = func(x._mw_local, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
     out = after_reduction(layout, dims, keepdim)

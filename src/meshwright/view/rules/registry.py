@@ -41,10 +41,14 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def _facts() -> frozenset[Any]:
-    properties = "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_mps \
+    properties = (
+        "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_mps \
         is_xpu is_sparse_csr itemsize names".split()
-    methods = "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed \
+    )
+    methods = (
+        "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed \
         is_conj is_neg is_inference is_same_size".split()
+    )
     return frozenset(
         [getattr(Tensor, p).__get__ for p in properties if hasattr(Tensor, p)]
         + [f for m in methods for f in functions(m)]
@@ -59,18 +63,22 @@ _ALIASES = frozenset(
         expand movedim swapaxes flatten unflatten view_as detach t real imag unfold as_strided".split()
     for f in functions(name)
 )
-_WRITES = frozenset(
-    f
-    for place in (Tensor, torch)
-    for name in dir(place)
-    if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    for f in [getattr(place, name)]
-    if callable(f) and name not in ("requires_grad_", "retain_grad_", "is_shared_", "share_memory_")
-) | frozenset(
-    getattr(Tensor, f"__i{op}__")
-    for op in "add sub mul truediv floordiv pow and or xor lshift rshift mod".split()
-    if hasattr(Tensor, f"__i{op}__")
-) | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
+_WRITES = (
+    frozenset(
+        f
+        for place in (Tensor, torch)
+        for name in dir(place)
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        for f in [getattr(place, name)]
+        if callable(f) and name not in ("requires_grad_", "retain_grad_", "is_shared_", "share_memory_")
+    )
+    | frozenset(
+        getattr(Tensor, f"__i{op}__")
+        for op in "add sub mul truediv floordiv pow and or xor lshift rshift mod".split()
+        if hasattr(Tensor, f"__i{op}__")
+    )
+    | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
+)
 
 
 def aliases(func: Any) -> bool:

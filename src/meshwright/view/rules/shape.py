@@ -258,4 +258,3 @@ def _sizes(given: Sequence[Any]) -> list[int]:
     if len(given) == 1 and isinstance(given[0], (tuple, list, torch.Size)):
         return [int(s) for s in given[0]]
     return [int(s) for s in given]
-

@@ -1,0 +1,48 @@
+"""Tensors within whatever a module takes or returns: tuples, dicts, dataclasses, plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_DEPTH = 6  # how far into plain objects to look
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``fn`` of each of its tensors in their places.
+
+    Containers that pytree knows are built anew; plain objects and dataclasses keep their identity and are written to, as
+    a model may hold on to them.
+    """
+    return pytree.tree_map(lambda leaf: _mapped(fn, leaf, _DEPTH), value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor within ``value``."""
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    map_tensors(note, value)
+    return found
+
+
+def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if depth and not isinstance(leaf, (nn.Module, type)) and hasattr(leaf, "__dict__"):
+        for key, item in list(vars(leaf).items()):
+            new = pytree.tree_map(lambda x: _mapped(fn, x, depth - 1), item) if _may_hold(item) else item
+            if any(a is not b for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(item), strict=True)):
+                object.__setattr__(leaf, key, new)
+    return leaf
+
+
+def _may_hold(item: Any) -> bool:
+    plain = (str, bytes, int, float, complex, bool, type(None), nn.Module, type)
+    return not isinstance(item, plain) and not callable(item)

@@ -1,0 +1,201 @@
+"""The command line: what it teaches, shows, refuses; and that check and train do what they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import meshwright.cli as cli
+from meshwright.run.workers import LocalWorkers
+
+FILE = """
+from types import SimpleNamespace
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + layer(x)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x), y))
+
+def rows(count):
+    return {"x": torch.linspace(-1, 1, 8 * count).view(count, 8), "y": torch.arange(count) % 4}
+
+def model():
+    return Net(), rows(4)
+
+def learner():
+    return lambda: Net(), rows(4), rows(16)
+
+def broken():
+    class Broken(Net):
+        def forward(self, x, y):
+            if not x.is_meta and torch.distributed.is_initialized():
+                raise RuntimeError("this one breaks")
+            return super().forward(x, y)
+    return Broken(), rows(4)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.fixture
+def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the workers of the session."""
+
+    @contextmanager
+    def shared(given: object) -> Iterator[LocalWorkers]:
+        yield workers
+
+    monkeypatch.setattr(cli, "_workers", shared)
+
+
+def meshwright(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "100", "RANK": None})
+    assert result.exit_code == code, result.output
+    return result
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["show", "check", "train"])
+def test_help_teaches_by_examples(command: str) -> None:
+    text = meshwright(command, "--help").output
+    assert text.count(f"meshwright {command} ") >= 2
+    assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set"))
+
+
+def test_env_says_what_is_here() -> None:
+    text = meshwright("env").output
+    assert all(word in text for word in ("torch", "gloo", "cores", "memory", "launcher", "transformers"))
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def test_show_a_file(file: str) -> None:
+    text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--rank", "3").output
+    assert "dp_shard=2 × tp=2: 4 ranks" in text
+    assert "layers.{0…2} ×3" in text
+    assert "rows 12:16" in text  # of 16 rows: the second half by tp, its second half by dp_shard
+
+
+def test_show_a_picture(file: str) -> None:
+    text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "layers.*.2.weight").output
+    assert "rows \\ cols" in text
+    assert "layers.{0…2}.2.weight ×3" in text
+
+
+def test_show_a_model_of_transformers_on_a_thousand_ranks() -> None:
+    sizes = "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=8,vocab_size=256"
+    text = meshwright("show", "hf:llama", "--mesh", "dp_shard=128,tp=8", "--set", sizes, "--rank", "9").output
+    assert "1024 ranks" in text
+    assert "layers.{0…1} ×2" in text
+
+
+def test_show_as_data(file: str) -> None:
+    text = meshwright("show", f"{file}:model", "--mesh", "fsdp=2,tp=2", "--json", "--rank", "3").stdout
+    data = json.loads(text)
+    assert data["mesh"] == {"dp_shard": 2, "tp": 2}
+    (weight,) = [line for line in data["parameters"] if line["name"] == "layers.0.0.weight"]
+    assert weight["layout"] == {"dp_shard": "cut(0)", "tp": "cut(0)"}
+    assert weight["held"] == [{"ranks": [3], "slices": [[[12, 16]], [[0, 8]]]}]
+
+
+def test_settings_go_to_the_plan_or_to_the_target(file: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('modules:\n  "head": {tp: whole}\n')
+    base = ("show", f"{file}:model", "--plan", str(plan), "--mesh", "tp=2", "--json")
+    assert _layout(meshwright(*base), "head.weight") == {"tp": "whole"}
+    assert _layout(meshwright(*base, "--set", "modules.head.tp=column"), "head.weight") == {"tp": "cut(0)"}
+    assert _layout(meshwright(*base, "--set", "mesh.tp=4"), "layers.0.0.bias") == {"tp": "cut(0)"}
+
+
+def _layout(result: Result, name: str) -> dict[str, str]:
+    return next(line["layout"] for line in json.loads(result.stdout)["parameters"] if line["name"] == name)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_are_told_at_once_without_a_traceback(file: str) -> None:
+    text = meshwright("show", f"{file}:modle", "--mesh", "tpp=2", code=2).stderr
+    assert "2 problems" in text
+    assert "did you mean tp?" in text
+    assert "tiny.py:model" in text
+    assert "Traceback" not in text
+
+
+def test_a_typo_in_a_plan_is_told_with_line_and_column(file: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("recompute: none\nmodules:\n  head: {tp: colum}\n")
+    text = meshwright("show", f"{file}:model", "--plan", str(plan), "--mesh", "tp=2", code=2).stderr
+    assert "plan.yaml:3:14" in text
+    assert "tp: column" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--mesh dp_shard=2,tp=2"),
+        (("--mesh", "tp=2", "--rank", "2"), "--rank 1"),
+        (("--mesh", "tp=2", "--parameter", "haed.weight"), "head.weight"),
+        (("--mesh", "tp=2", "--set", "widht=3"), "the key widht"),
+        (("--mesh", "tp=2", "--set", "blocks"), "key=value"),
+        (("--mesh", "tp=100"), "larger than every dim"),
+        (("--plan", "nowhere.yaml"), "nowhere.yaml"),
+        (("--plan", "nowhere.yaml", "--mesh", "tp=2"), "nowhere.yaml"),
+    ],
+)
+def test_mistakes(file: str, arguments: tuple[str, ...], said: str) -> None:
+    assert said in meshwright("show", f"{file}:model", *arguments, code=2).stderr
+
+
+def test_a_batch_that_does_not_divide_is_told_before_anything_starts(file: str) -> None:
+    text = meshwright("train", f"{file}:learner", "--mesh", "dp_shard=2", "--global-batch", "3", code=2).stderr
+    assert "global_batch" in text
+    text = meshwright("train", f"{file}:model", "--mesh", "dp_shard=2", "--global-batch", "4", code=2).stderr
+    assert "without a dataset" in text
+
+
+# --- check and train --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pooled")
+def test_check(file: str) -> None:
+    text = meshwright("check", f"{file}:model", "--mesh", "tp=2").output
+    assert "PASSED" in text
+
+
+@pytest.mark.usefixtures("pooled")
+def test_train_on_a_dataset(file: str) -> None:
+    arguments = ("--mesh", "dp_shard=2", "--steps", "4", "--lr", "0.05")
+    lines = meshwright("train", f"{file}:learner", *arguments).output.splitlines()
+    assert lines[0].startswith("step 1/4  loss ")
+    assert "rows/s" in lines[0]
+    before, after = (float(lines[-1].split()[i]) for i in (1, 3))
+    assert after < before
+
+
+@pytest.mark.usefixtures("pooled")
+def test_a_worker_that_fails_is_told_once(file: str) -> None:
+    text = meshwright("train", f"{file}:broken", "--mesh", "dp_shard=2", "--steps", "2", code=1).stderr
+    assert text.count("RuntimeError: this one breaks") == 2  # the headline, and the end of its traceback

@@ -1,0 +1,196 @@
+"""TARGET: what it gives, that its build reaches other processes, and what is said where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.errors import Finding, PlanError
+from meshwright.target import HFTarget, TargetBuild, head, load_target, with_rows
+
+FILE = """
+import torch
+from torch import nn
+from helper import WIDTH
+
+def model(width: int = WIDTH):
+    return nn.Linear(width, 2), {"input": torch.zeros(4, width)}
+
+def lazy():
+    batch = {"input": torch.rand(4, 3)}
+    return lambda: nn.Linear(3, 2), batch, {"input": torch.rand(32, 3)}
+
+def alone():
+    return nn.Linear(3, 2)
+
+def raises():
+    return {}["nothing"]
+
+def needs(width):
+    return nn.Linear(width, 2), ()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "helper.py").write_text("WIDTH = 3")
+    path = tmp_path / "tiny.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def problem(spec: str, settings: dict[str, object] | None = None) -> Finding:
+    with pytest.raises(PlanError) as caught:
+        load_target(spec, settings)
+    (finding,) = caught.value.findings
+    return finding
+
+
+def seeded(build: object) -> list[float]:
+    torch.manual_seed(5)
+    return build().weight.flatten().tolist()  # type: ignore[operator]
+
+
+# --- a function -------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_a_function_returns_is_built_anew_wherever_the_build_goes(file: str) -> None:
+    target = load_target(f"{file}:model")
+    assert isinstance(target.build, TargetBuild)
+    assert target.batch["input"].shape == (4, 3)
+    assert isinstance(target.build(), nn.Linear)
+    assert target.build() is not target.build()
+    assert seeded(pickle.loads(pickle.dumps(target.build))) == seeded(target.build)
+
+
+def test_a_build_that_a_function_returns_need_not_be_picklable(file: str) -> None:
+    target = load_target(f"{file}:lazy")
+    assert seeded(pickle.loads(pickle.dumps(target.build))) == seeded(target.build) == seeded(lambda: nn.Linear(3, 2))
+    assert target.dataset["input"].shape == (32, 3)
+
+
+def test_settings_are_the_functions_arguments(file: str) -> None:
+    assert load_target(f"{file}:model", {"width": 7}).batch["input"].shape == (4, 7)
+    finding = problem(f"{file}:model", {"widht": 7})
+    assert (finding.where, finding.fix) == ("--set widht=7", "--set width=7")
+    assert "no value for its argument width" in problem(f"{file}:needs").given
+
+
+def test_a_module_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_package_of_models").mkdir()
+    (tmp_path / "a_package_of_models" / "small.py").write_text(
+        "from torch import nn\ndef f(): return nn.Linear(1, 1), ()"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(load_target("a_package_of_models.small:f").build(), nn.Linear)
+
+
+@pytest.mark.parametrize("spec", ["", "train.py", "model", "train.py:", "a.py:not a name"])
+def test_what_is_no_target(spec: str) -> None:
+    assert "file.py:function" in problem(spec).required
+
+
+def test_a_file_or_function_that_is_not_there_names_the_nearest(file: str) -> None:
+    assert problem(f"{file}:modle").fix == f"{file}:model"
+    assert problem(file.replace("tiny", "tinny") + ":model").fix == "tiny.py:model"
+    assert problem("no_such_module:model").given == "no module no_such_module"
+
+
+def test_what_a_function_returns_or_raises_is_told_with_its_line(file: str) -> None:
+    assert problem(f"{file}:alone").given == "alone returns Linear"
+    finding = problem(f"{file}:raises")
+    assert finding.given == "KeyError: 'nothing'"
+    assert finding.where.endswith("tiny.py:17")
+
+
+def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\ndef model(:\n")
+    assert ":2:" in problem(f"{path}:model").where
+    path.write_text("import torch\nimport a_module_that_nobody_has\n")
+    finding = problem(f"{path}:model")
+    assert finding.where.endswith("broken.py:2")
+    assert finding.fix == "pip install a_module_that_nobody_has"
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "keys"),
+    [
+        ("llama", "LlamaForCausalLM", {"input_ids", "labels"}),
+        ("gpt2", "GPT2LMHeadModel", {"input_ids", "labels"}),
+        ("bert", "BertForMaskedLM", {"input_ids", "labels"}),
+        ("t5", "T5ForConditionalGeneration", {"input_ids", "labels"}),
+        ("bart", "BartForConditionalGeneration", {"input_ids", "labels"}),
+        ("vit", "ViTForImageClassification", {"pixel_values", "labels"}),
+        ("clip", "CLIPModel", {"input_ids", "pixel_values", "return_loss"}),
+        ("mixtral", "MixtralForCausalLM", {"input_ids", "labels"}),
+    ],
+)
+def test_the_class_with_a_loss_and_its_batch(kind: str, name: str, keys: set[str]) -> None:
+    target = load_target(f"hf:{kind}", rows=3, length=8)
+    assert isinstance(target.build, HFTarget)
+    found = head(target.build.config())
+    assert found is not None
+    assert found[0].__name__ == name
+    assert set(target.batch) == keys
+    assert all(len(t) == 3 for t in target.batch.values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_a_tiny_one_trains_in_float32(kind: str) -> None:
+    target = load_target(f"hf:{kind}", {**TINY, "batch_size": 2, "seq_len": 5})
+    model = pickle.loads(pickle.dumps(target.build))()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert target.batch["input_ids"].shape == (2, 5)
+    model(**target.batch).loss.backward()
+
+
+def test_a_config_file_with_settings_over_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "intermediate_size": 24, "dtype": "bfloat16", **TINY}))
+    model = load_target(f"hf:{path}", {"intermediate_size": 40}).build()
+    assert model.get_parameter("model.layers.0.mlp.up_proj.weight").shape == (40, 16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert load_target(f"hf:{tmp_path}").build().get_parameter("model.layers.0.mlp.up_proj.weight").shape == (24, 16)
+
+
+def test_a_part_of_a_config_is_set_by_its_dotted_key() -> None:
+    target = load_target("hf:clip", {"text_config.hidden_size": 64, "text_config.num_hidden_layers": 1})
+    assert isinstance(target.build, HFTarget)
+    assert target.build.config().text_config.hidden_size == 64
+
+
+def test_mistakes_in_a_config_are_told() -> None:
+    assert problem("hf:lama").fix == "hf:llama"
+    assert problem("hf:llama", {"hiden_size": 64}).fix == "--set hidden_size=64"
+    assert problem("hf:llama", {"recompte": "blocks"}).fix == "--set recompute=blocks"
+    assert "not a multiple" in problem("hf:llama", {"hidden_size": 10, "num_attention_heads": 3}).given
+    assert "whole number" in problem("hf:llama", {"seq_len": "long"}).required
+    assert "no file" in problem("hf:nowhere/config.json").given
+    assert "no such class" in problem("hf:wav2vec2").given
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert problem("hf:llama").fix == 'pip install "meshwright[hf]"'
+
+
+def test_rows_are_repeated_for_their_shapes() -> None:
+    batch = {"x": torch.arange(2.0), "scale": torch.tensor(3.0), "flag": True}
+    more = with_rows(batch, 5)
+    assert more["x"].tolist() == [0, 1, 0, 1, 0]
+    assert more["flag"] is True
+    assert with_rows(batch, 2) is batch
+    large = with_rows({"x": torch.zeros(1, 1 << 20)}, 1000)["x"]
+    assert large.shape == (1000, 1 << 20)
+    assert large.untyped_storage().nbytes() == 4 << 20

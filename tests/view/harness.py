@@ -1,0 +1,397 @@
+"""One function under the view against the same function on one device: on random shapes, in many layouts.
+
+A case makes plain float64 inputs and names a function. A trial gives each input a layout (whole, cut along a dim in
+equal, uneven or fused pieces, or a partial sum), runs the function on both sides from the same seed, and compares
+
+    the result       structure, shapes, dtypes, values
+    the inputs       so that what is written in place is seen
+    the gradients    of every input, for a random cotangent; the result used whole, or used in more cut work
+    the generator    the same state afterwards as on one device, on every rank
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, cut
+from meshwright.run.workers import report
+from meshwright.view import work as work_module
+from meshwright.view.axis import Axis, Ledger
+from meshwright.view.mode import GlobalView
+from meshwright.view.rules import RULES
+from meshwright.view.tensor import View
+from meshwright.view.work import Work
+
+Build = Callable[["Make"], "tuple[list[Any], Callable[..., Any]]"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function to try. ``build`` gives its inputs and the function of them; the options say what differs.
+
+    Attributes:
+        rounds: how many random shapes.
+        same: whether the result is that of one device. Not where ranks draw numbers of their own, or for memory that
+            nobody has written; then structure, shapes and the generator's step are compared alone.
+        cuts: which inputs to cut (by position); None for all of them.
+        fallback: the function that must have fallen back, in each trial with a cut input.
+        partial: whether to try partial sums.
+        gradients: whether the gradients are compared; not where torch itself has none for some of its results.
+        bug: the reason, where the view is known to be wrong; the test is then a strict expected failure.
+    """
+
+    name: str
+    build: Build
+    line: int = 0
+    rounds: int = 1
+    same: bool = True
+    cuts: tuple[int, ...] | None = None
+    fallback: str | None = None
+    partial: bool = True
+    gradients: bool = True
+    bug: str | None = None
+
+
+class Make:
+    """Random sizes and tensors of a case, the same on every rank."""
+
+    def __init__(self, seed: str) -> None:
+        self.choose = random.Random(seed)
+        self.numbers = torch.Generator().manual_seed(self.choose.randrange(2**31))
+
+    def sizes(self, count: int, least: int = 2, most: int = 6) -> list[int]:
+        return [self.choose.randint(least, most) for _ in range(count)]
+
+    def __call__(self, *shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
+        return torch.rand(shape, generator=self.numbers, dtype=torch.float64) * (high - low) + low
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.numbers, dtype=torch.float64)
+
+    def ints(self, stop: int, *shape: int) -> Tensor:
+        return torch.randint(stop, shape, generator=self.numbers)
+
+    def bools(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.numbers) < 0.5
+
+    def distinct(self, *shape: int) -> Tensor:
+        """Values no two of which are near each other: an order that rounding does not change."""
+        count = torch.Size(shape).numel()
+        return (torch.randperm(count, generator=self.numbers).double() / count - 0.4).reshape(shape)
+
+    def layout(self, shape: Sequence[int], dim: int, ranks: int, kind: str) -> Cut:
+        if kind == "even":
+            return cut(dim, shape[dim], ranks)
+        blocks = [shape[dim]]
+        if kind in ("fused", "uneven fused") and shape[dim] >= 2:
+            parts = self.choose.randint(2, min(3, shape[dim]))
+            borders = sorted(self.choose.sample(range(1, shape[dim]), parts - 1))
+            blocks = [b - a for a, b in zip([0, *borders], [*borders, shape[dim]], strict=True)]
+        if kind == "fused":
+            return cut(dim, blocks, ranks)
+        return Cut(dim, tuple(self._shares(block, ranks) for block in blocks))
+
+    def _shares(self, size: int, ranks: int) -> tuple[int, ...]:
+        borders = sorted(self.choose.randint(0, size) for _ in range(ranks - 1))
+        return tuple(b - a for a, b in zip([0, *borders], [*borders, size], strict=True))
+
+
+@dataclass
+class Outcome:
+    """What a worker found: per case the failed trials, the functions whose rules were asked and which answered."""
+
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+    trials: int = 0
+
+
+def rule_name(function: Any) -> str:
+    """``linear``, or ``T.get`` for a property of Tensor."""
+    name: str = function.__name__
+    return f"{function.__self__.__name__}.get" if name == "__get__" else name
+
+
+def run_cases(cases: Sequence[Case], kinds: Sequence[str] = ("even", "uneven", "fused", "uneven fused")) -> Outcome:
+    """On every rank: all trials of all cases."""
+    outcome, bench = Outcome(), Bench()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with recorded(outcome):
+        for number, case in enumerate(cases):
+            report(number)
+            for turn in range(case.rounds):
+                seed = f"{case.name} {turn}"
+                try:
+                    tensors, _ = case.build(Make(seed))
+                    plain = _one_device(case, seed)
+                except Exception:
+                    outcome.failures.setdefault(case.name, []).append(f"the case itself: {traceback.format_exc()}")
+                    continue
+                for layouts in trials(case, tensors, Make(f"layouts {seed}"), bench.ranks, kinds):
+                    outcome.trials += 1
+                    if problem := bench.trial(case, seed, layouts, plain):
+                        outcome.failures.setdefault(case.name, []).append(f"{_show(tensors, layouts)}: {problem}")
+                        if len(outcome.failures[case.name]) >= 6:
+                            break
+    return outcome
+
+
+def trials(
+    case: Case, tensors: list[Tensor], make: Make, ranks: int, kinds: Sequence[str]
+) -> Iterator[list[Layout]]:
+    """Layouts of the inputs: each input alone in each way, and some of all of them together."""
+    whole: list[Layout] = [WHOLE] * len(tensors)
+    tried = [i for i in range(len(tensors)) if case.cuts is None or i in case.cuts]
+    places = [(i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] > 1]
+
+    def alone(i: int, layout: Layout) -> list[Layout]:
+        return [*whole[:i], layout, *whole[i + 1 :]]
+
+    for i, dim in places:
+        for kind in dict.fromkeys([kinds[0], make.choose.choice(kinds)]):
+            yield alone(i, make.layout(tensors[i].shape, dim, ranks, kind))
+    summed = [i for i in tried if case.partial and tensors[i].is_floating_point()]
+    for i in summed:
+        yield alone(i, PARTIAL)
+    if len(tried) > 1:
+        for _ in range(4):
+            layouts = list(whole)
+            for i in tried:
+                options = [dim for j, dim in places if j == i]
+                draw = make.choose.random()
+                if options and draw < 0.7:
+                    dim, kind = make.choose.choice(options), make.choose.choice(kinds)
+                    layouts[i] = make.layout(tensors[i].shape, dim, ranks, kind)
+                elif i in summed and draw < 0.85:
+                    layouts[i] = PARTIAL
+            if any(layout != WHOLE for layout in layouts):
+                yield layouts
+
+
+class Bench:
+    """Runs trials on this rank, in step with the others even after one of them failed."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.group = self._group()
+
+    def _group(self) -> Any:
+        return dist.new_group(timeout=timedelta(seconds=20))
+
+    def work(self) -> Work:
+        ledger = Ledger()
+        return Work(Axis("tp", self.ranks, self.rank, self.group, ledger), ledger)
+
+    def trial(self, case: Case, seed: str, layouts: list[Layout], plain: Result) -> str | None:
+        """What is wrong on any rank, or None."""
+        problem = None
+        try:
+            self._compare(case, seed, layouts, plain)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)
+            lines = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in where]
+            problem = f"rank {self.rank}: {type(error).__name__}: {str(error)[:600]} ({' '.join(lines[-5:])})"
+        failed = torch.tensor([problem is not None], dtype=torch.int64)
+        dist.all_reduce(failed)
+        if failed.item():
+            everyone: list[Any] = [None] * self.ranks
+            dist.all_gather_object(everyone, problem)
+            self.group = self._group()  # a rank may have been left waiting in a collective
+            return next(p for p in everyone if p is not None)
+        return None
+
+    def _compare(self, case: Case, seed: str, layouts: list[Layout], plain: Result) -> None:
+        tensors, function = case.build(Make(seed))
+        work = self.work()
+        leaves, inputs = zip(*[self._input(work, x, layout) for x, layout in zip(tensors, layouts, strict=True)], strict=True)
+        torch.manual_seed(1)
+        with GlobalView(work, lambda p: None).on():
+            result = function(*inputs)
+            found = pytree.tree_leaves(result)
+            if case.same:
+                _same_structure(plain.result, result)
+            _same_facts(plain.flat, found, self.rank)
+            after = torch.get_rng_state()
+            cut_use = Make(seed).choose.random() < 0.5  # by cut work, while the view is on
+            used = [_times(x, c) if cut_use and c is not None else x for x, c in zip(found, plain.cotangents, strict=True)]
+        whole = [work.whole(x) for x in found]
+        used = [work.whole(x) for x in used]
+        assert torch.equal(after, plain.generator), "the generator is not where it is on one device"
+        if case.same:
+            for i, (a, b) in enumerate(zip(plain.flat, whole, strict=True)):
+                _close(a, b, f"result {i}")
+            for i, (a, b) in enumerate(zip(plain.inputs, inputs, strict=True)):
+                _close(a, work.whole(b), f"input {i} afterwards")
+        if case.gradients:
+            loss = _loss([(x if cut_use else _times(x, c), c) for x, c in zip(used, plain.cotangents, strict=True)])
+            if loss is not None and plain.differentiable:
+                assert loss.requires_grad, "the result has no gradient, as it has on one device"
+                loss.backward()
+            for i, (a, b) in enumerate(zip(plain.gradients, leaves, strict=True)):
+                got = b.grad if b.grad is not None or a is None else torch.zeros_like(b)
+                if case.same:
+                    _close(torch.zeros_like(b) if a is None else a, torch.zeros_like(b) if got is None else got, f"gradient {i}")
+        if case.fallback and any(isinstance(layout, Cut) for layout in layouts):
+            self._fell_back(case, work)
+
+    def _fell_back(self, case: Case, work: Work) -> None:
+        assert work.ledger.fallbacks, "no fallback was counted"
+        for place in work.ledger.fallbacks:
+            assert place.function == case.fallback, f"counted for {place.function}, not {case.fallback}"
+            file, _, line = place.line.rpartition(":")
+            assert file.endswith("_cases.py") and abs(int(line) - case.line) < 30, f"counted at {place.line!r}"
+
+    def _input(self, work: Work, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(the leaf whose gradient is the whole input's, the input as the model sees it)."""
+        if layout == PARTIAL:
+            share = [0.5 + r for r in range(self.ranks)]
+            rest = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).reshape(x.shape)
+            shift = rest * (self.ranks - 1 if self.rank == 0 else -1)
+            leaf = (x * (share[self.rank] / sum(share)) + shift).requires_grad_()
+            return leaf, work.view(leaf.clone(), PARTIAL)
+        leaf = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
+        if isinstance(layout, Cut):
+            return leaf, work.view(work.cut(leaf.clone(), layout), layout)
+        return leaf, leaf.clone()
+
+
+@dataclass
+class Result:
+    """A case on one device."""
+
+    result: Any
+    flat: list[Any]
+    inputs: list[Tensor]
+    gradients: list[Tensor | None]
+    cotangents: list[Tensor | None]
+    differentiable: bool
+    generator: Tensor
+
+
+def _one_device(case: Case, seed: str) -> Result:
+    tensors, function = case.build(Make(seed))
+    leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
+    inputs = [x.clone() for x in leaves]
+    torch.manual_seed(1)
+    result = function(*inputs)
+    generator = torch.get_rng_state()
+    flat = pytree.tree_leaves(result)
+    make = Make(f"cotangents {seed}")
+    cotangents = [make(*x.shape) if _has_gradient(x) and case.gradients else None for x in flat]
+    loss = _loss([(_times(x, c), c) for x, c in zip(flat, cotangents, strict=True)])
+    if loss is not None:
+        loss.backward()
+    values = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    return Result(
+        pytree.tree_unflatten(values, pytree.tree_structure(result)),
+        values,
+        [x.detach() for x in inputs],
+        [x.grad for x in leaves],
+        cotangents,
+        loss is not None,
+        generator,
+    )
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _times(x: Any, cotangent: Tensor | None) -> Any:
+    if cotangent is None:
+        return x
+    return torch.nan_to_num(x.real if x.is_complex() else x) * cotangent
+
+
+def _loss(products: list[tuple[Any, Tensor | None]]) -> Tensor | None:
+    terms = [product.sum() for product, cotangent in products if cotangent is not None]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _same_structure(expected: Any, found: Any) -> None:
+    a, b = pytree.tree_structure(expected), pytree.tree_structure(found)
+    assert a == b, f"structure {b}, not {a}"
+
+
+def _same_facts(expected: list[Any], found: list[Any], rank: int) -> None:
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if not isinstance(a, Tensor):
+            continue
+        assert isinstance(b, Tensor), f"result {i} is {b!r}"
+        assert a.shape == b.shape, f"result {i}: shape {tuple(b.shape)}, not {tuple(a.shape)} ({b!r:.200})"
+        assert a.dtype == b.dtype, f"result {i}: {b.dtype}, not {a.dtype}"
+        if isinstance(b, View) and isinstance(layout := b._mw_layout, Cut):
+            assert layout.local(rank) == b._mw_local.shape[layout.dim], f"result {i}: {b!r} is not its own layout"
+
+
+def _close(expected: Any, found: Any, what: str) -> None:
+    if not isinstance(expected, Tensor):
+        assert type(expected) is type(found) and expected == found, f"{what}: {found!r}, not {expected!r}"
+        return
+    assert expected.dtype == found.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
+    assert expected.shape == found.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    loose = expected.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    precise = {"rtol": 1e-2, "atol": 1e-2} if loose else {"rtol": 1e-9, "atol": 1e-10}
+    same = torch.allclose(expected, found, equal_nan=True, **precise)  # type: ignore[arg-type]
+    assert same, f"{what}: {found.flatten().tolist()[:6]}, not {expected.flatten().tolist()[:6]}"
+
+
+def _show(tensors: list[Tensor], layouts: list[Layout]) -> str:
+    pieces = [
+        f"{tuple(x.shape)} {layout}" + (f" {layout.pieces}" if isinstance(layout, Cut) else "")
+        for x, layout in zip(tensors, layouts, strict=True)
+    ]
+    return ", ".join(pieces)
+
+
+class recorded:  # noqa: N801  (used as a function)
+    """For the time of a ``with``: which rules are asked, and which of them answer."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome, self.before = outcome, dict(RULES)
+
+    def __enter__(self) -> None:
+        for function, rule in self.before.items():
+            RULES[function] = self._watched(rule_name(function), rule)
+
+    def __exit__(self, *_: object) -> None:
+        RULES.update(self.before)
+
+    def _watched(self, name: str, rule: Any) -> Any:
+        def watched(work: Any, func: Any, args: Any, kwargs: Any) -> Any:
+            self.outcome.asked.add(name)
+            out = rule(work, func, args, kwargs)
+            if out is not NotImplemented:
+                self.outcome.answered.add(name)
+            return out
+
+        return watched
+
+
+assert work_module.RULES is RULES  # or else nothing would be recorded
+
+
+class Table(dict[str, Case]):
+    """Cases by name."""
+
+    def add(self, name: str, **options: Any) -> Callable[[Build], Build]:
+        def register(build: Build) -> Build:
+            assert name not in self, f"two cases {name!r}"
+            line = inspect.getsourcelines(build)[1]
+            self[name] = Case(name, build, line, **options)
+            return build
+
+        return register
