@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rich import print
+from rich import print as show
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -79,7 +79,7 @@ def main() -> None:
             found = workers.run(held, case, ranks=mw.Plan.parse(plan).mesh.size)
             recipe, name = found[0][:2]
             shards = mw.shard_map(recipe)
-            print(f"\n[bold]{case}[/]", render(shards, parameter=name), sep="\n")
+            show(f"\n[bold]{case}[/]", render(shards, parameter=name), sep="\n")
             for rank, (_, _, local, full, state) in enumerate(found):
                 said = take_slices(whole, shards.slices(name, rank))
                 assert torch.equal(local, said), (rank, local, said)

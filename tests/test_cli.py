@@ -187,7 +187,7 @@ def test_check(file: str) -> None:
 
 @pytest.mark.usefixtures("pooled")
 def test_train_on_a_dataset(file: str) -> None:
-    arguments = ("--mesh", "dp_shard=2", "--steps", "4", "--lr", "0.05")
+    arguments = ("--mesh", "dp_shard=2", "--steps", "4", "--lr", "0.01", "--global-batch", "16")
     lines = meshwright("train", f"{file}:learner", *arguments).output.splitlines()
     assert lines[0].startswith("step 1/4  loss ")
     assert "rows/s" in lines[0]

@@ -357,7 +357,7 @@ def _show(tensors: list[Tensor], layouts: list[Layout]) -> str:
     return ", ".join(pieces)
 
 
-class recorded:  # noqa: N801  (used as a function)
+class recorded:
     """For the time of a ``with``: which rules are asked, and which of them answer."""
 
     def __init__(self, outcome: Outcome) -> None:

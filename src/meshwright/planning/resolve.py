@@ -135,6 +135,7 @@ def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style
 _TP_PLAN = {
     "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column", "packed_colwise": "column",
     "rowwise": "row", "rowwise_rep": "row", "embedding_rowwise": "row", "packed_rowwise": "row", "rowwise_split_input": "row",
+    "replicated_with_grad_allreduce": "whole", "replicate": "whole",
 }  # fmt: skip
 
 

@@ -109,11 +109,20 @@ class Meeting(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
             return func(torch.ones(args[0].shape, dtype=args[0].dtype))
-        if getattr(func, "__name__", "") in _SAME_DEVICE:
+        name = getattr(func, "__name__", "")
+        if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
+            args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))
+            return func(*args, **kwargs)
+        if name in _SAME_DEVICE:
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             if any(t.is_meta for t in tensors):
                 args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _half(t: Tensor) -> Tensor:
+    t = _to_meta(t)
+    return t.to(torch.bfloat16) if t.is_floating_point() else t
 
 
 _SAME_DEVICE = frozenset(

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 LOSSES = (functional.cross_entropy, functional.nll_loss)
+_ORDER = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 SLOTS = 16  # how many losses of a forward can be counted: the same number on every rank, whatever its path
 
 
@@ -29,8 +30,8 @@ def mean_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """(target, class weights, ignored label) of a loss that is a mean over its labels; None for any other call."""
     if func not in LOSSES:
         return None
-    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    names = {"reduction": "mean", "ignore_index": -100} | dict(zip(order, args, strict=False)) | kwargs
+    names: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
+    names |= dict(zip(_ORDER, args, strict=False)) | kwargs
     target = names.get("target")
     if names["reduction"] != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
         return None

@@ -10,6 +10,7 @@ A mesh of the plan may give its axes in any order; the ranks stand as the plan s
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,17 +67,15 @@ def make_groups(recipe: Recipe, device: torch.device) -> Groups:
 
 def ensure_world(device: str | None, timeout: float) -> torch.device:
     """This process's device, with the default group up: torchrun's, or a world of one in a plain process."""
-    local = int(__import__("os").environ.get("LOCAL_RANK", 0))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(kind, local % max(torch.cuda.device_count(), 1)) if kind == "cuda" else torch.device(kind)
+    place = torch.device(kind)
     if kind == "cuda":
+        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(place)
     if not dist.is_initialized():
-        backend = "nccl" if kind == "cuda" else "gloo"
-        alone = "RANK" not in __import__("os").environ
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(seconds=timeout),
-            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-        )
+        backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=wait)
+        else:
+            dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return place

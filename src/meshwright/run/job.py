@@ -43,7 +43,7 @@ def output_loss(output: Any) -> Tensor:
         raise TypeError(
             f"the model's output ({type(output).__name__}) has no loss; pass loss=, a function of the output"
         )
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 class Job:

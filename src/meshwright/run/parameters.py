@@ -85,7 +85,7 @@ class _LocalPart(torch.autograd.Function):
 
 def local_part(p: DTensor) -> Tensor:
     """What this rank holds of a parameter on the tp mesh, to be computed with."""
-    return _LocalPart.apply(p)  # type: ignore[no-any-return]
+    return _LocalPart.apply(p)
 
 
 def local_tensor(p: Tensor) -> Tensor:

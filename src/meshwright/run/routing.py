@@ -68,7 +68,7 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
     Private: there is no public way to act between the backward of a unit and its reduction
     (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
     """
-    state = module._get_fsdp_state()  # type: ignore[attr-defined]
+    state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]

@@ -203,8 +203,8 @@ def _fresh_torch(task: Task) -> None:
         # DTensor remembers meshes, which compare equal from run to run while their groups do not live on.
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        debug._clear_sharding_prop_cache()
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device
 
 

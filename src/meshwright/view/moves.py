@@ -10,8 +10,8 @@
     cut → cut of another dim: all-to-all                 all-to-all                         exchange
     whole → partial: the first rank keeps it             nothing moves                      hold
 
-"Whole, with a whole gradient" is what the rest of torch calls a tensor; "used in cut work" means that every rank uses it
-for its part only, so that its gradient is a sum over ranks. This is the type theory of local SPMD code (invariant,
+"Whole, with a whole gradient" is what the rest of torch calls a tensor; "used in cut work" means that every rank uses
+it for its part only, so that its gradient is a sum over ranks. This is the type theory of local SPMD code (invariant,
 varying, sharded, partial); Megatron-LM's f and g are ``enter`` and ``reduce`` (arXiv 1909.08053, section 3).
 All take and give local tensors. Each backward is another of these moves, so that they can be differentiated again.
 """
@@ -130,22 +130,22 @@ def enter(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """Partial → whole."""
-    return _Reduce.apply(x, axis)  # type: ignore[no-any-return]
+    return _Reduce.apply(x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
     """Partial → cut."""
-    return _ReduceScatter.apply(x, axis, layout)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, axis, layout)
 
 
 def gather(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
     """Cut → whole, to be used whole."""
-    return _Gather.apply(x, axis, layout)  # type: ignore[no-any-return]
+    return _Gather.apply(x, axis, layout)
 
 
 def gather_enter(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
     """Cut → whole, to be used by cut work."""
-    return _GatherEnter.apply(x, axis, layout)  # type: ignore[no-any-return]
+    return _GatherEnter.apply(x, axis, layout)
 
 
 def take(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
@@ -155,12 +155,12 @@ def take(x: Tensor, axis: Axis, layout: Cut) -> Tensor:
 
 def exchange(x: Tensor, axis: Axis, source: Cut, target: Cut) -> Tensor:
     """Cut → cut of another dim."""
-    return _Exchange.apply(x, axis, source, target)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, axis, source, target)
 
 
 def hold(x: Tensor, axis: Axis) -> Tensor:
     """Whole → partial."""
-    return _Hold.apply(x, axis)  # type: ignore[no-any-return]
+    return _Hold.apply(x, axis)
 
 
 def _differentiable(x: Tensor) -> bool:

@@ -14,8 +14,8 @@ _DEPTH = 6  # how far into plain objects to look
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with ``fn`` of each of its tensors in their places.
 
-    Containers that pytree knows are built anew; plain objects and dataclasses keep their identity and are written to, as
-    a model may hold on to them.
+    Containers that pytree knows are built anew; plain objects and dataclasses keep their identity and are written to,
+    as a model may hold on to them.
     """
     return pytree.tree_map(lambda leaf: _mapped(fn, leaf, _DEPTH), value)
 

@@ -54,7 +54,7 @@ class View(Tensor):
         if isinstance(layout, Cut):
             shape[layout.dim] = layout.size
         # The wrapper has a global shape and no data; the class method is torch's documented way to make one.
-        self: View = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: View = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         self._mw_local, self._mw_layout, self._mw_work = local, layout, work
@@ -71,7 +71,7 @@ class View(Tensor):
         return view._mw_work.call(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Reached only by code that goes round torch functions (a C++ extension, say). Without gradients the whole
         # value serves; with them the graph would silently lose this step.
         views = [t for t in pytree.tree_leaves((args, kwargs or {})) if isinstance(t, View)]
@@ -83,7 +83,7 @@ class View(Tensor):
         args, kwargs = pytree.tree_map_only(View, lambda v: v._mw_work.whole(v), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"View(shape={tuple(self.shape)}, {self._mw_layout}, local={tuple(self._mw_local.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -107,11 +107,11 @@ class Work:
     def place(self, func: Any) -> Fallback:
         """Which function, module and source line of the model is being run."""
         frame, line, module = sys._getframe(1), "", None
-        while frame is not None and module is None:
+        while frame is not None and (module is None or not line):
             owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
             if not line and "/torch/" not in file and "/meshwright/" not in file:
                 line = f"{file}:{frame.f_lineno}"
-            if isinstance(owner, nn.Module):
+            if module is None and isinstance(owner, nn.Module):
                 module = self.names.get(id(owner), type(owner).__name__)
             frame = frame.f_back  # type: ignore[assignment]
         return Fallback(getattr(func, "__name__", str(func)), module or "", line)

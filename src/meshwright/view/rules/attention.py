@@ -10,13 +10,12 @@ from torch.nn import functional
 
 from meshwright.layout import Cut
 from meshwright.view.rules.random import own_stream
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 
 
 @rule("scaled_dot_product_attention")
 def attention(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    order = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    names = dict(zip(order, args, strict=False)) | kwargs
+    names = named("query key value attn_mask dropout_p is_causal", args, kwargs)
     q, k, v, mask = names.pop("query"), names.pop("key"), names.pop("value"), names.pop("attn_mask", None)
     if q.dim() > k.dim() or k.dim() != v.dim() or q.dim() < 3:
         return NotImplemented

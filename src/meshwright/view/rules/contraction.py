@@ -5,8 +5,8 @@ Every operand's dims have labels, as in einsum. Work is cut along one label:
     the label is in the result            the result is cut there; operands without it enter the cut work whole
     the label is summed over              the result is a partial sum
 
-So a weight cut by column (its output dim) wants a whole input and gives a cut output; one cut by row (its input dim) wants
-an input cut the same way and gives a partial sum (Megatron-LM, arXiv 1909.08053).
+So a weight cut by column (its output dim) wants a whole input and gives a cut output; one cut by row (its input dim)
+wants an input cut the same way and gives a partial sum (Megatron-LM, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, Cut
 from meshwright.view import moves
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 from meshwright.view.tensor import View
 
 Labels = Sequence[Any]
@@ -82,7 +82,7 @@ def finish(work: Any, local: Tensor, layout: Any) -> Tensor:
 
 @rule("linear")
 def linear(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    names = named("input weight bias", args, kwargs)
     x, weight, bias = names["input"], names["weight"], names.get("bias")
     lead = list(range(x.dim() - 1))
     ends = ["o", "i"] if weight.dim() == 2 else ["i"]

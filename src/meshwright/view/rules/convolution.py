@@ -9,16 +9,15 @@ from torch.nn import functional
 
 from meshwright.layout import Cut
 from meshwright.view.rules.contraction import contract, with_bias
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 from meshwright.view.tensor import View
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     transposed = "transpose" in func.__name__
-    order = ("input", "weight", "bias", "stride", "padding", *(("output_padding", "groups", "dilation")
-             if transposed else ("dilation", "groups")))  # fmt: skip
-    names = dict(zip(order, args, strict=False)) | kwargs
+    tail = "output_padding groups dilation" if transposed else "dilation groups"
+    names = named(f"input weight bias stride padding {tail}", args, kwargs)
     x, weight, bias, groups = names.pop("input"), names.pop("weight"), names.pop("bias", None), names.pop("groups", 1)
     space = weight.dim() - 2
     run = getattr(functional, func.__name__)
@@ -30,14 +29,14 @@ def convolution(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if groups != 1:
         return _grouped(work, run, x, weight, bias, groups, names, len(lead), transposed)
     ends = ["i", "o"] if transposed else ["o", "i"]
-    labels = [[*lead, "i", *spots], [*ends, *taps]]
+    labels: list[Any] = [[*lead, "i", *spots], [*ends, *taps]]
     out = [*lead, "o", *spots]
     product, layout = contract(work, [x, weight], labels, out, lambda a, b: run(a, b, None, groups=1, **names))
     return with_bias(work, product, layout, bias, space + 1)
 
 
 def _grouped(
-    work: Any, run: Any, x: Tensor, weight: Any, bias: Any, groups: int, names: Any, channel: int, transposed: bool
+    work: Any, run: Any, x: Any, weight: Any, bias: Any, groups: int, names: Any, channel: int, transposed: bool
 ) -> Any:
     """Channels cut between groups: each rank has some groups whole. Rows of the batch cut: local."""
     layout = work.layout(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,7 +114,9 @@ def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
     if any(isinstance(index[i], View) for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
         return NotImplemented
     layout = x._mw_layout
-    dims, local, dim, cut_index = [], [], 0, None
+    dims: list[int | None] = []
+    local: list[Any] = []
+    dim, cut_index = 0, None
     for place, item in enumerate(index):
         used = _dims_used(item)
         if isinstance(layout, Cut) and dim <= layout.dim < dim + used:
@@ -184,7 +187,7 @@ def _explain(work: Any, x: View, layout: Cut, item: Any) -> None:
         start, stop, step = item.indices(layout.size)
         borders = sorted({0, start, stop, layout.size, *_borders(layout)})
         if step == 1:
-            work.blocks(x, tuple(b - a for a, b in zip(borders, borders[1:], strict=False)))
+            work.blocks(x, tuple(b - a for a, b in pairwise(borders)))
 
 
 def _borders(layout: Cut) -> list[int]:

@@ -15,14 +15,14 @@ from torch.nn import functional
 from meshwright.layout import PARTIAL, Cut
 from meshwright.view import moves
 from meshwright.view.rules.reduction import exponentials
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
+
+ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
 @rule("cross_entropy", "cross_entropy_loss")
 def cross_entropy(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    names = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0} | dict(zip(order, args, strict=False))
-    names |= kwargs
+    names = named(ORDER, args, kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
     x, target = names["input"], work.whole(names["target"])
     layout = work.layout(x)
     old_style = names.get("size_average") is not None or names.get("reduce") is not None
@@ -81,8 +81,10 @@ def _rows_cut(
     return work.view(total / count if names["reduction"] == "mean" else total, PARTIAL)
 
 
-_ELEMENTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-soft_margin_loss poisson_nll_loss""".split()
+_ELEMENTWISE = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+poisson_nll_loss
+""".split()
 
 
 @rule(*_ELEMENTWISE)

@@ -1,4 +1,4 @@
-"""Normalisation: local where the normalised dims are not cut; scales and shifts enter the cut work whole, or cut alike."""
+"""Normalisation: local where the normalised dims are not cut; scales and shifts enter whole, or are cut alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm")
@@ -25,9 +25,8 @@ def layer_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 @rule("group_norm")
 def group_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over channels (dim 1): cut where no group is broken."""
-    names = dict(zip(("input", "groups", "weight", "bias", "eps"), args, strict=False))
-    names |= {"groups" if k == "num_groups" else k: v for k, v in kwargs.items()}
-    x, groups, layout = names["input"], names["groups"], work.layout(names["input"])
+    names = named("input num_groups weight bias eps", args, kwargs)
+    x, groups, layout = names["input"], names["num_groups"], work.layout(names["input"])
     if not isinstance(layout, Cut):
         return NotImplemented
     weight, bias, eps = names.get("weight"), names.get("bias"), names.get("eps", 1e-5)
@@ -49,7 +48,7 @@ def group_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @rule("normalize")
 def normalize(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = dict(zip(("input", "p", "dim", "eps"), args, strict=False)) | kwargs
+    names = named("input p dim eps", args, kwargs)
     x, dim = names["input"], names.get("dim", 1)
     layout = work.layout(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int) or layout.dim == dim % x.dim() or names.get("out"):
@@ -60,8 +59,8 @@ def normalize(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 @rule("cosine_similarity")
 def cosine_similarity(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Written out: its parts have rules."""
-    names = dict(zip(("a", "b", "dim", "eps"), args, strict=False)) | kwargs
-    a, b = names.get("a", names.get("x1")), names.get("b", names.get("x2"))
+    names = named("x1 x2 dim eps", args, kwargs)
+    a, b = names["x1"], names["x2"]
     dim, eps = names.get("dim", 1), names.get("eps", 1e-8)
     norms = [torch.sqrt((t * t).sum(dim)).clamp(min=eps) for t in (a, b)]
     result: Tensor = (a * b).sum(dim) / (norms[0] * norms[1])

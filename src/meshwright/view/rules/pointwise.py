@@ -1,7 +1,7 @@
 """Functions of each element, with broadcasting: local wherever one operand is cut.
 
-The other operands are brought to the same cut: those that have the cut dim take their slice, those that broadcast over it
-enter the cut work whole. Sums stay lazy: partial ± partial is partial, and so is partial times a number.
+The other operands are brought to the same cut: those that have the cut dim take their slice, those that broadcast over
+it enter the cut work whole. Sums stay lazy: partial ± partial is partial, and so is partial times a number.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from meshwright.layout import PARTIAL, WHOLE, Cut, Partial
 from meshwright.view.rules.registry import RULES, functions, rule, writes
 from meshwright.view.tensor import View
 
-_UNARY = """abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh
-tanh asin acos atan asinh acosh atanh sigmoid logit erf erfc erfinv floor ceil round trunc frac sign sgn reciprocal isnan
+_UNARY = """
+abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh tanh
+asin acos atan asinh acosh atanh sigmoid logit erf erfc erfinv floor ceil round trunc frac sign sgn reciprocal isnan
 isinf isfinite isneginf isposinf logical_not bitwise_not relu relu6 gelu silu mish elu celu selu leaky_relu softplus
 softsign tanhshrink hardtanh hardswish hardsigmoid logsigmoid hardshrink softshrink threshold nan_to_num clamp clip
 clamp_min clamp_max to float double half bfloat16 int long short bool byte type type_as clone contiguous detach
 requires_grad_ zeros_like ones_like full_like empty_like conj angle real imag sinc digamma lgamma i0 deg2rad rad2deg
-view_as_real view_as_complex cpu cuda data resolve_conj resolve_neg nan_to_num alias fill zero""".split()
-_BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum
-fmax fmin eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal logical_and logical_or logical_xor
-bitwise_and bitwise_or bitwise_xor atan2 hypot where masked_fill lerp addcmul addcdiv rsub xlogy heaviside copysign prelu_
-isclose logaddexp nextafter polar complex rrelu_ __and__ __or__ __xor__ __rpow__ __rdiv__ __rtruediv__ __radd__ __rmul__
-__rsub__ __rfloordiv__ __rmod__ __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __eq__ __ne__ __lt__ __le__
-__gt__ __ge__ __neg__ __abs__ __invert__ __pos__ __rand__ __ror__ __rxor__""".split()
+view_as_real view_as_complex cpu cuda data resolve_conj resolve_neg alias fill zero
+""".split()
+_BINARY = """
+add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum
+fmax fmin eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal logical_and logical_or
+logical_xor bitwise_and bitwise_or bitwise_xor atan2 hypot where masked_fill lerp addcmul addcdiv rsub xlogy
+heaviside copysign prelu_ isclose logaddexp nextafter polar complex rrelu_ __and__ __or__ __xor__ __rpow__ __rdiv__
+__rtruediv__ __radd__ __rmul__ __rsub__ __rfloordiv__ __rmod__ __add__ __sub__ __mul__ __truediv__ __floordiv__
+__mod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ __invert__ __pos__ __rand__ __ror__
+__rxor__
+""".split()
 _IN_PLACE = "iadd isub imul itruediv ifloordiv ipow iand ior ixor imod".split()
 _NAMES = [*_UNARY, *_BINARY, *(f"__{n}__" for n in _IN_PLACE)]
 

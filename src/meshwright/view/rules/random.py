@@ -11,14 +11,13 @@ import torch
 from torch.nn import functional
 
 from meshwright.layout import Cut
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 
 
 @rule("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 def dropout(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    default = {"p": 0.5, "training": True, "inplace": False}
-    names = default | dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-    x, p = names.get("input"), names["p"]
+    names = named("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
+    x, p = names["input"], names["p"]
     layout = work.layout(x)
     if not isinstance(layout, Cut):
         return NotImplemented

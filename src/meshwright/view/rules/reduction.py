@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, Cut, Partial
 from meshwright.view import moves
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 
 
 def dims_of(given: Any, rank: int) -> list[int]:
@@ -27,8 +27,9 @@ def after_reduction(layout: Cut, dims: Sequence[int], keepdim: bool) -> Cut:
 
 @rule("sum", "mean", "nansum")
 def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    x, layout = names.pop("input"), work.layout(args[0] if args else kwargs["input"])
+    names = named("input dim keepdim", args, kwargs)
+    x = names.pop("input")
+    layout = work.layout(x)
     if not isinstance(layout, (Cut, Partial)) or names.get("out") is not None:
         return NotImplemented
     if isinstance(layout, Partial):
@@ -50,10 +51,8 @@ def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
       "median", "count_nonzero", "vector_norm", "var_mean", "std_mean")  # fmt: skip
 def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Local where the cut dim is not reduced."""
-    if func.__name__ in ("norm", "vector_norm"):  # (input, p, dim, keepdim)
-        names = dict(zip(("input", "p", "dim", "keepdim"), args, strict=False)) | kwargs
-    else:
-        names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    order = "input p dim keepdim" if func.__name__ in ("norm", "vector_norm") else "input dim keepdim"
+    names = named(order, args, kwargs)
     layout = work.layout(names.get("input"))
     if not isinstance(layout, Cut) or names.get("out") is not None or isinstance(names.get("dim"), Tensor):
         return NotImplemented
@@ -86,8 +85,8 @@ def along_one_dim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax")
 def softmax(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x, dim, dtype = names.get("input"), names.get("dim"), names.get("dtype")
+    names = named("input dim", args, kwargs)
+    x, dim, dtype = names["input"], names.get("dim"), names.get("dtype")
     layout = work.layout(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int):
         return NotImplemented

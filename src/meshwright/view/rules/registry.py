@@ -1,7 +1,8 @@
 """The table: torch function → rule.
 
-A rule is ``rule(work, func, args, kwargs)``. It looks at layouts and shapes, never at values; does plain torch functions
-and moves on local tensors; and gives the result, or ``NotImplemented`` where it does not fit (then the fallback runs).
+A rule is ``rule(work, func, args, kwargs)``. It looks at layouts and shapes, never at values; does plain torch
+functions and moves on local tensors; and gives the result, or ``NotImplemented`` where it does not fit (then the
+fallback runs).
 One rule serves a function under all its names (``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``Tensor.add_`` …).
 """
 
@@ -40,6 +41,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def named(order: str, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The arguments of a call by name; ``order``: the names of those that may be given by place."""
+    return {**defaults, **dict(zip(order.split(), args, strict=False)), **kwargs}
+
+
 def _facts() -> frozenset[Any]:
     properties = (
         "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_mps \
@@ -59,8 +65,8 @@ FACTS = _facts()
 
 _ALIASES = frozenset(
     f
-    for name in "__getitem__ select narrow unbind split chunk view reshape transpose permute squeeze unsqueeze diagonal \
-        expand movedim swapaxes flatten unflatten view_as detach t real imag unfold as_strided".split()
+    for name in "__getitem__ select narrow unbind split chunk view reshape transpose permute squeeze unsqueeze \
+        diagonal expand movedim swapaxes flatten unflatten view_as detach t real imag unfold as_strided".split()
     for f in functions(name)
 )
 _WRITES = (

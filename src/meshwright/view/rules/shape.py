@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial, regroup, reshape_group
-from meshwright.view.rules.registry import RULES, rule
+from meshwright.view.rules.registry import RULES, named, rule
 from meshwright.view.tensor import View
 
 
@@ -126,7 +126,8 @@ def _target_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if name in ("view_as", "reshape_as"):
         return list(rest[0].shape)
     if name == "flatten" or name == "ravel":
-        start, end = (*rest, *(0, -1)[len(rest) :])
+        bounds = [*rest, *(0, -1)[len(rest) :]]
+        start, end = bounds[0], bounds[1]
         start, end = start % max(x.dim(), 1), end % max(x.dim(), 1)
         return [*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :]]
     if name == "unflatten":
@@ -189,7 +190,7 @@ def repeat(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @rule("repeat_interleave")
 def repeat_interleave(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    names = named("input repeats dim", args, kwargs)
     x, times, dim = names["input"], names.get("repeats"), names.get("dim")
     if not isinstance(x, View) or not isinstance(times, int) or dim is None:
         return NotImplemented

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import PARTIAL, Cut
-from meshwright.view.rules.registry import rule
+from meshwright.view.rules.registry import named, rule
 
 
 @rule("embedding")
 def embedding(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    order = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    order = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # torch.embedding(weight, indices, …)
-        order = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
-    names = dict(zip(order, args, strict=False)) | kwargs
+        order = "weight input padding_idx scale_grad_by_freq sparse"
+    names = named(order, args, kwargs)
     names["input"] = names.pop("indices", names.get("input"))
     if names.get("max_norm") is not None or names.get("scale_grad_by_freq") or names.get("sparse"):
         return NotImplemented
