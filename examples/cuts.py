@@ -65,7 +65,7 @@ def main() -> None:
             cuts = ", ".join(f"{p.name} {tuple(p.shape)} {p.tp}" for p in report.recipe if p.name.endswith("weight"))
             moved = ", ".join(f"{calls} {kind}" for kind, (calls, _) in report.collectives.items())
             print(f"{name}:\n  {cuts}\n  a step: {moved}; worst error against one device {report.worst[2]:.0e}")
-        shapes, calls = workers.run(redistributed, 8, 18)[0]
+        shapes, calls = workers.run(redistributed, 8, 18, ranks=2)[0]
     print(f"8 × 18, column → row → whole: {' → '.join(map(str, shapes))} by {' and '.join(calls)}, as DTensor has it")
     assert shapes == [(8, 9), (4, 18), (8, 18)]
 

@@ -58,31 +58,33 @@ def entropy(ids: torch.Tensor) -> float:
     return -float((p * p.clamp(min=1e-300).log()).sum())
 
 
-def train() -> float:
+def train(steps: int) -> float:
     """Runs on every rank. The loss on text that was held out."""
     ids = text()
     job = mw.parallelize(build, PLAN, batch=rows(ids[:ROWS]))
-    loop.train(job, rows(ids[HELD_OUT:]), steps=STEPS, global_batch=ROWS, lr=2e-3, on_step=report)
+    loop.train(job, rows(ids[HELD_OUT:]), steps=steps, global_batch=ROWS, lr=2e-3, on_step=report)
     losses = [job.evaluate(batch) for batch in job.batches(rows(ids[:HELD_OUT]), ROWS, shuffle=False)]
     return float(sum(losses)) / len(losses)
 
 
-def main() -> int:
-    console, started = Console(highlight=False), time.monotonic()
+def main(steps: int = STEPS) -> int:
+    console, started = Console(highlight=False, emoji=False), time.monotonic()
     ids = text()
     alone = entropy(ids)
-    console.print(f"[bold]Text:[/] {count_text(ids.numel())} bytes; their frequencies alone give {alone:.3f} nats a byte")
+    console.print(
+        f"[bold]Text:[/] {count_text(ids.numel())} bytes, of {alone:.3f} nats each by their frequencies alone"
+    )
     shards = mw.shard_map(mw.make_recipe(build, PLAN, rows(ids[:ROWS])))
     console.print(f"[bold]Model:[/] {count_text(shards.numel)} parameters over {shards.mesh}; one block of four:\n")
     console.print(render(shards, rank=3, parameter="model.layers.0"))
 
     with mw.local_workers(shards.mesh.size) as workers:
         console.print("\n[bold]Training[/]")
-        loss = trained(workers, console)
+        loss = trained(workers, steps, console)
         console.print(f"loss on text held out: {loss:.3f} nats a byte; byte frequencies alone: {alone:.3f}")
         console.print("\n[bold]Check[/] against plain PyTorch in one process")
         verdict = mw.check(build, rows(ids[:4, :32]), PLAN, workers=workers)
-        console.print(str(verdict), markup=False)
+        print(verdict)
 
     learnt = math.isfinite(loss) and loss < alone - WELL_BELOW
     console.print(f"\n{'[green]Learnt' if learnt else '[red]Not learnt'}[/], ", end="")
@@ -91,19 +93,19 @@ def main() -> int:
     return 0 if learnt and verdict else 1
 
 
-def trained(workers: LocalWorkers, console: Console) -> float:
+def trained(workers: LocalWorkers, steps: int, console: Console) -> float:
     """Trains in the workers, with a bar here; the loss at the end."""
     columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=STEPS, told="starting")
+        task = bar.add_task("", total=steps, told="starting")
 
         def show(now: loop.Progress) -> None:
             told = f"loss {now.loss:.3f}  {count_text(now.rate)} {now.unit}/s  {size_text(now.memory)} a process"
             bar.update(task, completed=now.step, told=told)
-            if now.step in (1, STEPS) or now.step % 20 == 0:
+            if now.step in (1, steps) or now.step % 20 == 0:
                 bar.console.print(f"step {now.step:3}  {told}")
 
-        return float(workers.run(train, on_report=show, timeout=300)[0])
+        return float(workers.run(train, steps, ranks=4, on_report=show, timeout=300)[0])
 
 
 if __name__ == "__main__":

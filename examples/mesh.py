@@ -32,7 +32,7 @@ def main() -> None:
         for spec in MESHES:
             mesh = mw.Mesh.parse(spec)
             print(mesh.picture(), end="\n\n")
-            for rank, found in enumerate(workers.run(place, spec)):
+            for rank, found in enumerate(workers.run(place, spec, ranks=mesh.size)):
                 expected = {a: (mesh.coordinate(rank)[a], mesh.group_of(rank, a)) for a in mesh.names}
                 assert found == expected, (rank, found, expected)
                 told = "   ".join(f"{axis} {index} of {group}" for axis, (index, group) in found.items())

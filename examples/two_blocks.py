@@ -1,8 +1,9 @@
-"""DDP for one block and FSDP for another, on the same ranks; and both block's layers cut over tensor parallel ranks.
+"""DDP for one block and FSDP for another, on the same ranks; and data mixed with tensor parallelism.
 
-Answers questions 2 and 3 of the thread on two concurrent blocks, about its model ``Foo``, which is not edited: ``block_b``
-is the larger, so its weights are sharded, while ``block_a`` is replicated; and data parallelism is mixed with tensor
-parallelism. (Its first question, blocks at the same time on ranks of their own, is that of branches, which are to come.)
+Answers questions 2 and 3 of the thread on two concurrent blocks, about its model ``Foo``, which is not edited.
+``block_b`` is the larger, so its weights are sharded, while ``block_a`` is replicated; then the layers of both are cut
+over tensor parallel ranks as well. (Question 1, blocks at the same time on ranks of their own, is that of branches,
+which are to come.)
 """
 
 from __future__ import annotations

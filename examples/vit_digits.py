@@ -17,7 +17,7 @@ from meshwright.run import loop
 from meshwright.run.workers import report
 
 PLAN = {"mesh": {"dp_shard": 2, "tp": 2}}  # the outer axis is data: across hosts; the inner one tensor: within a host
-STEPS, ROWS, WIDTH, HEADS, BLOCKS, TEST = 150, 64, 64, 4, 2, 256
+STEPS, ROWS, WIDTH, HEADS, BLOCKS, TEST = 100, 64, 64, 4, 2, 256
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, WIDTH, kernel_size=2, stride=2)
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 17, WIDTH))
+        self.positions = nn.Parameter(0.3 * torch.randn(1, 17, WIDTH))
         self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
 
@@ -59,28 +59,31 @@ def digits() -> dict[str, Tensor]:
 
 
 def train(steps: int) -> tuple[float, int]:
-    """Runs on every rank: the first and the last loss, and how many of the test images are recognised."""
+    """Runs on every rank: how many of its test images it recognises, and which data rank it is."""
     data = digits()
-    fit, test = ({k: v[rows] for k, v in data.items()} for rows in (slice(TEST, None), slice(TEST)))
+    order = torch.randperm(len(data["labels"]), generator=torch.Generator().manual_seed(0))
+    fit, test = ({k: v[rows] for k, v in data.items()} for rows in (order[TEST:], order[:TEST]))
     job = mw.parallelize(ViT, PLAN, batch={k: v[:ROWS] for k, v in fit.items()})
-    loop.train(job, fit, steps=steps, global_batch=ROWS, lr=3e-3, on_step=report)
+    loop.train(job, fit, steps=steps, global_batch=ROWS, lr=2e-3, on_step=report)
     with torch.no_grad():
-        right = sum((job(**b)["logits"].argmax(-1) == b["labels"]).sum() for b in job.batches(test, TEST, shuffle=False))
+        right = sum(
+            (job(**b)["logits"].argmax(-1) == b["labels"]).sum() for b in job.batches(test, TEST, shuffle=False)
+        )
     return int(right), job.recipe.mesh.data_index(job.groups.rank)
 
 
-def main(steps: int = STEPS) -> float:
+def main(steps: int = STEPS, least: float = 0.9) -> float:
     def told(now: loop.Progress) -> None:
         if now.step in (1, steps) or now.step % 20 == 0:
             print(f"step {now.step:3}  loss {now.loss:.3f}  {now.rate:.0f} images/s")
 
     with mw.local_workers(4) as workers:
-        found = workers.run(train, steps, on_report=told)
+        found = workers.run(train, steps, ranks=4, on_report=told)
         accuracy = sum({piece: right for right, piece in found}.values()) / TEST  # each data rank has its rows
         print(f"{accuracy:.1%} of {TEST} images that it never saw are recognised")
         verdict = mw.check(ViT, {k: v[:8] for k, v in digits().items()}, PLAN, workers=workers)
         print(verdict)
-    assert accuracy > 0.85 and verdict
+    assert accuracy > least and verdict
     return accuracy
 
 

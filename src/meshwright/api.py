@@ -16,7 +16,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
-from meshwright.run.apply import Transform, apply
+from meshwright.run.apply import Transform, apply, cast
 from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
@@ -80,7 +80,7 @@ class Planned:
     def __init__(self, build: Build, plan: Plan, batch: Any, loss: Loss, dtype: torch.dtype | None = None) -> None:
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
-            self._model.to(dtype)
+            cast(self._model, dtype)
         self._loss = loss
         self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), batch)
 

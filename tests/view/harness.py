@@ -43,6 +43,7 @@ class Case:
 
     Attributes:
         rounds: how many random shapes.
+        most: how many trials of each at most, drawn at random; None for all.
         same: whether the result is that of one device. Not where ranks draw numbers of their own, or for memory that
             nobody has written; then structure, shapes and the generator's step are compared alone.
         cuts: which inputs to cut (by position); None for all of them.
@@ -56,6 +57,7 @@ class Case:
     build: Build
     line: int = 0
     rounds: int = 1
+    most: int | None = None
     same: bool = True
     cuts: tuple[int, ...] | None = None
     fallback: str | None = None
@@ -140,7 +142,9 @@ def run_cases(cases: Sequence[Case], kinds: Sequence[str] = ("even", "uneven", "
                 except Exception:
                     outcome.failures.setdefault(case.name, []).append(f"the case itself: {traceback.format_exc()}")
                     continue
-                for layouts in trials(case, tensors, Make(f"layouts {seed}"), bench.ranks, kinds):
+                make = Make(f"layouts {seed}")
+                tried = list(trials(case, tensors, make, bench.ranks, kinds))
+                for layouts in tried if case.most is None else make.choose.sample(tried, min(case.most, len(tried))):
                     outcome.trials += 1
                     if problem := bench.trial(case, seed, layouts, plain):
                         outcome.failures.setdefault(case.name, []).append(f"{_show(tensors, layouts)}: {problem}")

@@ -41,11 +41,8 @@ _INTEGERS = "bitwise_not bitwise_and bitwise_or bitwise_xor __invert__ __and__ _
 _COMPLEX = "conj imag view_as_real"
 _TERNARY = "lerp addcmul addcdiv"
 _UNWRITTEN = ("empty_like",)
+_FLAT = "floor_divide rfloordiv ifloordiv floordiv heaviside nextafter".split()  # torch has no derivative
 _ELSEWHERE = {"cuda"}  # needs another device
-
-_ONE = {
-    "abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square"
-}  # only to keep the words above in one place
 
 
 def _base(name: str) -> str:
@@ -147,7 +144,7 @@ def _register() -> None:
             if not _works(function, build, label):
                 continue
             case = label if kind != "number" else f"{label} number"
-            CASES[case] = Case(case, build, same=base not in _UNWRITTEN)
+            CASES[case] = Case(case, build, same=base not in _UNWRITTEN, gradients=base.strip("_") not in _FLAT, most=4)
 
 
 _register()
@@ -374,18 +371,6 @@ def _(make: Make) -> Any:
         return fresh, x.new_empty((b, a)).shape, x * x.new_ones(x.shape)
 
     return [make(a, b)], run
-
-
-@CASES.add("hooks on values")
-def _(make: Make) -> Any:
-    a, b = make.sizes(2)
-
-    def run(x: Tensor, w: Tensor) -> Any:
-        y = x * 2
-        y.register_hook(lambda g: g * 3)
-        return functional.linear(y, w)
-
-    return [make(a, b), make(3, b)], run
 
 
 @CASES.add("rrelu_ draws like one device")

@@ -55,7 +55,7 @@ def apply(
     recorded = record(build, seed=recipe.seed)
     model = recorded.module
     if dtype is not None:
-        model.to(dtype)
+        cast(model, dtype)
     cut_parameters(model, recipe, groups)
     recompute(model, recipe.recompute)
     shard_units(model, recipe, groups)
@@ -66,6 +66,11 @@ def apply(
     torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
     routed = Routed(model, groups.device) if recipe.routed and needs_fsdp(recipe) else None
     return Job(model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating parameters and buffers; complex and integer ones stay (``Module.to`` would make complex real)."""
+    model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _values(

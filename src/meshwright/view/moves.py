@@ -34,7 +34,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, wide: bool) -> Tensor:
         ctx.axis, ctx.wide = axis, wide
-        return x.view_as(x)
+        return x.detach()  # not a view of x, which x, that remembers it, would keep alive for ever; versions are shared
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:

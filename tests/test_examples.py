@@ -1,0 +1,173 @@
+"""The examples, run as a person runs them; and the documents' own cases, with their numbers written out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.run.workers import LocalWorkers
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FILES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, workers: LocalWorkers) -> Iterator[object]:
+    """Loads an example; it uses the tests' workers instead of its own."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(mw, "local_workers", lambda ranks: nullcontext(workers))
+    loaded: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        loaded.append(name)
+        return importlib.import_module(name)
+
+    yield load
+    for name in loaded:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_example_says_what_it_is_about_and_fits_a_page(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert text.startswith('"""')
+    assert 'if __name__ == "__main__":' in text
+    assert len(text.splitlines()) <= 120
+
+
+# --- (a) meshes of 2 × 3 and 3 × 2 ------------------------------------------------------------------------------------
+
+
+def test_who_is_with_whom_on_meshes_of_2_by_3_and_3_by_2(
+    example: object, capsys: pytest.CaptureFixture[str], workers: LocalWorkers
+) -> None:
+    module = example("mesh")  # type: ignore[operator]
+    module.main()
+    told = capsys.readouterr().out
+    assert "rank 4:  dp_shard 1 of [1, 4]   tp 1 of [3, 4, 5]" in told
+    assert "rank 4:  dp_shard 2 of [0, 2, 4]   tp 0 of [4, 5]" in told
+    wide, tall = mw.Mesh.parse("dp_shard=2,tp=3"), mw.Mesh.parse("dp_shard=3,tp=2")
+    assert wide.groups("tp") == [[0, 1, 2], [3, 4, 5]] and wide.groups("dp_shard") == [[0, 3], [1, 4], [2, 5]]
+    assert tall.groups("tp") == [[0, 1], [2, 3], [4, 5]] and tall.groups("dp_shard") == [[0, 2, 4], [1, 3, 5]]
+
+
+# --- (b) weights of 101 … ---------------------------------------------------------------------------------------------
+
+# What the document prints for HSDP, and what FSDP × tp must hold: tp cuts rows of the weight first, FSDP what is left.
+FIRST_AND_LAST = {
+    "HSDP on 2 × 4": [(101, 125), (126, 150), (151, 175), (176, 200)] * 2,
+    "FSDP × tp on 2 × 4": [
+        (101, 124), (137, 160), (173, 196), (209, 232), (125, 136), (161, 172), (197, 208), (233, 244),
+    ],
+    "10 rows over 3 × 2": [(101, 108), (121, 128), (109, 116), (129, 136), (117, 120), (137, 140)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIRST_AND_LAST)
+def test_each_rank_holds_the_documents_numbers_and_the_whole_comes_back_in_order(
+    case: str, example: object, workers: LocalWorkers
+) -> None:
+    module = example("who_holds_what")  # type: ignore[operator]
+    expected = FIRST_AND_LAST[case]
+    found = workers.run(module.held, case, ranks=len(expected))
+    for (_, name, local, full, state), (first, last) in zip(found, expected, strict=True):
+        assert local.flatten().tolist() == list(range(first, last + 1))
+        assert full.flatten().tolist() == list(range(101, 101 + full.numel()))
+        assert not state or torch.equal(state[name], full)
+    assert found[0][-1], "rank 0 has the whole state"
+
+
+def test_what_each_rank_holds_is_what_the_map_says(
+    example: object, capsys: pytest.CaptureFixture[str], workers: LocalWorkers
+) -> None:
+    example("who_holds_what").main()  # type: ignore[operator]
+    told = capsys.readouterr().out
+    assert "rank 6 holds 50:75: 151 … 175" in told
+    assert told.count("the whole comes back in order") == 3
+
+
+# --- (c) column, row, pairwise; column → row → whole ------------------------------------------------------------------
+
+
+def test_column_row_and_pairwise_cuts_and_a_tensor_moved_between_them(
+    example: object, capsys: pytest.CaptureFixture[str], workers: LocalWorkers
+) -> None:
+    module = example("cuts")  # type: ignore[operator]
+    module.main()
+    told = capsys.readouterr().out
+    pair = "up.weight (16, 8) cut(0), down.weight (8, 16) cut(1)\n  a step: 1 all_reduce;"
+    assert f"pairwise:\n  {pair}" in told
+    assert f"left to be found:\n  {pair}" in told
+    assert "(8, 9) → (4, 18) → (8, 18)" in told
+    uneven, calls = workers.run(module.redistributed, 7, 5, ranks=2)[1]
+    assert uneven == [(7, 2), (3, 5), (7, 5)] and calls == {"all_to_all": 1, "all_gather": 1}
+
+
+# --- (d) a ViT on digits ----------------------------------------------------------------------------------------------
+
+
+def test_a_vit_learns_digits_data_and_tensor_parallel(example: object, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    assert example("vit_digits").main(steps=40, least=0.7) > 0.7  # type: ignore[operator]
+    assert "PASSED  dp_shard=2 × tp=2 is one device" in capsys.readouterr().out
+
+
+# --- (e) DDP for one block, FSDP for another --------------------------------------------------------------------------
+
+
+def test_one_block_replicated_and_one_sharded(
+    example: object, capsys: pytest.CaptureFixture[str], workers: LocalWorkers
+) -> None:
+    module = example("two_blocks")  # type: ignore[operator]
+    module.main()
+    assert capsys.readouterr().out.count("PASSED") == len(module.PLANS)
+    plan = module.PLANS["block_a DDP, block_b FSDP"]
+    shards = mw.shard_map(mw.make_recipe(module.Foo, plan, {"x": torch.zeros(8, 256)}, module.loss))
+    assert shards.held_by("block_a.weight") == (((0, 1, 2, 3), (((0, 32),), ((0, 256),))),)
+    assert [ranks for ranks, _ in shards.held_by("block_b.0.weight")] == [(0,), (1,), (2,), (3,)]
+
+
+# --- the demo and the script ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_fails_where_nothing_was_learnt_and_still_checks(
+    example: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert example("demo").main(steps=2) == 1  # type: ignore[operator]
+    told = capsys.readouterr().out
+    assert "PASSED  dp_shard=2 × tp=2 is one device" in told
+    assert "Not learnt, same as one device" in told
+
+
+def _script(*command: str) -> subprocess.CompletedProcess[str]:
+    root = EXAMPLES.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
+    return subprocess.run(
+        [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_the_script_trains_under_torchrun() -> None:
+    pytest.importorskip("transformers")
+    run = _script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/train.py")
+    assert run.returncode == 0, run.stderr
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.2
+
+
+def test_the_script_alone_says_how_to_start_it() -> None:
+    pytest.importorskip("transformers")
+    run = _script("examples/train.py")
+    assert run.returncode != 0
+    assert "torchrun --nproc-per-node 4 examples/train.py" in run.stderr
