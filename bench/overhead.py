@@ -3,11 +3,11 @@
     python bench/overhead.py [--quick]
 
 The same small Llama-like model, with the same weights, is laid out twice in the same processes: by ``mw.parallelize``,
-and by hand with ``parallelize_module`` (vocabulary-parallel embedding, head and loss) and ``fully_shard``. Steps
-alternate, one of each, so that both meet the same machine; medians are over steps, of which the slowest rank's time
-counts. A step is forward, backward and AdamW. Collectives are those of one step on rank 0, as torch's dispatcher sees
-them on both sides alike; bytes are what the rank puts in. Processes are local, with gloo on CPU: where they wait for a
-core, times vary; see the spread.
+and by hand with ``parallelize_module`` (vocabulary-parallel embedding, head and loss; one gradient all-reduce for the
+layers that share an input) and ``fully_shard``. Steps alternate, one of each, so that both meet the same machine;
+medians are over steps, of which the slowest rank's time counts. A step is forward, backward and AdamW. Collectives are
+those of one step on rank 0, as torch's dispatcher sees them on both sides alike; bytes are what the rank puts in.
+Processes are local, with gloo on CPU: where they wait for a core, times vary; see the spread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleOutput,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -91,9 +93,14 @@ def by_hand(mesh: dict[str, int], blocks: int, batch: dict[str, Tensor]) -> Step
     torch.manual_seed(0)
     model = Decoder(blocks)
     devices = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    as_dtensor = partial(
+        PrepareModuleOutput, output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+    )
     if "tp" in mesh:
         parallelize_module(model, devices["tp"], {
             "embed": RowwiseParallel(input_layouts=Replicate()),
+            # so that layers which share an input share its gradient's all-reduce, too
+            **{name: as_dtensor() for name in ("blocks.*.norm1", "blocks.*.norm2", "norm")},
             **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
             **{f"blocks.*.{name}": RowwiseParallel() for name in ("o", "down")},
             "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),

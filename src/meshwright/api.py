@@ -68,21 +68,33 @@ def parallelize(
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
     """Every decision about a model under a plan; starts no process and allocates no parameter.
 
+    ``batch``: of all data ranks together; each needs a row of it.
+
     Raises:
         PlanError: with every problem of the plan.
     """
-    return Planned(build, Plan.parse(plan), batch, loss or output_loss).recipe
+    return Planned(build, Plan.parse(plan), batch, loss or output_loss, whole_batch=True).recipe
 
 
 class Planned:
     """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
 
-    def __init__(self, build: Build, plan: Plan, batch: Any, loss: Loss, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        build: Build,
+        plan: Plan,
+        batch: Any,
+        loss: Loss,
+        dtype: torch.dtype | None = None,
+        *,
+        whole_batch: bool = False,
+    ) -> None:
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)
         self._loss = loss
-        self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), batch)
+        rows = batch if whole_batch else None
+        self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), rows)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""

@@ -93,7 +93,15 @@ class Make:
         count = torch.Size(shape).numel()
         return (torch.randperm(count, generator=self.numbers).double() / count - 0.4).reshape(shape)
 
-    def layout(self, shape: Sequence[int], dim: int, ranks: int, kind: str) -> Cut:
+    def layout(self, shape: Sequence[int], dim: int, ranks: int, kind: str, empty: bool = False) -> Cut:
+        """A cut of the dim; every rank holds something of it, unless ``empty``."""
+        while True:
+            layout = self._layout(shape, dim, ranks, kind)
+            if empty or shape[dim] < ranks or all(layout.local(r) for r in range(ranks)):
+                return layout
+            kind = "uneven" if kind == "fused" else kind
+
+    def _layout(self, shape: Sequence[int], dim: int, ranks: int, kind: str) -> Cut:
         if kind == "even":
             return cut(dim, shape[dim], ranks)
         blocks = [shape[dim]]
@@ -126,8 +134,11 @@ def rule_name(function: Any) -> str:
     return f"{function.__self__.__name__}.get" if name == "__get__" else name
 
 
-def run_cases(cases: Sequence[Case], kinds: Sequence[str] = ("even", "uneven", "fused", "uneven fused")) -> Outcome:
-    """On every rank: all trials of all cases."""
+KINDS = ("even", "uneven", "fused", "uneven fused")
+
+
+def run_cases(cases: Sequence[Case], empty: bool = False) -> Outcome:
+    """On every rank: all trials of all cases; ``empty``: also with ranks that hold nothing of a tensor."""
     outcome, bench = Outcome(), Bench()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -143,30 +154,31 @@ def run_cases(cases: Sequence[Case], kinds: Sequence[str] = ("even", "uneven", "
                     outcome.failures.setdefault(case.name, []).append(f"the case itself: {traceback.format_exc()}")
                     continue
                 make = Make(f"layouts {seed}")
-                tried = list(trials(case, tensors, make, bench.ranks, kinds))
+                tried = list(trials(case, tensors, make, bench.ranks, empty))
                 for layouts in tried if case.most is None else make.choose.sample(tried, min(case.most, len(tried))):
                     outcome.trials += 1
                     if problem := bench.trial(case, seed, layouts, plain):
                         outcome.failures.setdefault(case.name, []).append(f"{_show(tensors, layouts)}: {problem}")
+                        report((case.name, outcome.failures[case.name][-1]))
                         if len(outcome.failures[case.name]) >= 6:
                             break
     return outcome
 
 
 def trials(
-    case: Case, tensors: list[Tensor], make: Make, ranks: int, kinds: Sequence[str]
+    case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: bool
 ) -> Iterator[list[Layout]]:
     """Layouts of the inputs: each input alone in each way, and some of all of them together."""
     whole: list[Layout] = [WHOLE] * len(tensors)
     tried = [i for i in range(len(tensors)) if case.cuts is None or i in case.cuts]
-    places = [(i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] > 1]
+    places = [(i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] >= (1 if empty else ranks)]
 
     def alone(i: int, layout: Layout) -> list[Layout]:
         return [*whole[:i], layout, *whole[i + 1 :]]
 
     for i, dim in places:
-        for kind in dict.fromkeys([kinds[0], make.choose.choice(kinds)]):
-            yield alone(i, make.layout(tensors[i].shape, dim, ranks, kind))
+        for kind in dict.fromkeys([KINDS[0], make.choose.choice(KINDS)]):
+            yield alone(i, make.layout(tensors[i].shape, dim, ranks, kind, empty))
     summed = [i for i in tried if case.partial and tensors[i].is_floating_point()]
     for i in summed:
         yield alone(i, PARTIAL)
@@ -177,8 +189,8 @@ def trials(
                 options = [dim for j, dim in places if j == i]
                 draw = make.choose.random()
                 if options and draw < 0.7:
-                    dim, kind = make.choose.choice(options), make.choose.choice(kinds)
-                    layouts[i] = make.layout(tensors[i].shape, dim, ranks, kind)
+                    dim, kind = make.choose.choice(options), make.choose.choice(KINDS)
+                    layouts[i] = make.layout(tensors[i].shape, dim, ranks, kind, empty)
                 elif i in summed and draw < 0.85:
                     layouts[i] = PARTIAL
             if any(layout != WHOLE for layout in layouts):
@@ -193,7 +205,7 @@ class Bench:
         self.group = self._group()
 
     def _group(self) -> Any:
-        return dist.new_group(timeout=timedelta(seconds=20))
+        return dist.new_group(timeout=timedelta(seconds=15))
 
     def work(self) -> Work:
         ledger = Ledger()

@@ -196,10 +196,11 @@ class PlanningWork(Work):
         return self._decide(parameter, dim, ("auto", "column"), None)
 
     def row(self, parameter: Any, dim: int) -> Any:
-        return self._decide(parameter, dim, ("row",), None) if self._forced(parameter) else parameter
+        return self._decide(parameter, dim, ("row",), None)
 
-    def _forced(self, p: Any) -> bool:
-        return isinstance(p, View) and p._mw_parameter is not None and self.style(p._mw_parameter[0]).forced
+    def wanted(self, parameter: Any) -> str | None:
+        style = self.style(parameter._mw_parameter[0])
+        return style.kind if style.forced and style.kind in ("column", "row") else None
 
     def match(self, parameter: Any, layout: Cut) -> Any:
         return self._decide(parameter, layout.dim, ("auto", "row"), layout)

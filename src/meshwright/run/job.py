@@ -90,7 +90,7 @@ class Job:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         pieces, scale, shares = self._pieces(batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        total, kind = torch.zeros((), dtype=torch.float64, device=self.groups.device), torch.float32
         for i, piece in enumerate(pieces):
             self._sync(last=i == len(pieces) - 1)
             with self._on(shares[i]):
@@ -98,14 +98,23 @@ class Job:
                 if backward and loss.requires_grad:
                     _BACKWARD(loss)
             total += loss.detach().double()
+            kind = torch.promote_types(kind, loss.dtype)
         if backward:
             self._finish_gradients()
-        return self._global(total)
+        else:
+            self._reshard()
+        if self.recipe.mesh.data_size > 1:
+            dist.all_reduce(total)
+            total = total / self._copies
+        return total.to(kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, its tensors whole."""
         with self._on(None):
-            return map_tensors(self._whole, self.module(*args, **kwargs))
+            output = map_tensors(self._whole, self.module(*args, **kwargs))
+        if not torch.is_grad_enabled():
+            self._reshard()
+        return output
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
@@ -174,6 +183,7 @@ class Job:
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""
+        self._reshard()
         return whole_tensors(self.module, self.recipe, self.groups, lambda p: p)
 
     def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
@@ -241,7 +251,9 @@ class Job:
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
         if self.recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        kind = torch.tensor(kinds.index(how_rows_combine(rows, self.module, losses, dtype)), device=self.groups.device)
+        combine = how_rows_combine(rows, self.module, losses, dtype)
+        self._reshard()
+        kind = torch.tensor(kinds.index(combine), device=self.groups.device)
         dist.all_reduce(kind, dist.ReduceOp.MAX)
         return kinds[int(kind)]
 
@@ -253,6 +265,12 @@ class Job:
         """The groups over the data axes, the innermost first."""
         axes = reversed(self.recipe.mesh.data_axes)
         return [self.groups.sharded[axis].get_group() for axis in axes if self.recipe.mesh.axis_size(axis) > 1]
+
+    def _reshard(self) -> None:
+        """Parameters back to rest. FSDP2 leaves the root gathered after a forward, for a backward that may not come."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _sync(self, *, last: bool) -> None:
         """Gradients are reduced over data ranks once a step, with the last microbatch."""
@@ -274,9 +292,3 @@ class Job:
             for axis in ("dp_replicate", "dp_shard"):
                 if self.groups.sharded[axis].size() > 1 and local is not None:
                     dist.all_reduce(local, group=self.groups.sharded[axis].get_group())
-
-    def _global(self, total: Tensor) -> Tensor:
-        if self.recipe.mesh.data_size > 1:
-            dist.all_reduce(total)
-            total = total / self._copies
-        return total.float() if self.recipe.precision != "float64" else total

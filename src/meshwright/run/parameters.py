@@ -54,6 +54,13 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, groups: Groups) -> nn.Param
 
 def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
     """Allocates what this rank holds and fills it, one parameter at a time; buffers move to the device."""
+    made: dict[int, nn.Parameter] = {}
+    for _, module, key, p in list(places(model)):
+        if p.is_meta and not isinstance(p, DTensor):  # Module._apply would untie plain ones: it makes each place anew
+            if id(p) not in made:
+                made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
+                made[id(p)].__dict__.update(p.__dict__)
+            setattr(module, key, made[id(p)])
     model._apply(lambda t: torch.empty_like(t, device=groups.device) if t.is_meta else t.to(groups.device))
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():

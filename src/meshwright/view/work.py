@@ -194,8 +194,12 @@ class Work:
         """A parameter meets a whole input: planning may cut it along its output dim."""
         return parameter
 
+    def wanted(self, parameter: Any) -> str | None:
+        """``column`` or ``row`` where the plan says how to cut a parameter, whatever it meets."""
+        return None
+
     def row(self, parameter: Any, dim: int) -> Any:
-        """A parameter meets a whole input, and the plan wants it cut along its input dim."""
+        """A parameter that the plan wants cut along its input dim."""
         return parameter
 
     def match(self, parameter: Any, layout: Cut) -> Any:

@@ -46,15 +46,16 @@ def _decided(work: Any, i: int, operands: list[Any], labels: list[Labels], out: 
     p, mine = operands[i], list(labels[i])
     if not isinstance(p, View) or p._mw_parameter is None or isinstance(p._mw_layout, Cut):
         return p
+    summed = [label for label in mine if label not in out]
     others = [(x, names) for j, (x, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
+    own = [label for label in mine if label in out and not any(label in names for _, names in others)]
+    wanted = work.wanted(p)
+    if wanted == "row" and summed:
+        return work.row(p, mine.index(summed[0]))
     for x, names in others:
         layout = work.layout(x)
-        if isinstance(layout, Cut) and names[layout.dim] in mine:
+        if wanted != "column" and isinstance(layout, Cut) and names[layout.dim] in mine:
             return work.match(p, layout.on(mine.index(names[layout.dim])))
-    summed = [label for label in mine if label not in out]
-    if summed and isinstance(work.layout(row := work.row(p, mine.index(summed[0]))), Cut):
-        return row
-    own = [label for label in mine if label in out and not any(label in names for _, names in others)]
     return work.column(p, mine.index(own[0])) if own and len(mine) > 1 else p
 
 
