@@ -611,12 +611,18 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         many = [f(x, d) for f in (torch.softmax, torch.log_softmax, torch.special.softmax, torch.special.log_softmax) for d in (0, 1, -1)]
-        return many, functional.softmax(x, dim=-1, dtype=torch.float32), functional.log_softmax(x, -1), x.softmax(dim=0), torch.softmax(input=x, dim=1)
+        return many, functional.softmax(x, dim=-1), functional.log_softmax(x, -1), x.softmax(dim=0), torch.softmax(input=x, dim=1)
 
     return [make.normal(a, b, c) * 5], run
 
 
-@CASES.add("softmax in another dtype, by position")
+@CASES.add("softmax in another dtype", rough=True)
+def _(make: Make) -> Any:
+    a, b = make.sizes(2)
+    return [make.normal(a, b)], lambda x: (functional.softmax(x, -1, dtype=torch.float32), functional.log_softmax(x, 0, dtype=torch.float32))
+
+
+@CASES.add("softmax in another dtype, by position", rough=True)
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
     return [make.normal(a, b)], lambda x: (x.softmax(-1, torch.float32), torch.log_softmax(x, 0, torch.float32), torch.softmax(x.float(), 1, torch.float64))
@@ -830,6 +836,12 @@ def _(make: Make) -> Any:
     return [make(a, b, c), make.ints(a, 4), make.bools(a, b)], run
 
 
+@CASES.add("slices with nothing in them")
+def _(make: Make) -> Any:
+    a, b = make.sizes(2, 3)
+    return [make(a, b)], lambda x: (x[0:0], x[:, 2:2].sum(), x[5:9], torch.cat([x[:0], x]), x[:, :0].numel())
+
+
 @CASES.add("getitem, rarer kinds")
 def _(make: Make) -> Any:
     a, b, c = make.sizes(3, 3)
@@ -908,12 +920,12 @@ def _(make: Make) -> Any:
     a, b = make.sizes(2)
 
     def run(x: Tensor) -> Any:
-        likes = torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 7), torch.bernoulli(x), torch.poisson(x), torch.multinomial(x.detach(), 2), x.bernoulli(0.3)
+        likes = torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 7), torch.bernoulli(x.detach()), torch.poisson(x.detach()), torch.multinomial(x.detach(), 2), x.detach().bernoulli(0.3)
         with torch.no_grad():
             base = x.detach().clone()
             writes = [
                 base.clone().normal_(), base.clone().uniform_(-1, 1), base.clone().bernoulli_(0.4), base.clone().exponential_(), base.clone().random_(5),
-                base.clone().log_normal_(), base.clone().cauchy_(), base.clone().geometric_(0.5), base.clone().bernoulli_(x),
+                base.clone().log_normal_(), base.clone().cauchy_(), base.clone().geometric_(0.5), base.clone().bernoulli_(x.detach()),
             ]  # fmt: skip
         return likes, writes, torch.rand(2), functional.gumbel_softmax(x, dim=-1)
 
@@ -949,7 +961,7 @@ def _(make: Make) -> Any:
     n, c = make.sizes(2, 3, 8)
 
     def run(x: Tensor, t: Tensor, w: Tensor) -> Any:
-        ignored = torch.where(torch.arange(n) == 1, -100, t)
+        ignored, w = torch.where(torch.arange(n) == 1, -100, t), w.detach()
         return (
             _reductions(functional.cross_entropy, x, ignored, label_smoothing=0.1), _reductions(functional.cross_entropy, x, ignored, weight=w),
             _reductions(functional.cross_entropy, x, ignored, w, label_smoothing=0.2),
@@ -961,7 +973,7 @@ def _(make: Make) -> Any:
 @CASES.add("cross_entropy with weights and an ignored label past the classes")
 def _(make: Make) -> Any:
     n, c = make.sizes(2, 3, 8)
-    return [make.normal(n, c), make.ints(c, n), make(c, low=0.2)], lambda x, t, w: functional.cross_entropy(x, torch.where(torch.arange(n) == 1, 255, t), w, ignore_index=255)
+    return [make.normal(n, c), make.ints(c, n), make(c, low=0.2)], lambda x, t, w: functional.cross_entropy(x, torch.where(torch.arange(n) == 1, 255, t), w.detach(), ignore_index=255)
 
 
 @CASES.add("cross_entropy over places", rounds=2)
@@ -989,7 +1001,7 @@ def _(make: Make) -> Any:
     def run(x: Tensor, y: Tensor) -> Any:
         return (
             _reductions(functional.mse_loss, x, y), _reductions(functional.l1_loss, x, y), _reductions(functional.smooth_l1_loss, x, y, beta=0.5), _reductions(functional.huber_loss, x, y, delta=0.3),
-            _reductions(functional.binary_cross_entropy, x, y), _reductions(functional.binary_cross_entropy_with_logits, x, y), _reductions(functional.kl_div, x, y), _reductions(functional.soft_margin_loss, x, y),
+            _reductions(functional.binary_cross_entropy, x, y), _reductions(functional.binary_cross_entropy_with_logits, x, y), _reductions(functional.kl_div, x, y), _reductions(functional.soft_margin_loss, x, y.detach()),
             _reductions(functional.poisson_nll_loss, x, y), functional.kl_div(x, y, reduction="batchmean"), functional.kl_div(x, y, log_target=True), functional.mse_loss(x, y, size_average=False),
         )  # fmt: skip
 
@@ -1002,7 +1014,11 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, y: Tensor, w: Tensor, v: Tensor) -> Any:
         logits = functional.binary_cross_entropy_with_logits
-        return functional.binary_cross_entropy(x, y, w), logits(x, y, pos_weight=v), logits(x, y, w, pos_weight=v), functional.binary_cross_entropy(x, y, weight=v), functional.mse_loss(x, y, weight=w)
+        w, v = w.detach(), v.detach()
+        return (
+            functional.binary_cross_entropy(x, y, w), logits(x, y, pos_weight=v), logits(x, y, w, pos_weight=v), functional.binary_cross_entropy(x, y, weight=v),
+            functional.mse_loss(x, y, weight=w),
+        )  # fmt: skip
 
     return [make(a, b, low=0.1, high=0.9), make(a, b, low=0.1, high=0.9), make(a, b, low=0.1), make(b, low=0.1)], run
 

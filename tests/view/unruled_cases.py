@@ -53,7 +53,16 @@ def _(make: Make) -> Any:
 @CASES.add("a Function of someone's own", fallback="Doubled")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b), make(a, b)], Doubled.apply
+    return [make(a, b), make(a, b)], lambda x, y: Doubled.apply(x, y)
+
+
+kept = Doubled.apply  # as models do, when they are imported
+
+
+@CASES.add("a Function's apply, kept when imported", fallback="Doubled")
+def _(make: Make) -> Any:
+    a, b = make.sizes(2)
+    return [make(a, b), make(a, b)], lambda x, y: kept(x, y)
 
 
 @CASES.add("cumsum along the cut dim", fallback="cumsum")
@@ -81,7 +90,7 @@ def _(make: Make) -> Any:
     a, b = make.sizes(2)
 
     def run(x: Tensor) -> Any:
-        return x.detach().tolist(), x.detach().numpy().sum(), x.sum().item() > 0, bool(x[0, 0] > 0), float(x[1, 1]), f"{x.sum().item():.6f}"
+        return x.detach().tolist(), x.detach().numpy().sum(), x.sum().item() > 0, bool(x[0, 0] > 0), round(float(x[1, 1]), 9), f"{x.sum().item():.6f}"
 
     return [make(a, b)], run
 
@@ -187,6 +196,19 @@ def _(make: Make) -> Any:
         energy = (functional.linear(x, w).tanh() ** 2).sum()
         (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return force
+
+    return [make(a, b), make(3, b)], run
+
+
+@CASES.add("hooks on values", rounds=2)
+def _(make: Make) -> Any:
+    a, b = make.sizes(2)
+
+    def run(x: Tensor, w: Tensor) -> Any:
+        y = x * 2
+        y.register_hook(lambda g: g * 3 + g.sum())
+        y.register_hook(lambda g: None)
+        return functional.linear(y, w)
 
     return [make(a, b), make(3, b)], run
 

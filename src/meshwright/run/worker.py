@@ -14,6 +14,8 @@ group at once, so that its peers fail soon too.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import faulthandler
 import gc
 import os
@@ -199,13 +201,29 @@ def _fresh_torch(task: Task) -> None:
     if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the whole compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(task.threads)
-    if "torch.distributed.tensor" in sys.modules:
-        # DTensor remembers meshes, which compare equal from run to run while their groups do not live on.
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
+    _forget_meshes()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor remembers of the meshes of earlier runs.
+
+    They compare equal from run to run while their groups do not live on; and every group that is kept alive keeps its
+    threads, thousands after some hundred runs. Private: there is no public way to forget them.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper):
+            if (getattr(cache, "__module__", "") or "").startswith("torch.distributed"):
+                cache.cache_clear()
+    gc.collect()
 
 
 @contextlib.contextmanager
@@ -235,3 +253,4 @@ def _process_group(task: Task) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # unless the function destroyed it
             dist.destroy_process_group()
+        _forget_meshes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -82,15 +83,17 @@ class Axis:
     def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
         """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
         self.ledger.moved("all_to_all", x)
-        sent = [target.take(x, r).contiguous() for r in range(self.size)]
-        received = []
+        sent = [target.take(x, r).reshape(-1) for r in range(self.size)]
+        shapes = []
         for r in range(self.size):
             shape = list(x.shape)
-            shape[source.dim] = source.local(r)
-            shape[target.dim] = target.local(self.rank)
-            received.append(x.new_empty(shape))
-        dist.all_to_all(received, sent, group=self.group)
-        return source.merge(received)
+            shape[source.dim], shape[target.dim] = source.local(r), target.local(self.rank)
+            shapes.append(shape)
+        sizes = [prod(shape) for shape in shapes]
+        out = x.new_empty(sum(sizes))
+        # One flat tensor with split sizes: gloo's all_to_all of a list wants equal shapes.
+        dist.all_to_all_single(out, torch.cat(sent), sizes, [t.numel() for t in sent], group=self.group)
+        return source.merge([t.view(shape) for t, shape in zip(out.split(sizes), shapes, strict=True)])
 
     def _widest(self, layout: Cut) -> int:
         return max(layout.local(r) for r in range(self.size))

@@ -48,7 +48,7 @@ class Work:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        target = args[0] if args and writes(func, kwargs) else None
+        target = args[0] if args and writes(func, args, kwargs) else None
         if isinstance(target, View) and target._mw_origin is not None:
             return self._write_through(func, target, args, kwargs)
         rule = RULES.get(func)
@@ -66,7 +66,7 @@ class Work:
         gathered = [v for v in views if isinstance(v._mw_layout, Cut)]
         if gathered:
             self.gathered(func, gathered)
-        target = args[0] if args and writes(func, kwargs) else None
+        target = args[0] if args and writes(func, args, kwargs) else None
         out = kwargs.get("out")
         plain_args, plain_kwargs = pytree.tree_map_only(View, self.whole, (args, kwargs))
         if isinstance(target, View):

@@ -9,6 +9,8 @@ One rule serves a function under all its names (``torch.add``, ``Tensor.add``, `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -83,6 +85,7 @@ _WRITES = (
         for op in "add sub mul truediv floordiv pow and or xor lshift rshift mod".split()
         if hasattr(Tensor, f"__i{op}__")
     )
+    | frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
     | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
 )
 
@@ -92,6 +95,23 @@ def aliases(func: Any) -> bool:
     return func in _ALIASES
 
 
-def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``func`` writes to its first argument."""
-    return func in _WRITES or bool(kwargs.get("inplace"))
+    if func in _WRITES or kwargs.get("inplace"):
+        return True
+    place = _INPLACE.get(func)
+    return place is not None and len(args) > place and bool(args[place])
+
+
+def _inplace_places() -> dict[Any, int]:
+    """Functions with an argument ``inplace``, and which one it is when it is given by place."""
+    found = {}
+    for func in vars(functional).values():
+        if isinstance(func, FunctionType):
+            names = list(signature(func).parameters)
+            if "inplace" in names:
+                found[func] = names.index("inplace")
+    return found
+
+
+_INPLACE = _inplace_places()
