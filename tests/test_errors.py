@@ -10,9 +10,7 @@ from meshwright.errors import Finding, Findings, PlanError, listing, nearest
 def two_findings() -> Findings:
     findings = Findings()
     findings.add(where="plan.yaml:1:8 (mesh.tpp)", given="the axis tpp", required="an axis", fix="tp: 2")
-    findings.add(
-        where="modules", given="block_b", required="a module", fix="modules:\n  block_a: {dp: shard}"
-    )
+    findings.add(where="modules", given="block_b", required="a module", fix="modules:\n  block_a: {dp: shard}")
     return findings
 
 
@@ -39,10 +37,7 @@ def test_all_problems_are_raised_once_and_read_as_a_block() -> None:
 
 def test_one_problem_is_singular_and_an_empty_fix_is_left_out() -> None:
     error = PlanError([Finding("world", "3 ranks", "4 ranks")], "this run")
-    assert (
-        str(error)
-        == "1 problem in this run\n\n1. where:    world\n   given:    3 ranks\n   required: 4 ranks"
-    )
+    assert str(error) == "1 problem in this run\n\n1. where:    world\n   given:    3 ranks\n   required: 4 ranks"
 
 
 def test_wide_numbers_keep_the_columns() -> None:
@@ -71,8 +66,6 @@ def test_nearest_words_come_nearest_first() -> None:
     assert len(nearest("aaaa", ["aaab", "aaac", "aaad", "aaae"], most=2)) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a or b"), ("abc", "a, b or c")]
-)
+@pytest.mark.parametrize(("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a or b"), ("abc", "a, b or c")])
 def test_listing(words: list[str], text: str) -> None:
     assert listing(words) == text

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo import ZOO
 
 import meshwright as mw
 from meshwright.run.parameters import local_tensor
 from meshwright.run.workers import WorkerError
+from zoo import ZOO
 
 LAYOUTS = ["tp=2", "tp=3", "dp_shard=2", "dp_shard=3", "dp_replicate=2", "dp_shard=2,tp=2", "tp=2,dp_shard=2"]
 
@@ -334,7 +334,9 @@ def test_any_style_a_person_asks_for_is_right(a, b, workers):
         assert getattr(report.recipe.by_name[name].tp, "dim", None) == dims[style], report.recipe.by_name[name]
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 1}, {"dp_shard": 1}, {"dp_shard": 1, "tp": 2}, {"dp_replicate": 1, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 1}, {"dp_shard": 1}, {"dp_shard": 1, "tp": 2}, {"dp_replicate": 1, "dp_shard": 2}]
+)
 def test_axes_of_one_rank(mesh, workers):
     report = mw.check(ZOO["nanogpt"].build, ZOO["nanogpt"].batch(), {"mesh": mesh}, workers=workers)
     assert report.passed, str(report)

@@ -84,7 +84,13 @@ def test_sizes_that_are_not_so_many_units_are_refused(units: int) -> None:
 def test_an_even_cut_shares_each_block(blocks: list[int], ranks: int, dim: int) -> None:
     made = cut(dim, blocks, ranks)
     assert made.pieces == tuple(shares(b, ranks) for b in blocks)
-    assert (made.dim, made.parts, made.ranks, made.size, made.blocks) == (dim, len(blocks), ranks, sum(blocks), tuple(blocks))
+    assert (made.dim, made.parts, made.ranks, made.size, made.blocks) == (
+        dim,
+        len(blocks),
+        ranks,
+        sum(blocks),
+        tuple(blocks),
+    )
 
 
 def test_one_block_may_be_given_as_a_number_and_heads_stay_whole() -> None:
@@ -200,7 +206,9 @@ def test_a_cut_follows_through_dims_of_size_one(shaped: tuple[list[int], Cut], a
         (cut(2, 12, 2), (2, 5, 12), (2, 5, 3, 4), None),  # heads would be broken
     ],
 )
-def test_reshapes_as_models_write_them(layout: Cut, before: tuple[int, ...], after: tuple[int, ...], expected: Cut | None) -> None:
+def test_reshapes_as_models_write_them(
+    layout: Cut, before: tuple[int, ...], after: tuple[int, ...], expected: Cut | None
+) -> None:
     assert regroup(layout, before, after) == expected
 
 

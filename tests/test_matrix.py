@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from zoo import ZOO
 
 import meshwright as mw
+from zoo import ZOO
 
 LAYOUTS = {
     "tp2": {"mesh": {"tp": 2}},

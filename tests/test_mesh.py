@@ -153,9 +153,7 @@ def test_a_coordinate_outside_the_mesh() -> None:
         (8, "mesh", "axes with their sizes", "mesh: {dp_shard: 2, tp: 2}"),
     ],
 )
-def test_a_bad_mesh_says_where_what_and_how_to_mend_it(
-    spec: Any, where: str, required: str, fix: str
-) -> None:
+def test_a_bad_mesh_says_where_what_and_how_to_mend_it(spec: Any, where: str, required: str, fix: str) -> None:
     with pytest.raises(PlanError) as caught:
         Mesh.parse(spec)
     (finding,) = caught.value.findings
@@ -167,9 +165,7 @@ def test_a_bad_mesh_says_where_what_and_how_to_mend_it(
 def test_every_problem_of_a_mesh_is_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         Mesh.parse("dp_shrd=0,tp=2,tp=x,pp=2,8")
-    told = [
-        (finding.where, finding.required.split(":")[0].split(";")[0]) for finding in caught.value.findings
-    ]
+    told = [(finding.where, finding.required.split(":")[0].split(";")[0]) for finding in caught.value.findings]
     assert told == [
         ("mesh", "axis=size"),
         ("mesh.dp_shrd", "an axis"),

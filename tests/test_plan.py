@@ -40,9 +40,7 @@ entries = st.builds(
     recompute=st.sampled_from([None, "none", "block"]),
     unit=st.sampled_from([None, True, False]),
 )
-globs = st.text(min_size=1).filter(str.strip) | st.sampled_from(
-    ["*", "h.*.c_attn", "0", "no", "<<", "null", "a: b"]
-)
+globs = st.text(min_size=1).filter(str.strip) | st.sampled_from(["*", "h.*.c_attn", "0", "no", "<<", "null", "a: b"])
 plans = st.builds(
     Plan,
     mesh=st.dictionaries(st.sampled_from(AXES), st.integers(1, 512), min_size=1),
@@ -96,9 +94,7 @@ parameters:
         "0": Entry(units=4),
         "*.c_attn": Entry(tp="column", parts=3),
     }
-    assert (
-        Plan.parse(path) == Plan.parse(str(path)) == Plan.parse(plan) == Plan.parse(path.read_text()) == plan
-    )
+    assert Plan.parse(path) == Plan.parse(str(path)) == Plan.parse(plan) == Plan.parse(path.read_text()) == plan
     assert plan.dump(tmp_path / "copy.yaml") == (tmp_path / "copy.yaml").read_text()
     assert Plan.load(tmp_path / "copy.yaml") == plan
 

@@ -456,9 +456,7 @@ class EncoderClassifier(nn.Module):
 
     def forward(self, x, labels):
         logits = self.head(self.encoder(x))
-        return Output(
-            F.cross_entropy(logits.transpose(1, 2), labels), logits
-        )  # logits: (rows, classes, length)
+        return Output(F.cross_entropy(logits.transpose(1, 2), labels), logits)  # logits: (rows, classes, length)
 
 
 # --- odd ones: language models whose attention or MLP is written in another way -----------------------------
@@ -655,9 +653,7 @@ class ComplexRotaryAttention(nn.Module):
         self.freqs_cis = torch.polar(torch.ones_like(angles), angles)
 
     def rotate(self, x):
-        rotated = (
-            torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * self.freqs_cis[: x.shape[1], None, :]
-        )
+        rotated = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * self.freqs_cis[: x.shape[1], None, :]
         return torch.view_as_real(rotated).flatten(3).type_as(x)
 
     def forward(self, x):
@@ -1258,9 +1254,7 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden, bias=True))
 
     def forward(self, x, c):
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(
-            6, dim=1
-        )
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
         n = self.norm1(x) * (1 + scale_msa.unsqueeze(1)) + shift_msa.unsqueeze(1)
         x = x + gate_msa.unsqueeze(1) * self.attn(n)
         n = self.norm2(x) * (1 + scale_mlp.unsqueeze(1)) + shift_mlp.unsqueeze(1)
@@ -1297,9 +1291,7 @@ class DiT(nn.Module):
         shift, scale = self.final_modulation(c).chunk(2, dim=1)
         x = self.final(self.final_norm(x) * (1 + scale[:, None]) + shift[:, None])
         x = x.reshape(x.shape[0], self.grid, self.grid, self.patch, self.patch, self.channels)
-        x = torch.einsum("nhwpqc->nchpwq", x).reshape(
-            x.shape[0], self.channels, *[self.grid * self.patch] * 2
-        )
+        x = torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], self.channels, *[self.grid * self.patch] * 2)
         return Output(((x - noise) ** 2).mean(), x)
 
 
@@ -1401,9 +1393,7 @@ class Codebook(nn.Module):
 class ResidualBatchNorm(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False)
@@ -1632,9 +1622,7 @@ _ENTRIES = [
         mean="tokens",
     ),
     Entry("weight_norm", WeightNorm, features, note="dim=None has a 0-dim parameter"),
-    Entry(
-        "unused_and_frozen", UnusedAndFrozen, tokens, note="parameters that keep no gradient", mean="mixed"
-    ),
+    Entry("unused_and_frozen", UnusedAndFrozen, tokens, note="parameters that keep no gradient", mean="mixed"),
     Entry("albert", Albert, tokens, mean="tokens"),
     Entry("structures", Structures, nested, note="the batch is nested", mean="mixed"),
     Entry("cross_attention", CrossAttention, padded_tokens, mean="mixed"),
@@ -1669,9 +1657,7 @@ _ENTRIES = [
     Entry("conv1d", WaveNet, waves),
     Entry("transposed_conv", TransposedConv, image_pairs),
     Entry("bag_bilinear", BagBilinear, bags),
-    Entry(
-        "stash", Stash, sequences, note="the loss divides a sum by the number of all labels, ignored ones too"
-    ),
+    Entry("stash", Stash, sequences, note="the loss divides a sum by the number of all labels, ignored ones too"),
     Entry("none_parts", NoneParts, sequences, mean="tokens"),
     Entry("sorting", Sorting, sequences, mean="tokens"),
     Entry(
@@ -1795,9 +1781,7 @@ def _survey(entry: Entry) -> str:
     missing = sum(g is None for g in gradients.values())
     zero = sum(g is not None and not g.any() for g in gradients.values())
     marks = "".join(
-        mark
-        for mark, on in (("C", entry.couples_batch), ("R", entry.random), (f" none:{missing}", missing))
-        if on
+        mark for mark, on in (("C", entry.couples_batch), ("R", entry.random), (f" none:{missing}", missing)) if on
     )
     marks += f" zero:{zero}" if zero else ""
     marks += f" float32: {' '.join(narrow)}" if narrow else ""

@@ -77,9 +77,7 @@ def judge(build: Build, small: int = 4096) -> Recorded:
         assert not value.is_meta and bits(value) == bits(want), f"{name} differs"
         assert value.untyped_storage().nbytes() == value.numel() * value.itemsize, name
     assert torch.equal(torch.get_rng_state(), after), "value() moved the generator"
-    ties = [
-        [a is b for a in tensors.values() for b in tensors.values()] for tensors in (parameters, expected)
-    ]
+    ties = [[a is b for a in tensors.values() for b in tensors.values()] for tensors in (parameters, expected)]
     assert ties[0] == ties[1]
     for kind in (lambda module: module.named_buffers(remove_duplicate=False), attributes):
         pairs, plains = list(kind(recorded.module)), list(kind(plain))
@@ -563,9 +561,7 @@ def test_bfloat16_transformers_are_bitwise_equal() -> None:
 def storages() -> int:
     """Bytes of live storages that are not on meta."""
     gc.collect()
-    tensors = [
-        item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"
-    ]
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"]
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(found.values())
 
@@ -619,9 +615,7 @@ def measured(setup: str, body: str) -> tuple[float, float]:
     source = SCRIPT.format(setup=textwrap.dedent(setup), body=textwrap.dedent(body))
     path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kilobytes, seconds = done.stdout.split()[-2:]
     return int(kilobytes) / 1024, float(seconds)

@@ -40,10 +40,7 @@ def all_reduced(value: torch.Tensor) -> torch.Tensor:
 
 
 def surroundings() -> dict[str, str]:
-    seen = {
-        key: os.environ.get(key, "")
-        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LEFT")
-    }
+    seen = {key: os.environ.get(key, "") for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LEFT")}
     return seen | {"threads": str(torch.get_num_threads()), "dtype": str(torch.get_default_dtype())}
 
 
@@ -132,9 +129,7 @@ def test_results_come_by_rank(workers: LocalWorkers) -> None:
 
 def test_each_run_has_a_process_group(workers: LocalWorkers) -> None:
     assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2))] == [[6.0, 6.0]] * 3
-    assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2), ranks=2)] == [
-        [3.0, 3.0]
-    ] * 2
+    assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2), ranks=2)] == [[3.0, 3.0]] * 2
 
 
 def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -> None:
@@ -209,9 +204,7 @@ def test_the_first_failure_counts_and_who_comes_back_soon_is_kept(workers: Local
     assert workers.run(os.getpid) == before
 
 
-@pytest.mark.parametrize(
-    ("how", "words"), [("exit", "exit code 7"), ("kill", "SIGKILL"), ("segfault", "SIGSEGV")]
-)
+@pytest.mark.parametrize(("how", "words"), [("exit", "exit code 7"), ("kill", "SIGKILL"), ("segfault", "SIGSEGV")])
 def test_a_death_names_rank_process_and_cause(workers: LocalWorkers, how: str, words: str) -> None:
     pid = workers.run(os.getpid)[1]
     with pytest.raises(WorkerError) as caught:

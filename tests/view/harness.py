@@ -166,13 +166,13 @@ def run_cases(cases: Sequence[Case], empty: bool = False) -> Outcome:
     return outcome
 
 
-def trials(
-    case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: bool
-) -> Iterator[list[Layout]]:
+def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: bool) -> Iterator[list[Layout]]:
     """Layouts of the inputs: each input alone in each way, and some of all of them together."""
     whole: list[Layout] = [WHOLE] * len(tensors)
     tried = [i for i in range(len(tensors)) if case.cuts is None or i in case.cuts]
-    places = [(i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] >= (1 if empty else ranks)]
+    places = [
+        (i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] >= (1 if empty else ranks)
+    ]
 
     def alone(i: int, layout: Layout) -> list[Layout]:
         return [*whole[:i], layout, *whole[i + 1 :]]
@@ -237,7 +237,9 @@ class Bench:
     def _compare(self, case: Case, seed: str, layouts: list[Layout], plain: Result) -> None:
         tensors, function = case.build(Make(seed))
         work = self.work()
-        leaves, inputs = zip(*[self._input(work, x, layout) for x, layout in zip(tensors, layouts, strict=True)], strict=True)
+        leaves, inputs = zip(
+            *[self._input(work, x, layout) for x, layout in zip(tensors, layouts, strict=True)], strict=True
+        )
         torch.manual_seed(1)
         with GlobalView(work, lambda p: None).on():
             result = function(*inputs)
@@ -248,7 +250,9 @@ class Bench:
             _same_facts(plain.flat, found, self.rank)
             after = torch.get_rng_state()
             cut_use = Make(seed).choose.random() < 0.5  # by cut work, while the view is on
-            used = [_times(x, c) if cut_use and c is not None else x for x, c in zip(found, plain.cotangents, strict=True)]
+            used = [
+                _times(x, c) if cut_use and c is not None else x for x, c in zip(found, plain.cotangents, strict=True)
+            ]
         whole = [work.whole(x) for x in found]
         used = [work.whole(x) for x in used]
         if case.same:
@@ -265,7 +269,12 @@ class Bench:
             for i, (a, b) in enumerate(zip(plain.gradients, leaves, strict=True)):
                 got = b.grad if b.grad is not None or a is None else torch.zeros_like(b)
                 if case.same:
-                    _close(torch.zeros_like(b) if a is None else a, torch.zeros_like(b) if got is None else got, f"gradient {i}", case.rough)
+                    _close(
+                        torch.zeros_like(b) if a is None else a,
+                        torch.zeros_like(b) if got is None else got,
+                        f"gradient {i}",
+                        case.rough,
+                    )
         if case.fallback and any(isinstance(layout, Cut) for layout in layouts):
             self._fell_back(case, work)
 

@@ -160,13 +160,20 @@ def _(make: Make) -> Any:
 @CASES.add("where method and numbers")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make.bools(a, 1), make(a, b)], lambda m, x: (x.where(m, 0.5), torch.where(m, 1.0, x), torch.where(m, x, -1.0))
+    return [make.bools(a, 1), make(a, b)], lambda m, x: (
+        x.where(m, 0.5),
+        torch.where(m, 1.0, x),
+        torch.where(m, x, -1.0),
+    )
 
 
 @CASES.add("masked_fill", rounds=2)
 def _(make: Make) -> Any:
     a, b, c = make.sizes(3)
-    return [make(a, b, c), make.bools(b, 1)], lambda x, m: (x.masked_fill(m, float("-inf")), torch.masked_fill(x, m, 2.0))
+    return [make(a, b, c), make.bools(b, 1)], lambda x, m: (
+        x.masked_fill(m, float("-inf")),
+        torch.masked_fill(x, m, 2.0),
+    )
 
 
 @CASES.add("masked_fill_ with a tensor")
@@ -184,19 +191,44 @@ def _(make: Make) -> Any:
 @CASES.add("division that rounds")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b), make(b, low=0.3)], lambda x, y: (torch.div(x, y, rounding_mode="floor"), x.div(0.3, rounding_mode="trunc"))
+    return [make(a, b), make(b, low=0.3)], lambda x, y: (
+        torch.div(x, y, rounding_mode="floor"),
+        x.div(0.3, rounding_mode="trunc"),
+    )
 
 
 @CASES.add("sums with alpha, of sums", rounds=2)
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b), make(a, b)], lambda x, y: (torch.add(x, y, alpha=3), x - 2 * y, (x / 4 + y).neg(), 1 - x, x + 1, 2 / (x + 5))
+    return [make(a, b), make(a, b)], lambda x, y: (
+        torch.add(x, y, alpha=3),
+        x - 2 * y,
+        (x / 4 + y).neg(),
+        1 - x,
+        x + 1,
+        2 / (x + 5),
+    )
 
 
 @CASES.add("operators")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b, low=0.2), make(b, low=0.3)], lambda x, y: (x + y, x - y, x * y, x / y, x**2, 2**x, x**y, -x, (x // y).detach(), x % y, 3 - x, abs(x), x > y, x == x)
+    return [make(a, b, low=0.2), make(b, low=0.3)], lambda x, y: (
+        x + y,
+        x - y,
+        x * y,
+        x / y,
+        x**2,
+        2**x,
+        x**y,
+        -x,
+        (x // y).detach(),
+        x % y,
+        3 - x,
+        abs(x),
+        x > y,
+        x == x,
+    )
 
 
 @CASES.add("operators that write", rounds=2)
@@ -326,7 +358,13 @@ def _(make: Make) -> Any:
 @CASES.add("type_as and to of another shape")
 def _(make: Make) -> Any:
     a, b, c = make.sizes(3)
-    return [make(a, 1, 1), make(a, b, c), make(a)], lambda m, x, v: (m.type_as(x), m.to(x), v.type_as(x), x.to(v), x * m.type_as(x))
+    return [make(a, 1, 1), make(a, b, c), make(a)], lambda m, x, v: (
+        m.type_as(x),
+        m.to(x),
+        v.type_as(x),
+        x.to(v),
+        x * m.type_as(x),
+    )
 
 
 @CASES.add("dims of size 1")
@@ -338,7 +376,11 @@ def _(make: Make) -> Any:
 @CASES.add("lerp, addcmul, addcdiv with numbers")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b), make(b, low=0.5)], lambda x, y: (x.lerp(y, 0.3), torch.addcmul(x, x, y, value=2), x.addcdiv(x, y, value=0.5))
+    return [make(a, b), make(b, low=0.5)], lambda x, y: (
+        x.lerp(y, 0.3),
+        torch.addcmul(x, x, y, value=2),
+        x.addcdiv(x, y, value=0.5),
+    )
 
 
 @CASES.add("facts")
@@ -355,7 +397,9 @@ def _(make: Make) -> Any:
 @CASES.add("memory", same=False)
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
-    return [make(a, b)], lambda x: (x.stride(), x.is_contiguous(), x.storage_offset(), x._version, x.output_nr) and x * 1
+    return [
+        make(a, b)
+    ], lambda x: (x.stride(), x.is_contiguous(), x.storage_offset(), x._version, x.output_nr) and x * 1
 
 
 @CASES.add("requires_grad_")

@@ -19,7 +19,16 @@ from meshwright.view.axis import Axis, Ledger, PlannedAxis
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool, torch.complex128]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex128,
+]
 
 UNSUMMED = (torch.bool, torch.int16)  # gloo knows no sum of these
 
@@ -76,7 +85,9 @@ def go_and_come_back() -> tuple[list[str], int]:
                     continue
                 if isinstance(there, View):
                     assert there.shape == x.shape and there._mw_layout == target
-                if not (torch.equal(back, x) and torch.equal(work.whole(there), x) and torch.equal(work.varying(there), x)):
+                if not (
+                    torch.equal(back, x) and torch.equal(work.whole(there), x) and torch.equal(work.varying(there), x)
+                ):
                     wrong.append(f"{dtype} {tuple(shape)} {source} → {target}")
     return wrong, tried
 
@@ -135,7 +146,9 @@ def pair(name: str) -> list[tuple[float, float]]:
         make = Make(f"{name} {turn}")
         shape = make.sizes(2, 2, 6)
         dims = random.Random(turn).sample([0, 1], 2)
-        first, second = (make.layout(shape, d, axis.size, make.choose.choice(["even", "uneven", "fused"])) for d in dims)
+        first, second = (
+            make.layout(shape, d, axis.size, make.choose.choice(["even", "uneven", "fused"])) for d in dims
+        )
         weight, cotangent = make(*shape), make(*shape)
         each = [make(*shape) for _ in range(axis.size)]
         sharing, plainly = PAIRS[name]
@@ -248,7 +261,12 @@ def test_a_move_and_its_conjugate_give_the_derivatives_of_one_device(workers: Lo
 def test_the_ledger_counts_calls_and_the_bytes_this_rank_puts_in(workers: LocalWorkers) -> None:
     for rank, found in enumerate(workers.run(counts, ranks=2)):
         mine = cut(0, 6, 2).local(rank) * 4 * 8
-        assert found == {"all_reduce": (2, 384), "all_gather": (1, mine), "reduce_scatter": (1, 192), "all_to_all": (1, mine)}
+        assert found == {
+            "all_reduce": (2, 384),
+            "all_gather": (1, mine),
+            "reduce_scatter": (1, 192),
+            "all_to_all": (1, mine),
+        }
 
 
 def test_a_planned_axis_counts_the_same_and_gives_the_same_shapes() -> None:

@@ -239,6 +239,3 @@ def try_wrong_rules() -> dict[str, list[str]]:
     finally:
         RULES[torch.sin] = before
     return found
-
-
-

@@ -80,7 +80,14 @@ def _(make: Make) -> Any:
     a, b = make.sizes(2)
 
     def run(x: Tensor, i: Tensor, v: Tensor) -> Any:
-        return x.gather(1, i), x.scatter_add(1, i, v), torch.scatter(x, 1, i[:, :1], 0.5), x.scatter_reduce(1, i, v, "sum"), x.take_along_dim(i, 1), (x * 1).scatter_add_(1, i, v)
+        return (
+            x.gather(1, i),
+            x.scatter_add(1, i, v),
+            torch.scatter(x, 1, i[:, :1], 0.5),
+            x.scatter_reduce(1, i, v, "sum"),
+            x.take_along_dim(i, 1),
+            (x * 1).scatter_add_(1, i, v),
+        )
 
     return [make(a, b), make.ints(b, a, b), make(a, b)], run
 
@@ -90,7 +97,14 @@ def _(make: Make) -> Any:
     a, b = make.sizes(2)
 
     def run(x: Tensor) -> Any:
-        return x.detach().tolist(), x.detach().numpy().sum(), x.sum().item() > 0, bool(x[0, 0] > 0), round(float(x[1, 1]), 9), f"{x.sum().item():.6f}"
+        return (
+            x.detach().tolist(),
+            x.detach().numpy().sum(),
+            x.sum().item() > 0,
+            bool(x[0, 0] > 0),
+            round(float(x[1, 1]), 9),
+            f"{x.sum().item():.6f}",
+        )
 
     return [make(a, b)], run
 

@@ -117,7 +117,7 @@ def _entries(model: nn.Module, names: Names, plan: Plan, findings: Findings) -> 
 def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style]) -> dict[str, Style]:
     """For each parameter, what the plan (else the model's own tp plan) says of its cut."""
     styles = {}
-    for name, (p, aliases) in names.parameters.items():
+    for name, (_p, aliases) in names.parameters.items():
         said = Entry()
         for n in (name, *aliases):
             scopes = [n[:i] for i, c in enumerate(n) if c == "."]
@@ -195,7 +195,7 @@ def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str])
     """
     if uses is None:
         return units, []
-    open_ = {unit: name for unit, name in sorted(uses.outside)}
+    open_ = dict(sorted(uses.outside))
     notes = [f"{u} is no unit of its own: {name} is used outside its forward" for u, name in open_.items()]
     notes += [f"{u} is no unit of its own: whether it runs depends on values" for u in sorted(skipped - set(open_))]
     return tuple(u for u in units if u.name not in open_ and u.name not in skipped), notes

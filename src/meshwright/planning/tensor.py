@@ -152,9 +152,9 @@ class PlanningWork(Work):
         if self.uses is not None:
             self.uses.note(x, name)
         style, dims = self.style(name), tuple(range(x.dim()))
-        if name not in self.layouts and style.kind == "cut" and style.dim is not None and style.dim < x.dim():
-            if (layout := self.layout_for(name, x.shape[style.dim], style.dim)) is not None:
-                self.layouts[name] = layout
+        given = style.dim if style.kind == "cut" and name not in self.layouts else None
+        if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):
+            self.layouts[name] = layout
         if name in self.layouts:
             return self._cut(x, name, dims, self.layouts[name])
         return View(x.detach(), WHOLE, self, parameter=(name, dims))

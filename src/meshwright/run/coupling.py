@@ -85,7 +85,7 @@ def note(kind: str) -> str:
         return ""
     return (
         "this model's loss couples the rows of a batch (batch statistics, rows compared with rows, a mean over a mask): "
-        "every data rank and no microbatch runs all rows, which is right and saves memory but no time; "
+        "every data rank runs all rows at once, which is right, and saves memory but no time; "
         "rows: split in the plan gives each its own rows instead"
     )
 

@@ -9,6 +9,7 @@ The mean is taken here and nowhere else: 1/N is in the weight, every reduction i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from math import isnan, nan
 from typing import Any
@@ -40,7 +41,7 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
     """``rows`` in ``pieces`` runs as even as can be, the longer first."""
     ends = [rows // pieces * i + min(i, rows % pieces) for i in range(pieces + 1)]
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:

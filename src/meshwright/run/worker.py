@@ -14,9 +14,8 @@ group at once, so that its peers fail soon too.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import faulthandler
+import functools
 import gc
 import os
 import queue
@@ -30,6 +29,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from meshwright.run.channel import Channel, Message
 from meshwright.run.parcel import Names, pack, unpack
@@ -201,7 +201,6 @@ def _fresh_torch(task: Task) -> None:
     if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the whole compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(task.threads)
-    _forget_meshes()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device
 
@@ -219,11 +218,22 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
-    for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper):
-            if (getattr(cache, "__module__", "") or "").startswith("torch.distributed"):
-                cache.cache_clear()
+    for cache in _caches("torch.distributed"):
+        cache.cache_clear()
     gc.collect()
+    gc.freeze()  # what is left (modules, mostly) need not be looked through again after every run
+
+
+def _caches(package: str) -> Iterator[Any]:
+    """The ``functools`` caches of a package's modules and classes."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            values = list(vars(module).values())
+            values += [v for owner in values if isinstance(owner, type) for v in vars(owner).values()]
+            for value in values:
+                inner = getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
+                if isinstance(inner, functools._lru_cache_wrapper):
+                    yield inner
 
 
 @contextlib.contextmanager
