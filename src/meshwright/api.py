@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
@@ -92,6 +93,7 @@ class Planned:
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)
+            batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss = loss
         rows = batch if whole_batch else None
         self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), rows)

@@ -35,6 +35,7 @@ from meshwright.view.rules import RULES
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
+KINDS = ("even", "uneven", "fused", "uneven fused")
 Build = Callable[["Make"], "tuple[list[Any], Callable[..., Any]]"]
 
 
@@ -50,6 +51,7 @@ class Case:
         cuts: which inputs to cut (by position); None for all of them.
         fallback: the function that must have fallen back, in each trial with a cut input.
         rough: whether gradients pass through a narrower dtype.
+        kinds: of cuts; the first is tried of every dim.
         partial: whether to try partial sums.
         gradients: whether the gradients are compared; not where torch itself has none for some of its results.
     """
@@ -63,6 +65,7 @@ class Case:
     cuts: tuple[int, ...] | None = None
     fallback: str | None = None
     rough: bool = False
+    kinds: tuple[str, ...] = KINDS
     partial: bool = True
     gradients: bool = True
 
@@ -135,18 +138,18 @@ def rule_name(function: Any) -> str:
     return f"{function.__self__.__name__}.get" if name == "__get__" else name
 
 
-KINDS = ("even", "uneven", "fused", "uneven fused")
+def run_cases(cases: Sequence[Case], *, empty: bool = False, rounds: int = 3, most: int = 1000) -> Outcome:
+    """On every rank: all cases, at most so many shapes and trials of each.
 
-
-def run_cases(cases: Sequence[Case], empty: bool = False) -> Outcome:
-    """On every rank: all trials of all cases; ``empty``: also with ranks that hold nothing of a tensor."""
+    ``empty``: also with dims of size 1 and with ranks that hold nothing of a tensor.
+    """
     outcome, bench = Outcome(), Bench()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with recorded(outcome):
         for number, case in enumerate(cases):
             report(number)
-            for turn in range(case.rounds):
+            for turn in range(min(case.rounds, rounds)):
                 seed = f"{case.name} {turn}"
                 try:
                     tensors, _ = case.build(Make(seed))
@@ -156,7 +159,7 @@ def run_cases(cases: Sequence[Case], empty: bool = False) -> Outcome:
                     continue
                 make = Make(f"layouts {seed}")
                 tried = list(trials(case, tensors, make, bench.ranks, empty))
-                for layouts in tried if case.most is None else make.choose.sample(tried, min(case.most, len(tried))):
+                for layouts in make.choose.sample(tried, min(case.most or most, most, len(tried))):
                     outcome.trials += 1
                     if problem := bench.trial(case, seed, layouts, plain):
                         outcome.failures.setdefault(case.name, []).append(f"{_show(tensors, layouts)}: {problem}")
@@ -178,7 +181,7 @@ def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: boo
         return [*whole[:i], layout, *whole[i + 1 :]]
 
     for i, dim in places:
-        for kind in dict.fromkeys([KINDS[0], make.choose.choice(KINDS)]):
+        for kind in dict.fromkeys([case.kinds[0], make.choose.choice(case.kinds)]):
             yield alone(i, make.layout(tensors[i].shape, dim, ranks, kind, empty))
     summed = [i for i in tried if case.partial and tensors[i].is_floating_point()]
     for i in summed:
@@ -190,7 +193,7 @@ def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: boo
                 options = [dim for j, dim in places if j == i]
                 draw = make.choose.random()
                 if options and draw < 0.7:
-                    dim, kind = make.choose.choice(options), make.choose.choice(KINDS)
+                    dim, kind = make.choose.choice(options), make.choose.choice(case.kinds)
                     layouts[i] = make.layout(tensors[i].shape, dim, ranks, kind, empty)
                 elif i in summed and draw < 0.85:
                     layouts[i] = PARTIAL

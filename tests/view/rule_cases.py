@@ -1138,9 +1138,9 @@ def _(make: Make) -> Any:
     return [make(a, b, c)], run
 
 
-@CASES.add("dropout of a transposed tensor")
+@CASES.add("dropout of a transposed tensor", kinds=("even",))  # of a slice with one element the order cannot be told
 def _(make: Make) -> Any:
-    a, b, c = make.sizes(3)
+    a, b, c = make.sizes(3, 6, 8)
     return [make(a, b, c)], lambda x: functional.dropout(x.transpose(1, 2), 0.5)
 
 

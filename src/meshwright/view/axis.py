@@ -59,41 +59,45 @@ class Axis:
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         self.ledger.moved("all_reduce", x)
-        out = x.clone(memory_format=torch.contiguous_format)
+        carried = _carried(x)
+        out = carried.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, _OPS[op], group=self.group)
-        return out
+        return _delivered(out, x.dtype)
 
     def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
         """From this rank's slice to the whole tensor."""
         self.ledger.moved("all_gather", x)
-        padded = _pad(x, layout.dim, self._widest(layout))
+        padded = _pad(_carried(x), layout.dim, self._widest(layout))
         chunks = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(chunks, padded, group=self.group)
-        return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
+        whole = layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
+        return _delivered(whole, x.dtype)
 
     def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
         """From a summand of the whole tensor to this rank's slice of the sum."""
         self.ledger.moved("reduce_scatter", x)
         width = self._widest(layout)
-        chunks = [_pad(layout.take(x, r), layout.dim, width) for r in range(self.size)]
+        chunks = [_pad(layout.take(_carried(x), r), layout.dim, width) for r in range(self.size)]
         out = torch.empty_like(chunks[0])
         dist.reduce_scatter(out, chunks, group=self.group)
-        return out.narrow(layout.dim, 0, layout.local(self.rank))
+        return _delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype)
 
     def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
         """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
         self.ledger.moved("all_to_all", x)
-        sent = [target.take(x, r).reshape(-1) for r in range(self.size)]
+        given = _carried(x)
+        sent = [target.take(given, r).reshape(-1) for r in range(self.size)]
         shapes = []
         for r in range(self.size):
-            shape = list(x.shape)
+            shape = list(given.shape)
             shape[source.dim], shape[target.dim] = source.local(r), target.local(self.rank)
             shapes.append(shape)
         sizes = [prod(shape) for shape in shapes]
-        out = x.new_empty(sum(sizes))
+        out = given.new_empty(sum(sizes))
         # One flat tensor with split sizes: gloo's all_to_all of a list wants equal shapes.
         dist.all_to_all_single(out, torch.cat(sent), sizes, [t.numel() for t in sent], group=self.group)
-        return source.merge([t.view(shape) for t, shape in zip(out.split(sizes), shapes, strict=True)])
+        whole = source.merge([t.view(shape) for t, shape in zip(out.split(sizes), shapes, strict=True)])
+        return _delivered(whole, x.dtype)
 
     def _widest(self, layout: Cut) -> int:
         return max(layout.local(r) for r in range(self.size))
@@ -123,6 +127,23 @@ class PlannedAxis(Axis):
 
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+
+_NARROW = {torch.bool: torch.uint8, torch.int16: torch.int32}  # types that gloo does not carry, and what does
+
+
+def _carried(x: Tensor) -> Tensor:
+    """``x`` in a type that every backend carries; complex numbers as pairs, in a further last dim."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.to(_NARROW[x.dtype]) if x.dtype in _NARROW else x
+
+
+def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of ``_carried``."""
+    if dtype.is_complex:
+        return torch.view_as_complex(x.contiguous())
+    return x.to(dtype) if dtype in _NARROW else x
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
