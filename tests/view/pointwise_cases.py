@@ -388,8 +388,21 @@ def _(make: Make) -> Any:
     a, b = make.sizes(2)
 
     def run(x: Tensor) -> Any:
-        return (x.shape, x.size(1), x.dim(), x.numel(), x.dtype == torch.float64, len(x), x.is_floating_point(), x.ndim,
-                x.requires_grad, x.is_leaf, x.device.type, x.is_complex(), x.grad_fn is not None)  # fmt: skip
+        return (
+            x.shape,
+            x.size(1),
+            x.dim(),
+            x.numel(),
+            x.dtype == torch.float64,
+            len(x),
+            x.is_floating_point(),
+            x.ndim,
+            x.requires_grad,
+            x.is_leaf,
+            x.device.type,
+            x.is_complex(),
+            x.grad_fn is not None,
+        )
 
     return [make(a, b)], run
 

@@ -440,7 +440,7 @@ def _attend(x: Tensor, heads: int, weights: tuple[Tensor, ...], **options: Any) 
     n, e = x.shape[0], x.shape[-1]
     return functional.multi_head_attention_forward(
         x, x, x, e, heads, weights[0], weights[1], None, None, False, 0.0, weights[2], weights[3], **options
-    ), n  # fmt: skip
+    ), n
 
 
 @CASES.add("multi_head_attention_forward", rounds=2)
@@ -572,9 +572,20 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.sum(), x.mean(), x.sum(1), x.mean(-1), x.sum((0, 2)), x.mean((0, 1), True), x.sum(1, keepdim=True), torch.sum(x, dim=[0]),
-            torch.mean(x, dim=-1, keepdim=True), torch.nansum(x, 1), x.nansum(), x.sum(-1, dtype=torch.float32), x.sum(dtype=torch.float64),
-        )  # fmt: skip
+            x.sum(),
+            x.mean(),
+            x.sum(1),
+            x.mean(-1),
+            x.sum((0, 2)),
+            x.mean((0, 1), True),
+            x.sum(1, keepdim=True),
+            torch.sum(x, dim=[0]),
+            torch.mean(x, dim=-1, keepdim=True),
+            torch.nansum(x, 1),
+            x.nansum(),
+            x.sum(-1, dtype=torch.float32),
+            x.sum(dtype=torch.float64),
+        )
 
     return [make(a, b, c)], run
 
@@ -723,9 +734,16 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.norm(dim=-1), torch.norm(x, 2, 1), x.norm(1, 0, True), torch.linalg.vector_norm(x, 3, dim=1), torch.linalg.norm(x, dim=(0, 2)),
-            torch.linalg.norm(x), torch.linalg.vector_norm(x, dim=-1, keepdim=True), x.norm(p=2, dim=(0, 1)), torch.linalg.norm(x, dim=0, keepdim=True),
-        )  # fmt: skip
+            x.norm(dim=-1),
+            torch.norm(x, 2, 1),
+            x.norm(1, 0, True),
+            torch.linalg.vector_norm(x, 3, dim=1),
+            torch.linalg.norm(x, dim=(0, 2)),
+            torch.linalg.norm(x),
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+            x.norm(p=2, dim=(0, 1)),
+            torch.linalg.norm(x, dim=0, keepdim=True),
+        )
 
     return [make.normal(a, b, c)], run
 
@@ -850,9 +868,21 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.transpose(0, -1), torch.swapaxes(x, 1, 2), x.swapdims(0, 1), x.permute(2, 0, 1), x.permute((1, 0, 2)), torch.permute(x, dims=(0, 2, 1)),
-            x.movedim(0, 2), torch.moveaxis(x, (0, 1), (1, 0)), x[0].t(), x[0].T, x.mT, x.permute(-1, 0, 1), torch.transpose(x, dim0=0, dim1=1), x.t() if x.dim() < 3 else x,
-        )  # fmt: skip
+            x.transpose(0, -1),
+            torch.swapaxes(x, 1, 2),
+            x.swapdims(0, 1),
+            x.permute(2, 0, 1),
+            x.permute((1, 0, 2)),
+            torch.permute(x, dims=(0, 2, 1)),
+            x.movedim(0, 2),
+            torch.moveaxis(x, (0, 1), (1, 0)),
+            x[0].t(),
+            x[0].T,
+            x.mT,
+            x.permute(-1, 0, 1),
+            torch.transpose(x, dim0=0, dim1=1),
+            x.t() if x.dim() < 3 else x,
+        )
 
     return [make(a, b, c)], run
 
@@ -873,9 +903,19 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.unsqueeze(0), x.unsqueeze(-1), x.unsqueeze(dim=2), x.squeeze(1), x.squeeze(), x.squeeze(-1), x[None].squeeze((0, 2)), x.squeeze(dim=1),
-            x[:, None, ..., None], torch.squeeze(x), x[0].squeeze(), torch.unsqueeze(x, 1),
-        )  # fmt: skip
+            x.unsqueeze(0),
+            x.unsqueeze(-1),
+            x.unsqueeze(dim=2),
+            x.squeeze(1),
+            x.squeeze(),
+            x.squeeze(-1),
+            x[None].squeeze((0, 2)),
+            x.squeeze(dim=1),
+            x[:, None, ..., None],
+            torch.squeeze(x),
+            x[0].squeeze(),
+            torch.unsqueeze(x, 1),
+        )
 
     return [make(a, 1, b)], run
 
@@ -892,10 +932,26 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.view(a, b, c * d), x.reshape(a * b, -1), x.reshape(-1), x.flatten(1), x.flatten(1, 2), torch.flatten(x), x.view(-1, d), x.reshape((a, b * c, d)),
-            x.ravel(), x.unflatten(1, (b, 1)), x.unflatten(-1, (1, -1)), x.view(a, 1, b, c, d), x.transpose(1, 2).reshape(a, c, b * d), x.flatten(0, 1).flatten(-2),
-            x.reshape_as(x.flatten(1)), x.view_as(x), torch.unflatten(x, 1, (-1,)), x.transpose(0, 1).flatten(0, 1).unflatten(0, (b, a)), torch.reshape(x, shape=(a, -1)),
-        )  # fmt: skip
+            x.view(a, b, c * d),
+            x.reshape(a * b, -1),
+            x.reshape(-1),
+            x.flatten(1),
+            x.flatten(1, 2),
+            torch.flatten(x),
+            x.view(-1, d),
+            x.reshape((a, b * c, d)),
+            x.ravel(),
+            x.unflatten(1, (b, 1)),
+            x.unflatten(-1, (1, -1)),
+            x.view(a, 1, b, c, d),
+            x.transpose(1, 2).reshape(a, c, b * d),
+            x.flatten(0, 1).flatten(-2),
+            x.reshape_as(x.flatten(1)),
+            x.view_as(x),
+            torch.unflatten(x, 1, (-1,)),
+            x.transpose(0, 1).flatten(0, 1).unflatten(0, (b, a)),
+            torch.reshape(x, shape=(a, -1)),
+        )
 
     return [make(a, b, c, d)], run
 
@@ -935,9 +991,22 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, y: Tensor) -> Any:
         return (
-            x.expand(a, 3, b), x.expand(2, -1, 3, -1), y.expand(a, b), y.expand_as(x.squeeze(1)), x[:, 0].expand_as(x.squeeze(1)), torch.broadcast_to(y, (2, a, b)), x.repeat(2, 3, 2), x.repeat(2, 1, 1, 1),
-            y.tile(2), torch.tile(x, (2, 1)), x.repeat_interleave(2, 0), torch.repeat_interleave(x, 3, -1), x.repeat_interleave(2), y.repeat_interleave(torch.arange(b), 0), x.repeat(1, 1, 1).expand(a, 2, b),
-        )  # fmt: skip
+            x.expand(a, 3, b),
+            x.expand(2, -1, 3, -1),
+            y.expand(a, b),
+            y.expand_as(x.squeeze(1)),
+            x[:, 0].expand_as(x.squeeze(1)),
+            torch.broadcast_to(y, (2, a, b)),
+            x.repeat(2, 3, 2),
+            x.repeat(2, 1, 1, 1),
+            y.tile(2),
+            torch.tile(x, (2, 1)),
+            x.repeat_interleave(2, 0),
+            torch.repeat_interleave(x, 3, -1),
+            x.repeat_interleave(2),
+            y.repeat_interleave(torch.arange(b), 0),
+            x.repeat(1, 1, 1).expand(a, 2, b),
+        )
 
     return [make(a, 1, b), make(b)], run
 
@@ -948,9 +1017,18 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, y: Tensor) -> Any:
         return (
-            torch.cat([x, y], 1), torch.cat((x, x), dim=-1), torch.cat([x, x, y], dim=1), torch.concat([y, y]), torch.concatenate((x, x), axis=0), torch.stack([x, x]), torch.stack((y, y), -1), torch.stack([x, 2 * x], dim=1),
-            torch.cat([x, torch.zeros(0)], 1), torch.cat([x, torch.ones(a, 1, c, dtype=torch.float64)], 1), torch.cat(tensors=[x, x], dim=2),
-        )  # fmt: skip
+            torch.cat([x, y], 1),
+            torch.cat((x, x), dim=-1),
+            torch.cat([x, x, y], dim=1),
+            torch.concat([y, y]),
+            torch.concatenate((x, x), axis=0),
+            torch.stack([x, x]),
+            torch.stack((y, y), -1),
+            torch.stack([x, 2 * x], dim=1),
+            torch.cat([x, torch.zeros(0)], 1),
+            torch.cat([x, torch.ones(a, 1, c, dtype=torch.float64)], 1),
+            torch.cat(tensors=[x, x], dim=2),
+        )
 
     return [make(a, b, c), make(a, b + 1, c)], run
 
@@ -996,9 +1074,21 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.split(2), x.split(b, 1), torch.split(x, [b, 2 * b], dim=1), x.chunk(3, 1), torch.chunk(x, 2, -1), x.chunk(2), x.tensor_split(2, 1), x.split(c, -1), x.split((1, a - 1)),
-            torch.unsafe_split(x, b, 1), torch.unsafe_chunk(x, 3, 1), torch.split_with_sizes(x, [b, b, b], 1), x.chunk(chunks=3, dim=1), x.split(split_size=b, dim=1),
-        )  # fmt: skip
+            x.split(2),
+            x.split(b, 1),
+            torch.split(x, [b, 2 * b], dim=1),
+            x.chunk(3, 1),
+            torch.chunk(x, 2, -1),
+            x.chunk(2),
+            x.tensor_split(2, 1),
+            x.split(c, -1),
+            x.split((1, a - 1)),
+            torch.unsafe_split(x, b, 1),
+            torch.unsafe_chunk(x, 3, 1),
+            torch.split_with_sizes(x, [b, b, b], 1),
+            x.chunk(chunks=3, dim=1),
+            x.split(split_size=b, dim=1),
+        )
 
     return [make(a, 3 * b, c)], run
 
@@ -1055,9 +1145,35 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, rows: Tensor, mask: Tensor) -> Any:
         return (
-            x[0], x[-1], x[:, 1], x[..., 0], x[1:], x[:, :2], x[:, 1:3], x[..., ::2], x[None], x[:, None, 1], x[0, ..., 1:], x[rows], x[:, rows % b], x[..., rows % c], x[rows, rows % b],
-            x[rows, :, rows % c], x[mask], x[mask[:, 0]], x[[0, 2]], x[:, [1, 0]], x[0, rows % b], x[:, 0, rows % c], x[torch.tensor(1)], x[..., None, :], x[0:0], x[1:2, 0:1, :-1], x[:][:, :, 1], x[(0, 1)],
-        )  # fmt: skip
+            x[0],
+            x[-1],
+            x[:, 1],
+            x[..., 0],
+            x[1:],
+            x[:, :2],
+            x[:, 1:3],
+            x[..., ::2],
+            x[None],
+            x[:, None, 1],
+            x[0, ..., 1:],
+            x[rows],
+            x[:, rows % b],
+            x[..., rows % c],
+            x[rows, rows % b],
+            x[rows, :, rows % c],
+            x[mask],
+            x[mask[:, 0]],
+            x[[0, 2]],
+            x[:, [1, 0]],
+            x[0, rows % b],
+            x[:, 0, rows % c],
+            x[torch.tensor(1)],
+            x[..., None, :],
+            x[0:0],
+            x[1:2, 0:1, :-1],
+            x[:][:, :, 1],
+            x[(0, 1)],
+        )
 
     return [make(a, b, c), make.ints(a, 4), make.bools(a, b)], run
 
@@ -1111,9 +1227,15 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, rows: Tensor, v: Tensor) -> Any:
         return (
-            x.index_select(0, rows), torch.index_select(x, 1, rows % b), x.index_select(dim=-1, index=rows % b), x.index_add(0, rows, v), x.index_copy(0, torch.arange(2), v[:2]),
-            x.index_fill(1, rows[:1] % b, 0.5), x.clone().index_add_(0, rows, v), torch.index_add(x, 0, rows, v, alpha=2),
-        )  # fmt: skip
+            x.index_select(0, rows),
+            torch.index_select(x, 1, rows % b),
+            x.index_select(dim=-1, index=rows % b),
+            x.index_add(0, rows, v),
+            x.index_copy(0, torch.arange(2), v[:2]),
+            x.index_fill(1, rows[:1] % b, 0.5),
+            x.clone().index_add_(0, rows, v),
+            torch.index_add(x, 0, rows, v, alpha=2),
+        )
 
     return [make(a, b), make.ints(a, 3), make(3, b)], run
 
@@ -1150,9 +1272,16 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            functional.alpha_dropout(x, 0.5, True), functional.feature_alpha_dropout(x, 0.5, True), functional.dropout1d(x), functional.dropout2d(x[..., None]), functional.dropout3d(x[..., None, None]),
-            torch.feature_dropout(x, 0.5, True), torch.dropout_(x * 1, 0.5, True), torch.alpha_dropout(x, 0.3, True), functional.dropout2d(x[..., None], training=False),
-        )  # fmt: skip
+            functional.alpha_dropout(x, 0.5, True),
+            functional.feature_alpha_dropout(x, 0.5, True),
+            functional.dropout1d(x),
+            functional.dropout2d(x[..., None]),
+            functional.dropout3d(x[..., None, None]),
+            torch.feature_dropout(x, 0.5, True),
+            torch.dropout_(x * 1, 0.5, True),
+            torch.alpha_dropout(x, 0.3, True),
+            functional.dropout2d(x[..., None], training=False),
+        )
 
     return [make(a, b, c)], run
 
@@ -1174,9 +1303,16 @@ def _(make: Make) -> Any:
         with torch.no_grad():
             base = x.detach().clone()
             writes = [
-                base.clone().normal_(), base.clone().uniform_(-1, 1), base.clone().bernoulli_(0.4), base.clone().exponential_(), base.clone().random_(5),
-                base.clone().log_normal_(), base.clone().cauchy_(), base.clone().geometric_(0.5), base.clone().bernoulli_(x.detach()),
-            ]  # fmt: skip
+                base.clone().normal_(),
+                base.clone().uniform_(-1, 1),
+                base.clone().bernoulli_(0.4),
+                base.clone().exponential_(),
+                base.clone().random_(5),
+                base.clone().log_normal_(),
+                base.clone().cauchy_(),
+                base.clone().geometric_(0.5),
+                base.clone().bernoulli_(x.detach()),
+            ]
         return likes, writes, torch.rand(2), functional.gumbel_softmax(x, dim=-1)
 
     return [make(a, b, low=0.2, high=0.8)], run
@@ -1217,9 +1353,10 @@ def _(make: Make) -> Any:
     def run(x: Tensor, t: Tensor, w: Tensor) -> Any:
         ignored, w = torch.where(torch.arange(n) == 1, -100, t), w.detach()
         return (
-            _reductions(functional.cross_entropy, x, ignored, label_smoothing=0.1), _reductions(functional.cross_entropy, x, ignored, weight=w),
+            _reductions(functional.cross_entropy, x, ignored, label_smoothing=0.1),
+            _reductions(functional.cross_entropy, x, ignored, weight=w),
             _reductions(functional.cross_entropy, x, ignored, w, label_smoothing=0.2),
-        )  # fmt: skip
+        )
 
     return [make.normal(n, c), make.ints(c, n), make(c, low=0.2)], run
 
@@ -1268,10 +1405,19 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, y: Tensor) -> Any:
         return (
-            _reductions(functional.mse_loss, x, y), _reductions(functional.l1_loss, x, y), _reductions(functional.smooth_l1_loss, x, y, beta=0.5), _reductions(functional.huber_loss, x, y, delta=0.3),
-            _reductions(functional.binary_cross_entropy, x, y), _reductions(functional.binary_cross_entropy_with_logits, x, y), _reductions(functional.kl_div, x, y), _reductions(functional.soft_margin_loss, x, y.detach()),
-            _reductions(functional.poisson_nll_loss, x, y), functional.kl_div(x, y, reduction="batchmean"), functional.kl_div(x, y, log_target=True), functional.mse_loss(x, y, size_average=False),
-        )  # fmt: skip
+            _reductions(functional.mse_loss, x, y),
+            _reductions(functional.l1_loss, x, y),
+            _reductions(functional.smooth_l1_loss, x, y, beta=0.5),
+            _reductions(functional.huber_loss, x, y, delta=0.3),
+            _reductions(functional.binary_cross_entropy, x, y),
+            _reductions(functional.binary_cross_entropy_with_logits, x, y),
+            _reductions(functional.kl_div, x, y),
+            _reductions(functional.soft_margin_loss, x, y.detach()),
+            _reductions(functional.poisson_nll_loss, x, y),
+            functional.kl_div(x, y, reduction="batchmean"),
+            functional.kl_div(x, y, log_target=True),
+            functional.mse_loss(x, y, size_average=False),
+        )
 
     return [make(a, b, low=0.1, high=0.9), make(a, b, low=0.1, high=0.9)], run
 
@@ -1284,9 +1430,12 @@ def _(make: Make) -> Any:
         logits = functional.binary_cross_entropy_with_logits
         w, v = w.detach(), v.detach()
         return (
-            functional.binary_cross_entropy(x, y, w), logits(x, y, pos_weight=v), logits(x, y, w, pos_weight=v), functional.binary_cross_entropy(x, y, weight=v),
+            functional.binary_cross_entropy(x, y, w),
+            logits(x, y, pos_weight=v),
+            logits(x, y, w, pos_weight=v),
+            functional.binary_cross_entropy(x, y, weight=v),
             functional.mse_loss(x, y, weight=w),
-        )  # fmt: skip
+        )
 
     return [make(a, b, low=0.1, high=0.9), make(a, b, low=0.1, high=0.9), make(a, b, low=0.1), make(b, low=0.1)], run
 

@@ -155,11 +155,35 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor) -> Any:
         return (
-            x.diagonal(0, 0, 1), torch.kron(x[0], x[0]), torch.outer(x[0, 0], x[0, 1]), torch.diff(x), torch.trapezoid(x), x.unfold(1, 2, 1), torch.meshgrid(x[0, 0], x[0, 1], indexing="ij"), torch.tensordot(x, x, 3),
-            torch.fft.rfft(x).abs(), torch.linalg.multi_dot([x[0], x[0].T, x[0]]), functional.softmin(x, -1), functional.log_softmax(x, -1).exp(), torch.block_diag(x[0], x[1]), torch.hstack([x, x]), torch.vstack([x, x]),
-            torch.dstack([x, x]), x.quantile(0.3, dim=1), torch.trace(x[0]), functional.prelu(x, x[0, :1, 0] * 0 + 0.2), torch.cross(x[..., :1].expand(a, b, 3), x[..., 1:2].expand(a, b, 3) + 1, dim=-1), torch.unique(x.detach()),
-            torch.nonzero(x.detach() > 0), x.detach().histc(4), torch.allclose(x, x), torch.equal(x, x), torch.renorm(x, 2, 0, 0.5), torch.baddbmm(x, x @ x.mT, x), x.logit(0.2),
-        )  # fmt: skip
+            x.diagonal(0, 0, 1),
+            torch.kron(x[0], x[0]),
+            torch.outer(x[0, 0], x[0, 1]),
+            torch.diff(x),
+            torch.trapezoid(x),
+            x.unfold(1, 2, 1),
+            torch.meshgrid(x[0, 0], x[0, 1], indexing="ij"),
+            torch.tensordot(x, x, 3),
+            torch.fft.rfft(x).abs(),
+            torch.linalg.multi_dot([x[0], x[0].T, x[0]]),
+            functional.softmin(x, -1),
+            functional.log_softmax(x, -1).exp(),
+            torch.block_diag(x[0], x[1]),
+            torch.hstack([x, x]),
+            torch.vstack([x, x]),
+            torch.dstack([x, x]),
+            x.quantile(0.3, dim=1),
+            torch.trace(x[0]),
+            functional.prelu(x, x[0, :1, 0] * 0 + 0.2),
+            torch.cross(x[..., :1].expand(a, b, 3), x[..., 1:2].expand(a, b, 3) + 1, dim=-1),
+            torch.unique(x.detach()),
+            torch.nonzero(x.detach() > 0),
+            x.detach().histc(4),
+            torch.allclose(x, x),
+            torch.equal(x, x),
+            torch.renorm(x, 2, 0, 0.5),
+            torch.baddbmm(x, x @ x.mT, x),
+            x.logit(0.2),
+        )
 
     return [make(a, b, c, low=0.1, high=0.9)], run
 
@@ -170,9 +194,16 @@ def _(make: Make) -> Any:
 
     def run(x: Tensor, y: Tensor, t: Tensor) -> Any:
         return (
-            functional.nll_loss(functional.log_softmax(x, -1), t), functional.gaussian_nll_loss(x, y, torch.ones_like(x)), functional.triplet_margin_loss(x, y, x + y), functional.hinge_embedding_loss(x, t[:, None] * 0 + 1),
-            functional.cosine_embedding_loss(x, y, t * 0 + 1), functional.margin_ranking_loss(x, y, torch.ones(a, b)), functional.multi_margin_loss(x, t), functional.pairwise_distance(x, y), functional.mse_loss(x, y[:1]),
-        )  # fmt: skip
+            functional.nll_loss(functional.log_softmax(x, -1), t),
+            functional.gaussian_nll_loss(x, y, torch.ones_like(x)),
+            functional.triplet_margin_loss(x, y, x + y),
+            functional.hinge_embedding_loss(x, t[:, None] * 0 + 1),
+            functional.cosine_embedding_loss(x, y, t * 0 + 1),
+            functional.margin_ranking_loss(x, y, torch.ones(a, b)),
+            functional.multi_margin_loss(x, t),
+            functional.pairwise_distance(x, y),
+            functional.mse_loss(x, y[:1]),
+        )
 
     return [make(a, b, low=0.1, high=0.9), make(a, b, low=0.1, high=0.9), make.ints(b, a)], run
 

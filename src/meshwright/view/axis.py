@@ -67,11 +67,12 @@ class Axis:
     def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
         """From this rank's slice to the whole tensor."""
         self.ledger.moved("all_gather", x)
-        padded = _pad(_carried(x), layout.dim, self._widest(layout))
-        chunks = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(chunks, padded, group=self.group)
-        whole = layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
-        return _delivered(whole, x.dtype)
+        padded = _pad(x, layout.dim, self._widest(layout))
+        sent = _flat(padded)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self.group)
+        chunks = [c.view(x.dtype).reshape(padded.shape) for c in received]
+        return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
 
     def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
         """From a summand of the whole tensor to this rank's slice of the sum."""
@@ -85,19 +86,20 @@ class Axis:
     def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
         """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
         self.ledger.moved("all_to_all", x)
-        given = _carried(x)
-        sent = [target.take(given, r).reshape(-1) for r in range(self.size)]
+        # Flat, with split sizes: gloo's all_to_all of a list wants equal sizes.
+        sent = [_flat(target.take(x, r)) for r in range(self.size)]
         shapes = []
         for r in range(self.size):
-            shape = list(given.shape)
-            shape[source.dim], shape[target.dim] = source.local(r), target.local(self.rank)
+            shape = list(x.shape)
+            shape[source.dim] = source.local(r)
+            shape[target.dim] = target.local(self.rank)
             shapes.append(shape)
-        sizes = [prod(shape) for shape in shapes]
-        out = given.new_empty(sum(sizes))
-        # One flat tensor with split sizes: gloo's all_to_all of a list wants equal shapes.
+        width = x.element_size() // sent[0].element_size()
+        sizes = [prod(shape) * width for shape in shapes]
+        out = sent[0].new_empty(sum(sizes))
         dist.all_to_all_single(out, torch.cat(sent), sizes, [t.numel() for t in sent], group=self.group)
-        whole = source.merge([t.view(shape) for t, shape in zip(out.split(sizes), shapes, strict=True)])
-        return _delivered(whole, x.dtype)
+        pieces = zip(out.view(x.dtype).split([prod(shape) for shape in shapes]), shapes, strict=True)
+        return source.merge([piece.view(shape) for piece, shape in pieces])
 
     def _widest(self, layout: Cut) -> int:
         return max(layout.local(r) for r in range(self.size))
@@ -144,6 +146,19 @@ def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(x.contiguous())
     return x.to(dtype) if dtype in _NARROW else x
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The elements of ``x`` in one dim, as bytes where neither gloo nor NCCL knows the dtype."""
+    x = x.resolve_conj().resolve_neg()
+    return (
+        x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        if x.dtype in _UNKNOWN
+        else x.reshape(-1)
+    )
+
+
+_UNKNOWN = (torch.int16,)
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:

@@ -85,7 +85,9 @@ class GlobalView(TorchFunctionMode):
         ``Function.apply`` is not a torch function: given Views it would build its graph on the wrappers, and the
         gradient would silently be lost. There is no public hook; for the time of a forward its class method is ours.
         """
-        plain = torch.autograd.Function.__dict__["apply"]
+        base: Any = (
+            torch.autograd.function._SingleLevelFunction
+        )  # where ``Function.apply`` itself, kept by a model, ends up
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
             own = function.__module__.startswith(("torch.distributed.", "meshwright."))
@@ -95,10 +97,14 @@ class GlobalView(TorchFunctionMode):
                 if any(isinstance(v._mw_layout, Cut) for v in views):
                     self.work.gathered(function, views)
                 args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
-            return plain.__func__(function, *args, **kwargs)
+            return super(base, function).apply(*args, **kwargs)  # type: ignore[misc]
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        outer = base.__dict__.get("apply")
+        base.apply = classmethod(apply)
         try:
             yield
         finally:
-            torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+            if outer is None:
+                del base.apply
+            else:
+                base.apply = outer

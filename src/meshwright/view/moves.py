@@ -113,11 +113,25 @@ class _Exchange(Function):
 class _Hold(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return x.clone() if axis.rank == 0 else torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return g, None
+        return _Release.apply(g, ctx.axis), None
+
+
+class _Release(Function):
+    """The gradient of ``_Hold``: nothing moves, and its own gradient is held again."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return g.view_as(g)
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:
+        return _Hold.apply(h, ctx.axis), None
 
 
 def enter(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
@@ -161,6 +175,11 @@ def exchange(x: Tensor, axis: Axis, source: Cut, target: Cut) -> Tensor:
 def hold(x: Tensor, axis: Axis) -> Tensor:
     """Whole → partial."""
     return _Hold.apply(x, axis)
+
+
+def release(x: Tensor, axis: Axis) -> Tensor:
+    """The gradient of a summand, which is the same on every rank, as a whole tensor: nothing moves."""
+    return _Release.apply(x, axis)
 
 
 def _differentiable(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ layouts for the rules: ``whole`` (used whole), ``varying`` (whole, used in cut w
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import meshwright
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Fallback, Ledger
-from meshwright.view.rules import FACTS, RULES, aliases, writes
+from meshwright.view.rules import FACTS, RULES, aliases, ordered, writes
 from meshwright.view.tensor import View
 
 
@@ -40,6 +42,7 @@ class Work:
 
     def __init__(self, axis: Axis, ledger: Ledger, names: dict[int, str] | None = None) -> None:
         self.axis, self.ledger, self.names = axis, ledger, names or {}
+        self._running: set[Any] = set()  # functions whose Python body is being run
 
     # --- answering -------------------------------------------------------------------------------------------------
 
@@ -48,16 +51,27 @@ class Work:
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        args, kwargs = ordered(func, args, kwargs)
         target = args[0] if args and writes(func, args, kwargs) else None
         if isinstance(target, View) and target._mw_origin is not None:
             return self._write_through(func, target, args, kwargs)
+        for x in args:
+            if isinstance(x, View) and x._mw_origin is not None:
+                self._refresh(x)
+        if args and isinstance(args[0], View) and args[0]._mw_origin is not None and aliases(func):
+            return self.fallback(func, args, kwargs)  # a slice of a slice: a write to it goes all the way
         rule = RULES.get(func)
-        if rule is not None:
+        if rule is not None and kwargs.get("out") is None:
             out = rule(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        if (body := python_body(func)) is not None and target is None:
-            return body(*args, **kwargs)
+        if (body := python_body(func)) is not None and target is None and func not in self._running:
+            # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
+            self._running.add(func)
+            try:
+                return body(*args, **kwargs)
+            finally:
+                self._running.discard(func)
         return self.fallback(func, args, kwargs)
 
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,12 +93,31 @@ class Work:
             self.write(out, func(*plain_args, **plain_kwargs))
             return out
         result = func(*plain_args, **plain_kwargs)
-        if aliases(func) and isinstance(args[0], View) and isinstance(result, Tensor):
-            # A later write to this slice must reach the tensor it is a slice of.
-            alias = View(result, WHOLE, self)
-            alias._mw_origin = (args[0], functools.partial(_apply, func, plain_args[1:], plain_kwargs))
-            return alias
+        if aliases(func) and isinstance(args[0], View):
+            # A later write to this slice (or to one of these pieces) must reach the tensor it is a slice of.
+            again = functools.partial(_apply, func, plain_args[1:], plain_kwargs)
+            if isinstance(result, Tensor):
+                return self._alias(result, args[0], again)
+            if isinstance(result, (tuple, list)):
+                pieces = [self._alias(r, args[0], functools.partial(_piece, again, i)) for i, r in enumerate(result)]
+                return type(result)(pieces)
         return result
+
+    def _alias(self, local: Tensor, base: View, select: Callable[[Tensor], Tensor]) -> View:
+        alias = View(local, WHOLE, self)
+        alias._mw_origin = (base, select)
+        alias._mw_memo["origin"] = _version(base._mw_local)
+        return alias
+
+    def _refresh(self, alias: View) -> None:
+        """Takes the slice that a fallback made again, where the tensor it is a slice of has been written since."""
+        assert alias._mw_origin is not None
+        base, select = alias._mw_origin
+        if base._mw_origin is not None:
+            self._refresh(base)
+        version = _version(base._mw_local)
+        if version is None or alias._mw_memo.get("origin") != version:
+            alias._mw_local, alias._mw_memo = select(self.whole(base)), {"origin": version}
 
     def _write_through(self, func: Any, target: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
@@ -109,7 +142,7 @@ class Work:
         frame, line, module = sys._getframe(1), "", None
         while frame is not None and (module is None or not line):
             owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
-            if not line and "/torch/" not in file and "/meshwright/" not in file:
+            if not line and not file.startswith(_NOT_THE_MODEL):
                 line = f"{file}:{frame.f_lineno}"
             if module is None and isinstance(owner, nn.Module):
                 module = self.names.get(id(owner), type(owner).__name__)
@@ -129,6 +162,8 @@ class Work:
         """``x`` on every rank, used by every rank alike."""
         if not isinstance(x, View):
             return x
+        if x._mw_origin is not None:
+            self._refresh(x)
         layout = x._mw_layout
         if isinstance(layout, Cut):
             return self._once(x, "whole", lambda t: moves.gather(t, self.axis, layout))
@@ -157,7 +192,7 @@ class Work:
             return local
         if isinstance(have, Partial):
             memo = x._mw_memo.get("whole")
-            if memo is None or memo[0] != local._version:
+            if memo is None or local.is_inference() or memo[0] != local._version:
                 return moves.reduce_scatter(local, self.axis, layout)
         if isinstance(have, Cut):
             self.regathered(x, layout)
@@ -182,6 +217,8 @@ class Work:
         """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
         memos = x._mw_memo if isinstance(x, View) else x.__dict__
         local = x._mw_local if isinstance(x, View) else x
+        if local.is_inference():  # such tensors do not count their writes
+            return move(local)
         key = (local._version, torch.is_grad_enabled() and local.requires_grad)
         memo = memos.get(kind)
         if memo is None or memo[:2] != key:
@@ -217,6 +254,10 @@ class Work:
         """The cut dim of ``x`` turns out to be that many pieces which may not be broken."""
 
 
+# Files in these folders are not the model's. Not just any path with "meshwright" in it: a checkout may be named so.
+_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
+
+
 @functools.cache
 def python_body(func: Any) -> Callable[..., Any] | None:
     """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
@@ -238,6 +279,16 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 
 def _no(*_: Any) -> bool:
     return False
+
+
+def _version(local: Tensor) -> int | None:
+    """How often a tensor has been written; tensors of inference mode do not count."""
+    return None if local.is_inference() else local._version
+
+
+def _piece(select: Callable[[Tensor], Any], i: int, value: Tensor) -> Tensor:
+    piece: Tensor = select(value)[i]
+    return piece
 
 
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Any:

@@ -4,6 +4,7 @@ from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
     attention,
     contraction,
     convolution,
+    gradient,
     indexing,
     loss,
     norm,
@@ -13,6 +14,6 @@ from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
     shape,
     table,
 )
-from meshwright.view.rules.registry import FACTS, RULES, aliases, writes
+from meshwright.view.rules.registry import FACTS, RULES, aliases, ordered, writes
 
-__all__ = ["FACTS", "RULES", "aliases", "writes"]
+__all__ = ["FACTS", "RULES", "aliases", "ordered", "writes"]

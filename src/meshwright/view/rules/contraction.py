@@ -113,6 +113,8 @@ def addmm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if len(args) > 3 or func.__name__ in ("addbmm", "addmv"):
         return NotImplemented
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if beta == 0:  # the base is not read: it may hold anything
+        base = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
     if base.dim() == 1 and (beta, alpha) == (1, 1):
         product, layout = contract(work, [x, weight], [[0, "i"], ["i", "o"]], [0, "o"], torch.matmul)
         return with_bias(work, product, layout, base, 1)

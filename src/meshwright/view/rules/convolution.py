@@ -26,6 +26,8 @@ def convolution(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     taps = [f"k{i}" for i in range(space)]
     if isinstance(layout := work.layout(x), Cut) and layout.dim > len(lead):
         return NotImplemented  # space is cut: borders would have to be exchanged
+    if isinstance(layout := work.layout(weight), Cut) and layout.dim > 1:
+        return NotImplemented  # so would they where the kernel is
     if groups != 1:
         return _grouped(work, run, x, weight, bias, groups, names, len(lead), transposed)
     ends = ["i", "o"] if transposed else ["o", "i"]
@@ -53,7 +55,7 @@ def _grouped(
     of_weight = Cut(0, (tuple(n * (weight.shape[0] // groups) for n in held),))
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
     of_result = Cut(channel, (tuple(n * outputs for n in held),))
-    if work.axis.rank >= len(held) or held[work.axis.rank] == 0:
+    if 0 in held:  # the same answer on every rank
         return NotImplemented
     w = work.cut(work.match(weight, of_weight), of_weight)
     b = None if bias is None else work.cut(work.match(bias, of_result.on(0)), of_result.on(0))

@@ -75,7 +75,7 @@ def select(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @rule("narrow")
 def narrow(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, start, length = (*args, *kwargs.values())
-    start = int(start)
+    start = int(start) % max(x.shape[dim], 1) if int(start) < 0 else int(start)
     return _index(work, x, (slice(None),) * (dim % x.dim()) + (slice(start, start + length),))
 
 
@@ -109,6 +109,8 @@ def _of_whole(work: Any, x: View, local: Tensor, dims: list[int | None]) -> Any:
 
 def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
     """(index of the local tensor, the dim of ``x`` each result dim was, the cut of the result), or NotImplemented."""
+    if not all(_is_plain(item) for item in index):
+        return NotImplemented
     index = _explicit(index, x.dim())
     arrays = [i for i, item in enumerate(index) if isinstance(item, (Tensor, list))]
     if any(isinstance(index[i], View) for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
@@ -140,6 +142,20 @@ def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
     taken = _on_cut(layout, cut_index)
     assert taken is not None
     return tuple(local), dims, taken[1].on(dims.index(layout.dim))
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether an index is of the kinds followed here; not so booleans by themselves, arrays of NumPy, nested lists."""
+    if isinstance(item, list):
+        return all(isinstance(i, (int, bool)) for i in item)
+    if isinstance(item, Tensor):
+        return item.dtype not in (torch.bool, torch.uint8) or item.dim() > 0
+    return (
+        item is None
+        or item is Ellipsis
+        or isinstance(item, slice)
+        or (isinstance(item, int) and not isinstance(item, bool))
+    )
 
 
 def _array_rank(index: tuple[Any, ...], arrays: list[int]) -> int:

@@ -6,6 +6,7 @@ target's logit are each one all-reduce of a number a row (Megatron-LM, arXiv 190
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from meshwright.view.rules.registry import named, rule
 ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
-@rule("cross_entropy", "cross_entropy_loss")
+@rule("cross_entropy")  # not of torch._C._nn.cross_entropy_loss: other arguments
 def cross_entropy(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = named(ORDER, args, kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
     x, target = names["input"], work.whole(names["target"])
@@ -43,7 +44,7 @@ def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
-    return (weight[target.clamp(min=0)] * valid).sum()
+    return (weight[torch.where(valid, target, 0)] * valid).sum()
 
 
 def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
@@ -94,8 +95,12 @@ def elementwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
     reduction = options.pop("reduction", "mean")
     old_style = options.get("size_average") is not None or options.get("reduce") is not None
+    if not isinstance(func, FunctionType):
+        return NotImplemented  # a builtin: its reduction is a number
     if old_style or len(args) > 2 or not all(isinstance(a, Tensor) for a in args) or reduction == "batchmean":
         return NotImplemented
+    if "weight" in tensors and not func.__name__.startswith("binary"):
+        return NotImplemented  # their mean is over the weights
     if len({tuple(t.shape) for t in (*args, *tensors.values())}) > 1:
         return NotImplemented
     cuts = [layout for t in (*args, *tensors.values()) if isinstance(layout := work.layout(t), Cut)]

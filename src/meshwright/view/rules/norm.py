@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut
+from meshwright.view.rules.pointwise import Aligner, cut_of_result
+from meshwright.view.rules.reduction import after_reduction
 from meshwright.view.rules.registry import named, rule
 
 
@@ -58,10 +58,13 @@ def normalize(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @rule("cosine_similarity")
 def cosine_similarity(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Written out: its parts have rules."""
     names = named("x1 x2 dim eps", args, kwargs)
-    a, b = names["x1"], names["x2"]
-    dim, eps = names.get("dim", 1), names.get("eps", 1e-8)
-    norms = [torch.sqrt((t * t).sum(dim)).clamp(min=eps) for t in (a, b)]
-    result: Tensor = (a * b).sum(dim) / (norms[0] * norms[1])
-    return result
+    pair = [names["x1"], names["x2"]]
+    rank = max(t.dim() for t in pair)
+    dim = names.get("dim", 1) % rank
+    target = cut_of_result(pair, [work.layout(t) for t in pair], func)
+    if target is None or target.dim == dim:
+        return NotImplemented
+    one, other = map(Aligner(work, target, rank), pair)
+    local = functional.cosine_similarity(one, other, dim, names.get("eps", 1e-8))
+    return work.view(local, after_reduction(target, [dim], False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial
@@ -25,9 +26,9 @@ view_as_real view_as_complex cpu cuda data resolve_conj resolve_neg alias fill z
 """.split()
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum
-fmax fmin eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal logical_and logical_or
+fmax fmin eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or
 logical_xor bitwise_and bitwise_or bitwise_xor atan2 hypot where masked_fill lerp addcmul addcdiv rsub xlogy
-heaviside copysign prelu_ isclose logaddexp nextafter polar complex rrelu_ __and__ __or__ __xor__ __rpow__ __rdiv__
+heaviside copysign  isclose logaddexp nextafter polar complex  __and__ __or__ __xor__ __rpow__ __rdiv__
 __rtruediv__ __radd__ __rmul__ __rsub__ __rfloordiv__ __rmod__ __add__ __sub__ __mul__ __truediv__ __floordiv__
 __mod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ __invert__ __pos__ __rand__ __ror__
 __rxor__
@@ -61,19 +62,23 @@ def pointwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     if writes(func, args, kwargs):
         return _in_place(work, func, args, kwargs)
+    if func in _MOVING and isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
+        return args[0].to(other.dtype)  # of the other tensor only the dtype counts, not its shape or layout
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     layouts = [work.layout(t) for t in tensors]
     if any(isinstance(t, Partial) for t in layouts) and _linear(func, args, kwargs, tensors, layouts):
         return work.view(_local(func, args, kwargs), PARTIAL)
-    target = _target(tensors, layouts, func)
+    target = cut_of_result(tensors, layouts, func)
     if target is None:
         if all(layout == WHOLE for layout in layouts) and func in _COPYING | _MOVING:
             return _same_parameter(work, func, args, kwargs)
         return func(*map(work.whole, args), **{k: work.whole(v) for k, v in kwargs.items()})
     if func in _FROM_THE_FRONT:
+        if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
+            return NotImplemented  # the real and the imaginary parts are on different ranks
         return work.view(func(args[0]._mw_local), target)
     rank = _rank(tensors)
-    align = _Aligner(work, target, rank)
+    align = Aligner(work, target, rank)
     local = func(*map(align, args), **{k: align(v) for k, v in kwargs.items()})
     if not isinstance(local, Tensor):
         return NotImplemented
@@ -83,7 +88,7 @@ def pointwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 _MOVING = {f for n in "to float double half bfloat16 type type_as".split() for f in functions(n)}
 
 
-class _Aligner:
+class Aligner:
     """Brings each operand of an elementwise function to the cut ``target`` of its result, which has ``rank`` dims."""
 
     def __init__(self, work: Any, target: Cut, rank: int) -> None:
@@ -99,13 +104,15 @@ class _Aligner:
         return self.work.cut(self.work.match(x, layout), layout)
 
 
-def _target(tensors: list[Tensor], layouts: list[Any], func: Any) -> Cut | None:
+def cut_of_result(tensors: list[Tensor], layouts: list[Any], func: Any) -> Cut | None:
     """The cut of the result: that of the largest cut operand, as a dim of the broadcast shape."""
     rank, best, size = _rank(tensors), None, -1
     for x, layout in zip(tensors, layouts, strict=True):
         if isinstance(layout, Cut) and x.numel() > size:
-            shift = 0 if func in _FROM_THE_FRONT else rank - x.dim()
-            best, size = layout.on(layout.dim + shift), x.numel()
+            dim = layout.dim + (0 if func in _FROM_THE_FRONT else rank - x.dim())
+            if layout.size == 1 and torch.broadcast_shapes(*[t.shape for t in tensors])[dim] != 1:
+                continue  # it is spread over a dim of the others
+            best, size = layout.on(dim), x.numel()
     return best
 
 
@@ -149,7 +156,7 @@ def _in_place(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         _local(func, args, kwargs)
         return target
     if isinstance(layout, Cut):
-        align = _Aligner(work, layout, target.dim())
+        align = Aligner(work, layout, target.dim())
         func(target._mw_local, *map(align, args[1:]), **{k: align(v) for k, v in kwargs.items()})
         return target
     local = target._mw_local if isinstance(target, View) else target

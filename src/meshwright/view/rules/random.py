@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from meshwright.layout import Cut
+from meshwright.layout import Cut, Partial
 from meshwright.view.rules.registry import named, rule
 
 
@@ -19,14 +19,21 @@ def dropout(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     names = named("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
     x, p = names["input"], names["p"]
     layout = work.layout(x)
-    if not isinstance(layout, Cut):
+    if not isinstance(layout, (Cut, Partial)):
         return NotImplemented
     if not names["training"] or p == 0:
         return x
-    if func.__name__ != "dropout":
+    if func.__name__ != "dropout" or (isinstance(layout, Partial) and names["inplace"]):
         return NotImplemented
-    ones = torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device)
-    mask = work.cut(functional.dropout(ones, p), layout)
+    # Torch draws in the order of memory: a transposed tensor's mask is the transpose of a draw.
+    strides = x._mw_local.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    ones = torch.ones([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
+    ones = ones.permute([order.index(d) for d in range(x.dim())])
+    whole = functional.dropout(ones, p)
+    if isinstance(layout, Partial):
+        return work.whole(x) * whole
+    mask = work.cut(whole, layout)
     return x.mul_(work.view(mask, layout)) if names["inplace"] else work.view(x._mw_local * mask, layout)
 
 

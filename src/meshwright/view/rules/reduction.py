@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
       "median", "count_nonzero", "vector_norm", "var_mean", "std_mean")  # fmt: skip
 def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Local where the cut dim is not reduced."""
-    order = "input p dim keepdim" if func.__name__ in ("norm", "vector_norm") else "input dim keepdim"
+    order = "input p dim keepdim" if "norm" in func.__name__ else "input dim keepdim"  # of torch.linalg as well
+    if func.__name__ in ("var", "std", "var_mean", "std_mean") and len(args) > 2:
+        order = "input dim unbiased keepdim"
     names = named(order, args, kwargs)
     layout = work.layout(names.get("input"))
     if not isinstance(layout, Cut) or names.get("out") is not None or isinstance(names.get("dim"), Tensor):
@@ -59,7 +62,7 @@ def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     x = names["input"]
     keepdim = bool(names.get("keepdim", False))
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
-    if (func.__name__ in ("var", "std") and isinstance(names.get("dim"), bool)) or layout.dim in dims:
+    if isinstance(names.get("dim"), bool) or layout.dim in dims:
         return NotImplemented
     result = func(x._mw_local, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
     out = after_reduction(layout, dims, keepdim)
@@ -85,20 +88,23 @@ def along_one_dim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax")
 def softmax(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input dim", args, kwargs)
+    if func.__name__ in ("_softmax", "_log_softmax"):  # their third argument is no dtype
+        args = args[:2]
+    in_python = isinstance(func, FunctionType)
+    names = named("input dim _stacklevel dtype" if in_python else "input dim dtype", args, kwargs)
     x, dim, dtype = names["input"], names.get("dim"), names.get("dtype")
     layout = work.layout(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int):
         return NotImplemented
     dim %= x.dim()
     if layout.dim != dim:
-        log = func.__name__ == "log_softmax"
+        log = "log_softmax" in func.__name__
         local = (torch.log_softmax if log else torch.softmax)(x._mw_local, dim, dtype=dtype)
         return work.view(local, layout)
     local = x._mw_local if dtype is None else x._mw_local.to(dtype)
     shifted, sums = exponentials(work, local, dim)
     sums = moves.enter(sums, work.axis)
-    if func.__name__ == "log_softmax":
+    if "log_softmax" in func.__name__:
         return work.view(shifted - sums.log(), layout)
     return work.view(shifted.exp() / sums, layout)
 

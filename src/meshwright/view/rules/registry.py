@@ -8,6 +8,7 @@ One rule serves a function under all its names (``torch.add``, ``Tensor.add``, `
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from inspect import signature
 from types import FunctionType
@@ -88,6 +89,38 @@ _WRITES = (
     | frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
     | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
 )
+
+
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+_ORDER: dict[str, dict[str, Any]] = {  # of the arguments after the tensor, with defaults; ... where there is none
+    "select": {"dim": ..., "index": ...},
+    "narrow": {"dim": ..., "start": ..., "length": ...},
+    "movedim": {"source": ..., "destination": ...},
+    "moveaxis": {"source": ..., "destination": ...},
+    "flatten": {"start_dim": 0, "end_dim": -1},
+    "unflatten": {"dim": ..., "sizes": ...},
+    "chunk": {"chunks": ..., "dim": 0},
+    "unsafe_chunk": {"chunks": ..., "dim": 0},
+    "split_with_sizes": {"split_sizes": ..., "dim": 0},
+    "unsafe_split": {"split_size": ..., "dim": 0},
+}
+
+
+def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as rules expect them: the tensor first, NumPy's words translated, keywords in their order.
+
+    Builtin functions hand over what the caller wrote; those written in Python have put it in order already.
+    """
+    if isinstance(func, types.FunctionType) or not kwargs or func not in RULES:
+        return args, kwargs
+    kwargs = {_NUMPY.get(k, k): v for k, v in kwargs.items()}
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    order = _ORDER.get(func.__name__)
+    if order is not None and args and kwargs.keys() <= order.keys():
+        given = dict(zip(order, args[1:], strict=False)) | kwargs
+        args, kwargs = (args[0], *(given.get(k, default) for k, default in order.items())), {}
+    return args, kwargs
 
 
 def aliases(func: Any) -> bool:

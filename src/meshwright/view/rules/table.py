@@ -42,6 +42,8 @@ def _rows(work: Any, index: Tensor, weight: Tensor, layout: Cut, padding: int | 
     start = sum(layout.pieces[0][: work.axis.rank])
     local = index - start
     mine = (local >= 0) & (local < weight.size(0))
+    if not weight.size(0):  # a row to look at: torch refuses a table without rows
+        weight = torch.cat([weight, weight.new_zeros(1, weight.size(1))])
     local = torch.where(mine, local, torch.zeros_like(local))
     found = functional.embedding(local, weight)
     if padding is not None:  # the padding row is read but gets no gradient
