@@ -33,6 +33,18 @@ from meshwright.mesh import ALIASES, Mesh, MeshLike, read_mesh
 _Path: TypeAlias = tuple[str, ...]
 
 
+class _Dumper(yaml.SafeDumper):
+    """Line separators of Unicode are escaped: read back unquoted, they would be spaces."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted)
+
+
 @dataclass(frozen=True)
 class Entry:
     """What a plan says about the modules or parameters that one glob names. None: left to be decided.
@@ -221,8 +233,8 @@ class Plan:
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
         """The plan as YAML, also written to ``path`` where one is given. `load` gives an equal plan."""
-        text = yaml.safe_dump(
-            self.settings(), default_flow_style=None, sort_keys=False, allow_unicode=True, width=_WIDE
+        text = yaml.dump(
+            self.settings(), Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=_WIDE
         )
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")

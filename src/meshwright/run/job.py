@@ -211,7 +211,7 @@ class Job:
         return x._mw_work.whole(x) if isinstance(x, View) else x
 
     def _some_rows(self, batch: Any) -> Any:
-        """A rank without rows takes part with a copy of nothing: one row, which weighs nothing."""
+        """A piece without rows takes part as one row of zeros, which weighs nothing."""
         if rows_of(batch):
             return batch
         return pytree.tree_map(
@@ -227,12 +227,12 @@ class Job:
             self.rows = self._how_rows_combine(batch)
         if self.rows in (COUPLED, "whole"):
             return [gather_rows(batch, self._data_groups())], [1 / data], [None]
-        rows = rows_of(batch)
-        split = list(microbatches(self._some_rows(batch), min(pieces, max(rows, 1))))
-        # A rank without rows counts none of those that stand in for them.
-        counted = split if rows else [take_rows(p, 0, 0) for p in split]
-        scale, shares = weights(counted, self._counter if rows else None, self._copies, self.groups.device)
-        return split, [1.0 if rows else 0.0] * len(split) if self.rows == SUM else scale, shares
+        # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
+        split = list(microbatches(batch, pieces))
+        scale, shares = weights(split, self._counter, self._copies, self.groups.device)
+        if self.rows == SUM:
+            scale = [1.0 if rows_of(p) else 0.0 for p in split]
+        return [self._some_rows(p) for p in split], scale, shares
 
     def _how_rows_combine(self, batch: Any) -> str:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""

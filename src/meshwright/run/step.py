@@ -56,8 +56,12 @@ def weights(
 
     Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
     """
-    unknown = [nan] * SLOTS
-    local = [[float(rows_of(p)), *(counter.counts(p) if counter else unknown)] for p in pieces]
+    unknown, none = [nan] * SLOTS, [0.0] * SLOTS
+
+    def counts(piece: Any) -> list[float]:
+        return none if not rows_of(piece) else counter.counts(piece) if counter else unknown
+
+    local = [[float(rows_of(p)), *counts(p)] for p in pieces]
     total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
     if dist.get_world_size() > 1 and not alone:
         dist.all_reduce(total)
