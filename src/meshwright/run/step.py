@@ -58,10 +58,10 @@ def weights(
     """
     unknown, none = [nan] * SLOTS, [0.0] * SLOTS
 
-    def counts(piece: Any) -> list[float]:
+    def counted(piece: Any) -> list[float]:
         return none if not rows_of(piece) else counter.counts(piece) if counter else unknown
 
-    local = [[float(rows_of(p)), *counts(p)] for p in pieces]
+    local = [[float(rows_of(p)), *counted(p)] for p in pieces]
     total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
     if dist.get_world_size() > 1 and not alone:
         dist.all_reduce(total)
