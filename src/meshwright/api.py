@@ -61,7 +61,7 @@ def parallelize(
     planned = Planned(build, plan, batch, loss, dtype)
     recipe = _agreed(planned.recipe)
     groups = make_groups(recipe, place)
-    uneven = plan.mesh.data_size * plan.microbatches > 1
+    uneven = recipe.mesh.data_size * recipe.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
     return apply(build, recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
 

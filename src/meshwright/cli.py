@@ -224,7 +224,7 @@ def _check_course(given: _Given, course: _Course, global_batch: int | None) -> N
     from meshwright.api import make_recipe
     from meshwright.run.batches import check_global_batch
 
-    check_global_batch(course.global_batch, given.plan.mesh, given.plan.microbatches)
+    check_global_batch(course.global_batch, given.plan.mesh, given.plan.pieces)
     if global_batch is not None and given.target.dataset is None and not given.target.spec.startswith("hf:"):
         findings = Findings("this command")
         required = "a dataset to take rows from: the third thing that the target returns"
@@ -377,7 +377,7 @@ class _Given:
         found, count = None, 1
         try:
             found = _plan(mesh, plan, ours)
-            count = rows(found.mesh.data_size * found.microbatches)
+            count = rows(found.mesh.data_size * found.pieces)
         except PlanError as error:
             findings.extend(error.findings)
             subjects.append(error.subject)
@@ -403,7 +403,7 @@ class _Given:
     @property
     def pieces(self) -> int:
         """Into how many pieces a batch is divided: data ranks × microbatches."""
-        return self.plan.mesh.data_size * self.plan.microbatches
+        return self.plan.mesh.data_size * self.plan.pieces
 
 
 def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -29,6 +29,7 @@ import yaml
 
 from meshwright.errors import Finding, Findings, PlanError, listing, nearest
 from meshwright.mesh import ALIASES, Mesh, MeshLike, read_mesh
+from meshwright.schedule import NAMES as SCHEDULES
 
 _Path: TypeAlias = tuple[str, ...]
 
@@ -58,6 +59,7 @@ class Entry:
         recompute: ``block`` computes this module again in backward, instead of keeping its activations;
             ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
+        on: where on the pipeline axis this module runs: ``pp[1]``, its second rank.
     """
 
     dp: str | None = None
@@ -66,6 +68,12 @@ class Entry:
     units: int | None = None
     recompute: str | None = None
     unit: bool | None = None
+    on: str | None = None
+
+    @property
+    def pp_rank(self) -> int | None:
+        """The rank of ``on: pp[<rank>]``."""
+        return int(self.on[len("pp[") : -1]) if self.on else None
 
     @property
     def cut_dim(self) -> int | None:
@@ -120,7 +128,10 @@ class Plan:
         parameters: another place to write entries of ``modules``; they come after those.
         sequence_parallel: keep activations between tensor-parallel regions cut along the sequence.
         recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations.
-        microbatches: into how many pieces a step divides its batch, whose gradients add up.
+        microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
+            pipeline twice as many as it has ranks, or as many as there are rows.
+        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``.
+        stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
         reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again.
@@ -144,7 +155,9 @@ class Plan:
     modules: Entries
     sequence_parallel: bool
     recompute: str
-    microbatches: int
+    microbatches: int | None
+    schedule: str
+    stages_per_rank: int | None
     precision: str
     reshard_after_forward: bool
     rows: str
@@ -158,7 +171,9 @@ class Plan:
         parameters: Mapping[str, Entry | Mapping[str, object]] | None = None,
         sequence_parallel: bool = False,
         recompute: str = "none",
-        microbatches: int = 1,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
         precision: str = "float32",
         reshard_after_forward: bool = True,
         rows: str = "auto",
@@ -171,6 +186,8 @@ class Plan:
             "sequence_parallel": sequence_parallel,
             "recompute": recompute,
             "microbatches": microbatches,
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
             "precision": precision,
             "reshard_after_forward": reshard_after_forward,
             "rows": rows,
@@ -178,6 +195,12 @@ class Plan:
         }
         for name, value in _Reader(Source(given)).plan().items():
             object.__setattr__(self, name, value)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches a data rank's rows are divided, where there are as many rows."""
+        pipeline = self.mesh.axis_size("pp")
+        return self.microbatches or (2 * pipeline if pipeline > 1 else 1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -252,7 +275,7 @@ class Plan:
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
-        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None)}
+        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None)}
         """
         values = self.settings()
         source = Source(values)
@@ -303,12 +326,18 @@ def _is_parts(value: object) -> bool:
     return _is_int(value, 1)
 
 
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"pp\[[0-9]{1,4}\]", value) is not None
+
+
 _STYLES = ("column", "row", "whole", "auto")
 
 _PLAN = {
     "sequence_parallel": _flag(),
     "recompute": _choice("none", "blocks"),
     "microbatches": _number(1, 4),
+    "schedule": _choice(*SCHEDULES),
+    "stages_per_rank": _number(1, 2),
     "precision": _choice("float32", "bfloat16", "float64"),
     "reshard_after_forward": _flag(),
     "rows": _choice("auto", "split", "whole"),
@@ -323,6 +352,7 @@ _ENTRY = {
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
     "unit": _flag(),
+    "on": _Kind(_is_place, "a rank of the pipeline axis: pp[<rank>]", "pp[0]"),
 }
 
 SECTIONS = ("modules", "parameters")
