@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings
+from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
+from meshwright.planning.capture import capture
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
@@ -22,6 +24,7 @@ from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
 from meshwright.run.job import Job, Loss, output_loss
+from meshwright.run.step import called
 
 Build = Callable[[], nn.Module]
 
@@ -63,7 +66,9 @@ def parallelize(
     groups = make_groups(recipe, place)
     uneven = recipe.mesh.data_size * recipe.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
-    return apply(build, recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
+    return apply(
+        build, recipe, groups, loss=loss, counter=counter, graph=planned.graph, dtype=dtype, transform=transform
+    )
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
@@ -96,12 +101,16 @@ class Planned:
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss = loss
         rows = batch if whole_batch else None
-        self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), rows)
+        self.recipe = resolve(self._model, plan, lambda model: loss(called(model, batch)), rows)
+
+    def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
+        """A forward, recorded; ``run``: runs it, given the model."""
+        return capture(self._model, run)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""
         with Shadow(), Meeting(), recorder:
-            self._loss(_called(self._model, batch))
+            self._loss(called(self._model, batch))
 
 
 def _agreed(recipe: Recipe) -> Recipe:
@@ -130,9 +139,3 @@ def _script() -> str:
     import sys
 
     return " ".join(sys.argv) if sys.argv and sys.argv[0] else "train.py"
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -50,12 +50,12 @@ class Event:
         index: which event of that call, counted from 0.
         function: its name.
         inputs: numbers of the values that it takes.
-        outputs: numbers of the values that it gives.
+        outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
+        written: the number of the value that its first argument has become, where it writes to it.
         parameters: names of the parameters that it takes.
         flops: floating-point operations, of the forward.
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
-        writes: whether it writes to its first argument.
         mean_loss: whether it is a mean loss over labels (run/counts.py counts those).
         line: the model's source line.
     """
@@ -64,12 +64,12 @@ class Event:
     index: int
     function: str
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    written: int | None
     parameters: tuple[str, ...]
     flops: int
     moved: int
     reads: bool
-    writes: bool
     mean_loss: bool
     line: str
 
@@ -97,9 +97,13 @@ class Call:
     leaf: bool = False
 
 
+ROOT: Path = (("", 0),)
+"""The call of the model itself."""
+
+
 @dataclass
 class ModelGraph:
-    """A forward, recorded. ``results``: the values in what the loss function gave, and in what the model returned."""
+    """A forward, recorded. ``returned``: the values in what the loss function gave."""
 
     events: list[Event] = field(default_factory=list)
     calls: dict[Path, Call] = field(default_factory=dict)

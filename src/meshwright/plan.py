@@ -134,7 +134,8 @@ class Plan:
         stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
-        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again.
+        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again. Left out: true, and
+            with a pipeline false, which would gather it for each microbatch.
         rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
             ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
             of the batch, losses that compare rows), which is tried out before the first step.
@@ -159,7 +160,7 @@ class Plan:
     schedule: str
     stages_per_rank: int | None
     precision: str
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     rows: str
     seed: int
 
@@ -175,7 +176,7 @@ class Plan:
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         precision: str = "float32",
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         rows: str = "auto",
         seed: int = 0,
     ) -> None:

@@ -95,7 +95,7 @@ class Recorder(Walk):
         call.stop, call.returned = len(graph.events), result
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
-            n is None and id(t) not in had and not isinstance(t, nn.Parameter)
+            n is None and (id(t) not in had or isinstance(t, nn.Parameter))
             for n, t in zip(call.outputs, tensors, strict=True)
         )
         return result
@@ -117,7 +117,6 @@ class Recorder(Walk):
         for t in given:
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
                 self._new(t, place)
-        outputs = tuple(n for t in (*targets, *given) if (n := self.number(t)) is not None)
         graph.outputs[path, index] = result
         graph.events.append(
             Event(
@@ -125,12 +124,12 @@ class Recorder(Walk):
                 index=index,
                 function=name,
                 inputs=inputs,
-                outputs=tuple(dict.fromkeys(outputs)),
+                outputs=tuple(map(self.number, given)),
+                written=self.number(targets[0]) if targets else None,
                 parameters=tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)),
                 flops=self.cost.flops - flops,
                 moved=self.cost.moved - moved,
                 reads=not given and not targets,
-                writes=bool(targets),
                 mean_loss=loss,
                 line=_line(),
             )

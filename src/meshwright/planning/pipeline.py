@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import inf, prod
 
 from meshwright.errors import Findings
-from meshwright.graph import ModelGraph, spelled
+from meshwright.graph import ROOT, ModelGraph, spelled
 from meshwright.recipe import Stage
 
 SLACK = 1.03
@@ -45,6 +45,8 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
             table[b] = True
 
     blocks = set(blocks)
+    root = graph.calls[ROOT]
+    close(root.stop, end + 1, closed)  # the loss is the last stage's
     for path, call in graph.calls.items():
         if call.leaf and len(path) > 1:
             close(call.start + 1, call.stop, closed)
@@ -56,7 +58,7 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
             stop = stops.get(event.path, end)
             close(i + 1, stop, closed)
             reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")
-        if event.writes and event.inputs:
+        if event.written is not None and event.inputs:
             for start, stop in _aliased(graph, i):
                 close(start + 1, stop + 1, closed)
                 reasons.append(f"{spelled(event.path)} writes in place to memory with several names ({event.line})")
@@ -71,7 +73,11 @@ def _aliased(graph: ModelGraph, write: int) -> Iterable[tuple[int, int]]:
     if not target.storage:
         return
     for number, value in enumerate(graph.values):
-        if value.storage != target.storage or number in (event.inputs[0], *event.outputs) or value.position >= write:
+        if (
+            value.storage != target.storage
+            or number in (event.inputs[0], event.written, *event.outputs)
+            or value.position >= write
+        ):
             continue
         later = [p for p in graph.consumers.get(number, ()) if p > write]
         if later:
@@ -86,7 +92,7 @@ class Costs:
         self.work, self.kept = [0], [0]
         for event in graph.events:
             self.work.append(self.work[-1] + event.flops + INTENSITY * event.moved)
-            self.kept.append(self.kept[-1] + sum(graph.values[n].bytes for n in event.outputs))
+            self.kept.append(self.kept[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None))
         self.crossing = [0] * (len(graph.events) + 1)
         for number, consumers in graph.consumers.items():
             value = graph.values[number]
@@ -190,7 +196,7 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
             Stage(
                 index=k,
                 first=(event.path, event.index),
-                where=event.path[-1][0] if event.path and event.path[-1][0] else "the model's own forward",
+                where=_name(graph, start),
                 modules=tuple(dict.fromkeys(outermost)),
                 flops=sum(e.flops for e in graph.events[start:stop]),
                 moved=sum(e.moved for e in graph.events[start:stop]),

@@ -93,7 +93,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         sequence=sequence,
         microbatches=plan.microbatches or max(1, min(plan.pieces, (rows_of(batch) or 1) // plan.mesh.data_size)),
         precision=plan.precision,
-        reshard_after_forward=plan.reshard_after_forward,
+        reshard_after_forward=_reshards(plan),
         rows=plan.rows,
         stages=stages,
         schedule=plan.schedule,
@@ -297,6 +297,13 @@ def _line(
         unit=owner,
         reason=cuts.reasons.get(name, "") if cuts else "",
     )
+
+
+def _reshards(plan: Plan) -> bool:
+    if plan.mesh.axis_size("pp") == 1:
+        return plan.reshard_after_forward is not False
+    # A backward in halves needs what its forward gathered.
+    return bool(plan.reshard_after_forward) and plan.schedule != "zero_bubble"
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

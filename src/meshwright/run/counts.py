@@ -131,15 +131,19 @@ class LabelCounter:
 
 
 class Shares(TorchFunctionMode):
-    """While on, the i-th mean loss of the forward is multiplied by ``shares[i]``."""
+    """While on, the i-th mean loss of the forward is multiplied by ``shares[i]``; without shares, by nothing."""
 
-    def __init__(self, shares: list[float]) -> None:
+    def __init__(self, shares: list[float] | None) -> None:
         super().__init__()
         self._shares, self._i = shares, 0
 
+    def at(self, count: int) -> None:
+        """``count`` mean losses of the forward came before what runs next, here or on other ranks."""
+        self._i = count
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if mean_target(func, args, kwargs) is None:
+        if self._shares is None or mean_target(func, args, kwargs) is None:
             return func(*args, **kwargs)
         i, self._i = self._i, self._i + 1
         loss = func(*args, **kwargs)

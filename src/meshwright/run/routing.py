@@ -7,13 +7,14 @@ unit is reduced; and what no rank used is taken back to ``None`` after the step,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from meshwright.run.data import parameter_groups
 
 
 class Routed:
@@ -23,12 +24,12 @@ class Routed:
         self._device = device
         self._filled: set[int] = set()
         self._parameters = [
-            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in _groups(module)
+            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)
             for fsdp_param in group.fsdp_params
         ]  # fmt: skip
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in _groups(module):
+                for group in parameter_groups(module):
                     self._watch(group)
 
     def _watch(self, group: Any) -> None:
@@ -60,16 +61,3 @@ class Routed:
         for fsdp_param, was_used in zip(self._parameters, used.tolist(), strict=True):
             if not was_used:
                 fsdp_param.sharded_param.grad = None
-
-
-def _groups(module: FSDPModule) -> Iterator[Any]:
-    """FSDP2's parameter groups of a module.
-
-    Private: there is no public way to act between the backward of a unit and its reduction
-    (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
-    """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return (group for group in groups if group is not None)
