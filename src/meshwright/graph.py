@@ -83,6 +83,7 @@ class Call:
         outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
         given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
         fresh: whether a tensor in what it returned follows from the batch, and was made within.
+        stashed: values that it left on the module, or in what it was called with.
         leaf: whether the module has no modules within.
     """
 
@@ -94,6 +95,7 @@ class Call:
     given: Any = None
     returned: Any = None
     fresh: bool = False
+    stashed: frozenset[int] = frozenset()
     leaf: bool = False
 
 

@@ -92,6 +92,7 @@ class Recorder(Walk):
         had = {id(t) for t in tensors_of((args, kwargs))}
         result = self.follow(path, forward, args, kwargs)
         tensors = tensors_of(result)
+        self._left_behind(call, module, args, kwargs)
         call.stop, call.returned = len(graph.events), result
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
@@ -99,6 +100,16 @@ class Recorder(Walk):
             for n, t in zip(call.outputs, tensors, strict=True)
         )
         return result
+
+    def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
+        plain = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
+        left = {n for t in tensors_of([plain, args, kwargs]) if (n := self.number(t)) is not None}
+        made = frozenset(n for n in left if self.graph.values[n].position >= call.start)
+        if made:
+            for depth in range(1, len(call.path) + 1):
+                around = self.graph.calls[call.path[:depth]]
+                around.stashed |= made
 
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int

@@ -54,7 +54,7 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
             close(call.start + 1, call.stop, in_block)
     stops = {path: call.stop for path, call in graph.calls.items()}
     for i, event in enumerate(graph.events):
-        if event.reads:
+        if event.reads and event.inputs:  # (a parameter that is read is held by every stage)
             stop = stops.get(event.path, end)
             close(i + 1, stop, closed)
             reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")

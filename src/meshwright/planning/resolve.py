@@ -337,11 +337,19 @@ def _stages(
         name: tuple(sorted({stage_of(cuts, p) for p in positions}))
         for name, positions in graph.uses.items()
     }  # fmt: skip
-    for name in names.parameters:  # one that the forward does not use stays with its module
-        if name not in homes:
-            scope = name.rpartition(".")[0]
-            near = [s for n, s in homes.items() if scope and n.startswith(scope + ".")]
-            homes[name] = near[0][:1] if near else (0,)
+    for event in graph.events:
+        if event.reads and not event.inputs:
+            homes |= {name: tuple(range(count)) for name in event.parameters}
+    called: dict[str, set[int]] = {}
+    for call in graph.calls.values():
+        called.setdefault(call.module, set()).add(stage_of(cuts, call.start))
+    for name in names.parameters:
+        scope = name
+        while name not in homes and scope:  # one that this forward did not use stays where its module runs
+            scope = scope.rpartition(".")[0]
+            if scope in called:
+                homes[name] = tuple(sorted(called[scope])) if scope else (0,)
+        homes.setdefault(name, (0,))
     return stages, homes, graph
 
 

@@ -128,13 +128,13 @@ class StageProgram:
         graph, seen = self.graph, set(call.outputs)
         inside = range(call.start, call.stop)
         made = [n for p in inside for n in (*graph.events[p].outputs, graph.events[p].written) if n is not None]
+        used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         if self.start <= call.start < call.stop <= self.stop:
-            return OPEN if any(n in self.out and n not in seen for n in made) else RUN
+            return OPEN if any(n not in seen for n in {*used_outside, *(set(made) & set(self.out))}) else RUN
         if call.start == call.stop or not (call.stop <= self.start or self.stop <= call.start) or call.fresh:
             return OPEN
-        for n in made:
-            if n not in seen and any(p not in inside for p in graph.consumers.get(n, ())):
-                return OPEN
+        if any(n not in seen or n in call.stashed for n in used_outside):
+            return OPEN
         for p in inside:
             event = graph.events[p]
             if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
@@ -306,7 +306,7 @@ class StageWalk(Walk):
             )
         event = self.graph.events[position]
         held = all(n in self._values for n in event.inputs)
-        if self.program.here(position) or (event.reads and held):
+        if self.program.here(position) or (event.reads and held):  # (a parameter that is read is on every stage)
             return self._run(event, func, args, kwargs)
         if event.reads:
             raise self.unavailable(next(n for n in event.inputs if n not in self._values), name, event.line)

@@ -109,7 +109,16 @@ class Walk(TorchFunctionMode):
         """An ``autograd.Function`` of the model's."""
         if self.closed or function.__module__.startswith("torch."):
             return apply(*args, **kwargs)
-        return self._met(apply, function, args, kwargs)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            self.closed += 1  # what its forward does is not looked at: it is one event
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self.closed -= 1
+
+        whole.__name__ = function.__name__
+        return self._met(whole, function, args, kwargs)
 
     def _met(self, func: Any, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
