@@ -72,7 +72,7 @@ def apply(
     view = _view(model, recipe, groups, ledger)
     # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
     torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
-    routed = Routed(model, groups.device) if recipe.routed and needs_fsdp(recipe) else None
+    routed = Routed(model, groups) if recipe.routed and needs_fsdp(recipe) else None
     pipeline = None
     if forwards is not None:
         assert graph is not None

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
+from meshwright.view.stage import Elsewhere, replaced
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
 
@@ -119,7 +120,7 @@ def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*given, last) if hook.__name__ == "_pre_forward" else last
-        tensors = tensors_of(subject)
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
         plain = [t._mw_local if isinstance(t, View) else t for t in tensors]
         with torch._C.DisableTorchFunction():
             if hook.__name__ == "_pre_forward":
@@ -129,12 +130,15 @@ def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if hook.__name__ == "_pre_forward" else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda _: _as_before(*next(back)), subject)
+        return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
 
     return run
 
 
 def _as_before(before: Tensor, now: Tensor) -> Tensor:
-    if isinstance(before, View) and now is not before._mw_local:
-        return View(now, before._mw_layout, before._mw_work)
-    return before if isinstance(before, View) else now
+    """What the hook gave in place of a tensor, as the model is to see it."""
+    if now is (before._mw_local if isinstance(before, View) else before):
+        return before
+    given = View(now, before._mw_layout, before._mw_work) if isinstance(before, View) else now
+    replaced(before, given)
+    return given

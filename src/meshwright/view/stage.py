@@ -75,6 +75,13 @@ def _unavailable(func: Any, values: Any) -> RuntimeError:
     return walk.unavailable(number, getattr(func, "__name__", str(func)), "")
 
 
+def replaced(before: Tensor, now: Tensor) -> None:
+    """Something outside the model has put a tensor in place of another, which the model goes on with."""
+    walk, _ = getattr(before, "_mw_value", (None, None))
+    if isinstance(walk, StageWalk):
+        walk.keep(now, before._mw_value[1])  # type: ignore[attr-defined]
+
+
 class PathError(RuntimeError):
     """A forward that did not do what the recorded one did."""
 
@@ -173,7 +180,7 @@ class StageWalk(Walk):
         self._name, self._send, self._at = name, send, at_position
         self._values: dict[int, Tensor] = {}
         for number, value in received.items():
-            self._keep(value, number)
+            self.keep(value, number)
         self._missing = set(program.out)
         self.finished = False
 
@@ -190,7 +197,8 @@ class StageWalk(Walk):
     def known(self, t: Tensor) -> bool:
         return self.number(t) is not None
 
-    def _keep(self, t: Tensor, number: int) -> None:
+    def keep(self, t: Tensor, number: int) -> None:
+        """``t`` is what stands for a value from now on."""
         t._mw_value = (self, number)  # type: ignore[attr-defined]
         self._values[number] = t
 
@@ -198,7 +206,7 @@ class StageWalk(Walk):
         """A tensor that this stage made."""
         if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
             return
-        self._keep(t, number)
+        self.keep(t, number)
         self._missing.discard(number)
 
     def _stop_if_done(self) -> None:
