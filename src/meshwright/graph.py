@@ -52,7 +52,7 @@ class Event:
         inputs: numbers of the values that it takes.
         outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
         written: the number of the value that its first argument has become, where it writes to it.
-        parameters: names of the parameters that it takes.
+        parameters: names of the parameters that it takes, and ``buffers``.
         flops: floating-point operations, of the forward.
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
@@ -67,6 +67,7 @@ class Event:
     outputs: tuple[int | None, ...]
     written: int | None
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
     flops: int
     moved: int
     reads: bool

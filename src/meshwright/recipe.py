@@ -111,6 +111,7 @@ class Recipe:
         rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
         stages: of a pipeline, in the order of the forward; empty without one.
         schedule: of a pipeline, by name.
+        buffers: (name, the stage whose copy counts) for each buffer of the model, where there is a pipeline.
         routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
     """
@@ -126,6 +127,7 @@ class Recipe:
     rows: str = "auto"
     stages: tuple[Stage, ...] = ()
     schedule: str = "1f1b"
+    buffers: tuple[tuple[str, int], ...] = ()
     routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -147,6 +149,11 @@ class Recipe:
     def owners(self, parameter: ParameterRecipe) -> tuple[int, ...]:
         """The ranks of the pipeline axis whose stages use the parameter, in order."""
         return tuple(sorted({self.stage_rank[s] for s in parameter.stages}))
+
+    def buffer_owner(self, name: str) -> int:
+        """The first rank whose copy of a buffer is the one that the forward changes."""
+        stage = dict(self.buffers).get(name, 0)
+        return self.mesh.rank({"pp": self.stage_rank[stage]} if self.stages else {})
 
     def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
         """The parameter's layout on each axis of the mesh."""

@@ -209,7 +209,8 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
-    facts = Facts(tuple(losses), gradients, parameters, _copies(job.module.named_buffers()))
+    buffers = _copies((name, value) for name, value in job.whole_buffers() if value is not None)
+    facts = Facts(tuple(losses), gradients, parameters, buffers)
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives)
 
 

@@ -71,8 +71,8 @@ class Recorder(Walk):
         super().__init__()
         self.graph, self.cost = ModelGraph(), Cost()
         self._parameters = {id(p): n for n, p in model.named_parameters()}
+        self._buffers = {id(b): n for n, b in model.named_buffers()}
         self._alive: list[Any] = []  # storages are told apart by their address
-        self._shared: dict[int, Tensor] = {}
 
     def number(self, t: Tensor) -> int | None:
         """The number of a tensor's value."""
@@ -138,6 +138,7 @@ class Recorder(Walk):
                 outputs=tuple(map(self.number, given)),
                 written=self.number(targets[0]) if targets else None,
                 parameters=tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)),
+                buffers=tuple(dict.fromkeys(self._buffers[id(t)] for t in tensors if id(t) in self._buffers)),
                 flops=self.cost.flops - flops,
                 moved=self.cost.moved - moved,
                 reads=not given and not targets,

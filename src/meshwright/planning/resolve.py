@@ -74,11 +74,13 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
     stages: tuple[Stage, ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
     if plan.mesh.axis_size("pp") > 1:
         stages, homes, graph = _stages(model, plan, names, entries, blocks, run, findings)
         findings.raise_if_any()
         units, recompute, parted = _whole_in_stages(units, recompute, graph, stages)
+        buffers = _buffer_homes(model, graph, stages)
         more += parted + _shared(homes)
     owners = _owners(model, units)
     lines = tuple(
@@ -97,6 +99,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         rows=plan.rows,
         stages=stages,
         schedule=plan.schedule,
+        buffers=buffers,
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
@@ -351,6 +354,17 @@ def _stages(
                 homes[name] = tuple(sorted(called[scope])) if scope else (0,)
         homes.setdefault(name, (0,))
     return stages, homes, graph
+
+
+def _buffer_homes(model: nn.Module, graph: ModelGraph, stages: tuple[Stage, ...]) -> tuple[tuple[str, int], ...]:
+    """For each buffer, the last stage that takes it, or else the first that runs its module."""
+    cuts = [graph.positions[s.first] for s in stages[1:]]
+    found = {name: stage_of(cuts, p) for p, event in enumerate(graph.events) for name in event.buffers}
+    runs: dict[str, int] = {}
+    for call in graph.calls.values():
+        runs.setdefault(call.module, stage_of(cuts, call.start))
+    names = (name for name, _ in model.named_buffers())
+    return tuple((name, found.get(name, runs.get(name.rpartition(".")[0], 0))) for name in names)
 
 
 def _pinned(

@@ -203,7 +203,23 @@ class Job:
             parameters = set(self.recipe.by_name)
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
             found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        persistent = set(found)
+        for name, value in self.whole_buffers():
+            if value is not None and name in persistent:
+                found[name] = value
         return found
+
+    def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Each buffer in turn, as the rank has it whose forward changes it: on rank 0; None elsewhere."""
+        for name, buffer in self.module.named_buffers():
+            owner = self.recipe.buffer_owner(name)
+            value = buffer.detach().contiguous()
+            if owner != 0 and self.groups.rank == owner:
+                dist.send(value, dst=0)
+            elif owner != 0 and self.groups.rank == 0:
+                value = torch.empty_like(value)
+                dist.recv(value, src=owner)
+            yield name, value.cpu() if self.groups.rank == 0 else None
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""

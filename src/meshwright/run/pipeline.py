@@ -389,6 +389,7 @@ def _backward_half(
     _, groups = stage_backward_input(roots, given, inputs, iter(parameters))
 
     def weights() -> None:
-        stage_backward_weight(iter(parameters), groups)
+        # Parts of the graph may serve several groups of weights (an encoder state in every block).
+        stage_backward_weight(iter(parameters), groups, retain_graph=True)
 
     return weights
