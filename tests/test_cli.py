@@ -152,6 +152,25 @@ def test_a_typo_in_a_plan_is_told_with_line_and_column(file: str, tmp_path: Path
     assert "tp: column" in text
 
 
+def test_mistakes_of_mesh_settings_plan_file_and_target_are_told_together(file: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("recompute: blox\nmodules:\n  head: {tp: colum}\n")
+    arguments = ("--plan", str(plan), "--mesh", "tpp=2", "--set", "seed=x,widht=3,modules.head.tp=rwo", "--set", "oops")
+    text = meshwright("show", f"{file}:model", *arguments, code=2).stderr
+    assert "7 problems" in text
+    assert "--mesh (mesh.tpp)" in text
+    assert "plan.yaml:1:12 (recompute)" in text and "plan.yaml:3:14 (modules.head.tp)" in text
+    assert "--set seed=0" in text and "--set modules.head.tp=row" in text
+    assert "key=value" in text and "the key widht" in text
+
+
+def test_a_plan_file_that_is_not_there_hides_nothing(file: str) -> None:
+    arguments = ("--plan", "nowhere.yaml", "--mesh", "tpp=2", "--set", "seed=x")
+    text = meshwright("show", f"{file}:model", *arguments, code=2).stderr
+    assert "3 problems" in text
+    assert all(said in text for said in ("nowhere.yaml", "tpp", "seed"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from meshwright import __version__
 from meshwright.errors import Findings, PlanError
-from meshwright.plan import KEYS, Plan, compose
+from meshwright.plan import KEYS, Plan
 from meshwright.target import Target, load_target, with_rows
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them
@@ -376,7 +376,7 @@ class _Given:
         findings, subjects = Findings("this command"), []
         found, count = None, 1
         try:
-            found = _plan(mesh, plan, ours)
+            found = Plan.from_command(plan, mesh, ours)
             count = rows(found.mesh.data_size * found.microbatches)
         except PlanError as error:
             findings.extend(error.findings)
@@ -425,35 +425,6 @@ def _value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _plan(mesh: str | None, path: str | None, sets: Sequence[str]) -> Plan:
-    """The plan of a command line: the file, its mesh replaced where one is given, then the settings."""
-    if path is None and mesh is None:
-        axes = [s for s in sets if s.startswith("mesh")]
-        if not axes:
-            findings = Findings()
-            required = "the axes and their sizes, or a plan"
-            findings.add(where="--mesh", given="no mesh", required=required, fix="--mesh dp_shard=2,tp=2")
-            findings.raise_if_any()
-    plan = Plan.parse(mesh or {"mesh": {"tp": 1}}) if path is None else _loaded(path, mesh)
-    return plan.with_settings(sets) if sets else plan
-
-
-def _loaded(path: str, mesh: str | None) -> Plan:
-    """A plan file, which needs no mesh of its own where one is given."""
-    if mesh is None:
-        return Plan.load(path)
-    axes = dict(Plan.parse(mesh).mesh.axes)
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError):
-        return Plan.load(path)  # which says what is wrong
-    said = compose(text, path).values
-    if said is None or (isinstance(said, dict) and "mesh" not in said and not text.lstrip().startswith("{")):
-        text = f"{text}\nmesh: {json.dumps(axes)}\n"  # at the end, so that lines keep their numbers
-    return Plan.from_yaml(text, path).replace(mesh=axes)
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------
