@@ -205,6 +205,13 @@ def test_check(file: str) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
+def test_a_report_in_a_pipe_is_not_broken(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.parity.report.Report.__str__", lambda report: "a line " * 40 + "75:100:")
+    result = CliRunner().invoke(cli.app, ["check", f"{file}:model", "--mesh", "tp=2"], env={"COLUMNS": "40"})
+    assert result.stdout == "a line " * 40 + "75:100:\n"
+
+
+@pytest.mark.usefixtures("pooled")
 def test_train_on_a_dataset(file: str) -> None:
     arguments = ("--mesh", "dp_shard=2", "--steps", "4", "--lr", "0.01", "--global-batch", "16")
     lines = meshwright("train", f"{file}:learner", *arguments).output.splitlines()

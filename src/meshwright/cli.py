@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from meshwright import __version__
+from meshwright.draw.terminal import console, count_text, render, size_text
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import KEYS, Plan
 from meshwright.target import Target, load_target, with_rows
@@ -99,7 +99,6 @@ def show(
         given = _Given.read(target, mesh, plan, set_, seq, length=8)
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
-        from meshwright.draw.terminal import render
 
         batch = with_rows(given.target.batch, given.pieces)
         recipe = make_recipe(given.target.build, given.plan, batch)
@@ -108,7 +107,7 @@ def show(
         if as_json:
             print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
         else:
-            _console().print(render(everything, rank=rank, parameter=parameter), soft_wrap=False)
+            console().print(render(everything, rank=rank, parameter=parameter))
 
 
 def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def check(
 
         with _workers(given) as workers:
             report = compare(given.target.build, given.target.batch, given.plan, workers=workers)
-        _console().print(Text(str(report)))
+        console().print(Text(str(report)), soft_wrap=True)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -209,7 +208,7 @@ def train(
             losses = _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell)
             seconds = time.monotonic() - started
         if rank <= 0:
-            _console().print(
+            console().print(
                 f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {steps} steps, {seconds:.1f} s", highlight=False
             )
 
@@ -277,7 +276,7 @@ class _Bar:
     """Progress: a bar on a terminal, else a line now and then."""
 
     def __init__(self, steps: int, *, shown: bool) -> None:
-        self.steps, self.shown, self.console = steps, shown, _console()
+        self.steps, self.shown, self.console = steps, shown, console()
         told = TextColumn("{task.fields[told]}")
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), told, TimeElapsedColumn())
         self.progress = Progress(*columns, console=self.console, disable=not (shown and self.console.is_terminal))
@@ -292,8 +291,6 @@ class _Bar:
 
     def tell(self, step: loop.Progress) -> None:
         """Show a step."""
-        from meshwright.draw.terminal import count_text, size_text
-
         told = f"loss {step.loss:.4f}  {count_text(step.rate)} {step.unit}/s  {size_text(step.memory)}"
         self.progress.update(self.task, completed=step.step, told=told)
         every = max(1, self.steps // 10)
@@ -310,7 +307,7 @@ def env() -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _environment().items():
         table.add_row(Text(name, style="bold"), Text(value))
-    _console().print(table)
+    console().print(table)
 
 
 def _environment() -> dict[str, str]:
@@ -319,8 +316,6 @@ def _environment() -> dict[str, str]:
 
     import torch
     import torch.distributed as dist
-
-    from meshwright.draw.terminal import size_text
 
     def installed(name: str) -> str:
         try:
@@ -430,10 +425,6 @@ def _value(text: str) -> Any:
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False)
-
-
 @contextmanager
 def _told(*, quiet: bool = False) -> Iterator[None]:
     """A person's mistake is told once, without a traceback: exit code 2; a worker's failure once: 1."""
@@ -443,8 +434,7 @@ def _told(*, quiet: bool = False) -> Iterator[None]:
         yield
     except (PlanError, WorkerError) as error:
         if not quiet:
-            console = _console(stderr=True)
-            console.print(Text(str(error)), soft_wrap=True)
+            console(stderr=True).print(Text(str(error)), soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, PlanError) else 1) from None
 
 

@@ -30,6 +30,7 @@ from meshwright.recipe import Slices
 
 _GUIDE = 4  # columns that rich.tree spends a level
 _GAP = 2  # columns between two columns
+_UNBROKEN = 1_000_000  # columns
 _MOST = 12  # bands of a picture that are drawn in full
 _COLORS = {"tp": "cyan", "dp_shard": "green"}
 _SHADES = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_black", "bright_blue")
@@ -57,6 +58,14 @@ def render(
     rows = shard_map.matching(parameter)
     pictures = chain.from_iterable((Text(), picture(shard_map, row, rank=rank)) for row in rows[:3])
     return Group(_Listing(shard_map, rows, shown, width), *pictures)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where pictures and reports are printed: as wide as the terminal; in a pipe or a file no line is broken."""
+    found = Console(stderr=stderr, highlight=False, emoji=False)  # names and slices have colons: 75:100: is no picture
+    if not found.is_terminal:
+        found.width = _UNBROKEN
+    return found
 
 
 def heading(shard_map: ShardMap, rank: int) -> Text:
@@ -294,13 +303,13 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
     caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
     table = Table(box=box.SQUARE, show_lines=True)
     words = [dim_text(dim, len(facts.shape)) for dim in (down, *across)]
-    table.add_column(" \\ ".join(words) or "ranges", style="dim", no_wrap=True)
+    table.add_column(Text(" \\ ".join(words) or "ranges"), style="dim", no_wrap=True)
     columns: list[dict[int, _Band]] = [{dim: band} for dim in across for band in bands[dim]] or [{}]
     for column in columns:
         title = _band_text(column[across[0]]) if across else "held by"
-        table.add_column(title, justify="center", no_wrap=True)
+        table.add_column(Text(title), justify="center", no_wrap=True)
     for band in bands[down]:
-        table.add_row(_band_text(band), *(_cell(held, {down: band, **column}, rank) for column in columns))
+        table.add_row(Text(_band_text(band)), *(_cell(held, {down: band, **column}, rank) for column in columns))
     idle = [r for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for r in ranks]
     below = [Text(f"ranks {ranks_text(idle)} hold nothing of it", style="dim")] if idle else []
     return Group(caption, table, *below)
