@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import Findings, PlanError, listing, nearest
+from meshwright.errors import Findings, PlanError, listing, nearest, source_place
 from meshwright.plan import KEYS
 
 if TYPE_CHECKING:
@@ -265,10 +265,10 @@ def _not_there(given: str, names: list[str], what: str, spec: str, findings: Fin
 def _line(error: BaseException, place: str) -> str:
     """The innermost line of the person's own file that an error came from."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short(error.filename)}:{error.lineno}:{error.offset}"
+        return source_place(error.filename, error.lineno, error.offset)
     file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{_short(file)}:{lines[-1]}" if file and lines else _short(place)
+    return source_place(file, lines[-1]) if file and lines else _short(place)
 
 
 def _told(error: BaseException) -> str:
