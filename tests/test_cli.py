@@ -102,6 +102,8 @@ def test_show_a_picture(file: str) -> None:
     text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "layers.*.2.weight").output
     assert "rows \\ cols" in text
     assert "layers.{0…2}.2.weight ×3" in text
+    arguments = ("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "*")
+    assert [meshwright(*arguments, "--pictures", str(n)).output.count("┌") for n in (0, 5)] == [0, 5]
 
 
 def test_show_a_model_of_transformers_on_a_thousand_ranks() -> None:

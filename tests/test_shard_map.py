@@ -209,6 +209,19 @@ def test_the_picture_shows_who_holds_which_box() -> None:
     assert [line for line in lines if line] == [["rows \\ cols", "0:6", "6:12"], ["0:5", "0", "1"], ["5:10", "2", "3"]]
 
 
+def test_as_many_pictures_as_are_asked_for() -> None:
+    lines = [ParameterRecipe(name, (8, 4), "float32", tp=cut(0, 8, 2)) for name in "abcde"]
+    held = mapped("tp=2", *lines)
+
+    def drawn(**choice: object) -> int:
+        return printed(render(held, **choice)).count("┌")  # type: ignore[arg-type]
+
+    assert (drawn(), drawn(parameter="*"), drawn(parameter="b")) == (0, 3, 1)
+    assert [drawn(parameter="*", pictures=count) for count in (0, 1, 5, 9)] == [0, 1, 5, 5]
+    assert drawn(pictures=2) == 2
+    assert "3 more without a picture" in printed(render(held, parameter="*", pictures=2))
+
+
 def test_in_a_pipe_no_name_is_broken_whatever_the_width(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,9 @@ def show(
     set_: SetOption = None,
     rank: Annotated[int | None, typer.Option(help="Whose slices are shown; default 0")] = None,
     parameter: Annotated[str | None, typer.Option(help="Only parameters that fit this glob, with pictures")] = None,
+    pictures: Annotated[
+        int | None, typer.Option(help="How many pictures of who holds which part; default 3 with --parameter", min=0)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
     seq: SeqOption = None,
 ) -> None:
@@ -107,7 +110,7 @@ def show(
         if as_json:
             print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
         else:
-            console().print(render(everything, rank=rank, parameter=parameter))
+            console().print(render(everything, rank=rank, parameter=parameter, pictures=pictures))
 
 
 def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:

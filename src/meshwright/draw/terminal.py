@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from rich import box
 from rich.cells import cell_len
@@ -37,14 +36,21 @@ _SHADES = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_black", 
 
 
 def render(
-    shard_map: ShardMap, *, rank: int | None = None, width: int | None = None, parameter: str | None = None
+    shard_map: ShardMap,
+    *,
+    rank: int | None = None,
+    width: int | None = None,
+    parameter: str | None = None,
+    pictures: int | None = None,
 ) -> RenderableType:
     """A shard map, as rich prints it.
 
     Args:
         rank: whose slices are shown; default 0.
         width: columns to use; default those of the console.
-        parameter: only parameters that fit this glob, with pictures of the first few.
+        parameter: only parameters that fit this glob.
+        pictures: of how many lines a picture is drawn, of who holds which part, from the first on; default 3 where
+            ``parameter`` is given, else 0.
 
     Raises:
         ValueError: the mesh has no such rank.
@@ -52,12 +58,20 @@ def render(
     """
     shown = 0 if rank is None else rank
     shard_map.mesh.coordinate(shown)  # raises for one that is not there
-    if parameter is None:
-        tree = _Listing(shard_map, shard_map.rows, shown, width)
-        return Group(heading(shard_map, shown), Text(), tree, *notes(shard_map))
-    rows = shard_map.matching(parameter)
-    pictures = chain.from_iterable((Text(), picture(shard_map, row, rank=rank)) for row in rows[:3])
-    return Group(_Listing(shard_map, rows, shown, width), *pictures)
+    rows = shard_map.rows if parameter is None else shard_map.matching(parameter)
+    drawn = (0 if parameter is None else 3) if pictures is None else pictures
+    above = () if parameter is not None else (heading(shard_map, shown), Text())
+    below = () if parameter is not None else notes(shard_map)
+    return Group(*above, _Listing(shard_map, rows, shown, width), *below, *_drawings(shard_map, rows, rank, drawn))
+
+
+def _drawings(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: int) -> Iterator[RenderableType]:
+    """Pictures of the first rows; and of how many there is none, where some were asked for."""
+    for row in rows[:most]:
+        yield Text()
+        yield picture(shard_map, row, rank=rank)
+    if 0 < most < len(rows):
+        yield Text(f"\n{len(rows) - most} more without a picture", style="dim")
 
 
 def console(*, stderr: bool = False) -> Console:
