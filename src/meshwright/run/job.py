@@ -151,9 +151,14 @@ class Job:
             PlanError: ``global_batch`` does not divide by data ranks × microbatches.
         """
         return Batches(
-            dataset, global_batch, mesh=self.recipe.mesh, rank=self.groups.rank, microbatches=self.recipe.microbatches,
+            dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
         )  # fmt: skip
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, as the plan's mesh counts them."""
+        return self.groups.rank
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,7 +180,7 @@ class Job:
             if whole is not None:
                 for name in (line.name, *line.aliases):
                     found[name] = whole
-        if self.groups.rank == 0:
+        if self.rank == 0:
             parameters = set(self.recipe.by_name)
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
             found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
