@@ -155,6 +155,16 @@ def test_a_tiny_one_trains_in_float32(kind: str) -> None:
     model(**target.batch).loss.backward()
 
 
+def test_a_class_whose_name_says_no_loss_is_not_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_utils
+
+    told: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", lambda text, *_, **__: told.append(text))
+    target = load_target("hf:gpt2", {**TINY, "batch_size": 2, "seq_len": 5})
+    assert target.build()(**target.batch).loss.isfinite()
+    assert told == []
+
+
 def test_a_config_file_with_settings_over_it(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "intermediate_size": 24, "dtype": "bfloat16", **TINY}))

@@ -316,7 +316,12 @@ class HFTarget:
         if found is None:
             raise PlanError(_no_head(self.model, config), "this target")
         config.dtype = None  # a config may ask for bfloat16; here the plan says what is computed in
-        return found[0](config)
+        model = found[0](config)
+        if (
+            getattr(model, "loss_type", "") is None
+        ):  # the class's name says none: transformers takes this one, and warns
+            model.loss_type = "ForCausalLM"
+        return model
 
 
 def _hf_target(spec: str, settings: dict[str, Any], rows: int, length: int) -> Target:
