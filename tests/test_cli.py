@@ -39,6 +39,16 @@ def model():
 def learner():
     return lambda: Net(), rows(4), rows(16)
 
+class Bare(nn.Linear):
+    def forward(self, input):
+        return SimpleNamespace(logits=super().forward(input))
+
+def bare():
+    return Bare(8, 4), {"input": rows(4)["x"]}
+
+def squares(output):
+    return output.logits.square().mean()
+
 def broken():
     class Broken(Net):
         def forward(self, x, y):
@@ -221,6 +231,48 @@ def test_train_on_a_dataset(file: str) -> None:
     assert "rows/s" in lines[0]
     before, after = (float(lines[-1].split()[i]) for i in (1, 3))
     assert after < before
+
+
+@pytest.mark.usefixtures("pooled")
+def test_a_loss_of_the_output_is_named_like_a_target(file: str) -> None:
+    arguments = (f"{file}:bare", "--mesh", "tp=2", "--loss", f"{file}:squares")
+    assert "PASSED" in meshwright("check", *arguments).output
+    assert "loss" in meshwright("train", *arguments, "--steps", "2").output.splitlines()[-1]
+    assert _layout(meshwright("show", *arguments, "--json"), "weight") == {"tp": "cut(0)"}
+    text = meshwright("train", f"{file}:bare", "--mesh", "tp=2", "--steps", "1", code=1).stderr
+    assert "--loss file.py:function" in text
+
+
+def test_a_loss_or_device_that_is_none_is_told_with_the_rest(file: str) -> None:
+    arguments = (f"{file}:modle", "--mesh", "tpp=2", "--loss", f"{file}:squars", "--device", "gpu")
+    text = meshwright("check", *arguments, code=2).stderr
+    assert "4 problems in this command" in text
+    assert f"--loss {file}:squares" in text and "--device cpu" in text
+    text = meshwright("check", f"{file}:model", "--mesh", "tp=2", "--loss", "squares", code=2).stderr
+    assert "problem in this loss" in text and "--loss train.py:loss" in text
+
+
+@pytest.mark.parametrize(("asked", "there", "used"), [(None, True, "cuda"), (None, False, "cpu"), ("cpu", True, "cpu")])
+def test_workers_are_on_the_device_that_is_asked_for(
+    file: str, monkeypatch: pytest.MonkeyPatch, asked: str | None, there: bool, used: str
+) -> None:
+    class Found(Exception):
+        pass
+
+    def started(ranks: int, *, device: str, threads: int) -> None:
+        raise Found(device)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    monkeypatch.setattr("meshwright.run.workers.local_workers", started)
+    arguments = ["check", f"{file}:model", "--mesh", "tp=2", *(["--device", asked] if asked else [])]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert isinstance(result.exception, Found) and result.exception.args == (used,)
+
+
+def test_a_gpu_that_is_not_there_is_told(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--device", "cuda", code=2).stderr
+    assert "no GPU" in text and "--device cpu" in text
 
 
 @pytest.mark.usefixtures("pooled")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Finding, PlanError
-from meshwright.target import HFTarget, TargetBuild, head, load_target, with_rows
+from meshwright.target import HFTarget, TargetBuild, TargetLoss, head, load_target, with_rows
 
 FILE = """
 import torch
@@ -30,6 +30,9 @@ def alone():
 
 def raises():
     return {}["nothing"]
+
+def twice(output):
+    return 2 * output.sum()
 
 def needs(width):
     return nn.Linear(width, 2), ()
@@ -88,6 +91,15 @@ def test_a_module_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     assert isinstance(load_target("a_package_of_models.small:f").build(), nn.Linear)
+
+
+def test_a_loss_is_a_value_that_finds_its_function_anew(file: str) -> None:
+    loss = pickle.loads(pickle.dumps(TargetLoss(f"{file}:twice")))
+    assert loss == TargetLoss(f"{file}:twice")
+    assert loss(torch.ones(3)) == 6
+    with pytest.raises(PlanError) as caught:
+        TargetLoss(f"{file}:twise")
+    assert caught.value.findings[0].fix == f"--loss {file}:twice"
 
 
 @pytest.mark.parametrize("spec", ["", "train.py", "model", "train.py:", "a.py:not a name"])

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import yaml
@@ -30,11 +30,13 @@ from meshwright import __version__
 from meshwright.draw.terminal import console, count_text, render, size_text
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import KEYS, Plan
-from meshwright.target import Target, load_target, with_rows
+from meshwright.target import Target, TargetLoss, load_target, with_rows
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them
     from meshwright.run import loop
     from meshwright.run.workers import LocalWorkers
+
+_T = TypeVar("_T")
 
 app = typer.Typer(
     name="meshwright",
@@ -57,11 +59,14 @@ def _examples(*lines: str) -> str:
 
 _TARGET = "file.py:function, package.module:function (returns model, batch), or hf:<model type or config.json>"
 _SET = "key=value: of the plan (recompute=blocks), else of the target (hidden_size=64). Several with commas, or again"
+_LOSS = "file.py:function or package.module:function, of the model's output; default output.loss"
 
 TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET, show_default=False)]
 MeshOption = Annotated[str | None, typer.Option("--mesh", help="The axes and their sizes: dp_shard=2,tp=2")]
 PlanOption = Annotated[str | None, typer.Option("--plan", help="A plan, as a YAML file")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help=_SET)]
+LossOption = Annotated[str | None, typer.Option("--loss", help=_LOSS)]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default cuda where there is one")]
 SeqOption = Annotated[int | None, typer.Option("--seq", help="Tokens a row of the batch that hf: makes up", min=1)]
 
 
@@ -95,16 +100,17 @@ def show(
         int | None, typer.Option(help="How many pictures of who holds which part; default 3 with --parameter", min=0)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
+    loss: LossOption = None,
     seq: SeqOption = None,
 ) -> None:
     """Show which rank holds what of every parameter. Starts no process, allocates no parameter."""
     with _told():
-        given = _Given.read(target, mesh, plan, set_, seq, length=8)
+        given = _Given.read(target, mesh, plan, set_, loss, seq=seq, length=8)
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
 
         batch = with_rows(given.target.batch, given.pieces)
-        recipe = make_recipe(given.target.build, given.plan, batch)
+        recipe = make_recipe(given.target.build, given.plan, batch, given.loss)
         everything = shard_map(recipe)
         _check_choice(everything, rank, parameter)
         if as_json:
@@ -154,17 +160,21 @@ def check(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
+    loss: LossOption = None,
+    device: DeviceOption = None,
     seq: SeqOption = None,
 ) -> None:
     """Check that a plan computes the same as one device: loss, every gradient, every parameter after three steps.
 
     Starts local workers, on GPUs where there are some. Exit code 0 where it passes, 1 where it does not."""
     with _told():
-        given = _Given.read(target, mesh, plan, set_, seq, length=16, rows=lambda pieces: max(2 * pieces, 4))
+        given = _Given.read(
+            target, mesh, plan, set_, loss, device, seq=seq, length=16, rows=lambda pieces: max(2 * pieces, 4)
+        )
         from meshwright.parity import check as compare
 
         with _workers(given) as workers:
-            report = compare(given.target.build, given.target.batch, given.plan, workers=workers)
+            report = compare(given.target.build, given.target.batch, given.plan, loss=given.loss, workers=workers)
         console().print(Text(str(report)), soft_wrap=True)
     raise typer.Exit(0 if report.passed else 1)
 
@@ -194,6 +204,8 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps", min=1)] = 20,
     global_batch: Annotated[int | None, typer.Option(help="Rows a step, over all ranks", min=1)] = None,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate")] = 3e-4,
+    loss: LossOption = None,
+    device: DeviceOption = None,
     seq: SeqOption = None,
 ) -> None:
     """Train with AdamW on the target's dataset, the third thing it returns; else on its batch, again and again.
@@ -202,7 +214,15 @@ def train(
     rank = int(os.environ.get("RANK", -1))
     with _told(quiet=rank > 0):
         given = _Given.read(
-            target, mesh, plan, set_, seq, length=128, rows=lambda pieces: global_batch or _rows(pieces)
+            target,
+            mesh,
+            plan,
+            set_,
+            loss,
+            device,
+            seq=seq,
+            length=128,
+            rows=lambda pieces: global_batch or _rows(pieces),
         )
         course = _Course(steps, global_batch or _rows(given.pieces), lr)
         _check_course(given, course, global_batch)
@@ -233,7 +253,7 @@ def _check_course(given: _Given, course: _Course, global_batch: int | None) -> N
         where, fix = "--global-batch", "return model, batch, dataset"
         findings.add(where=where, given=f"{global_batch}, and a target without a dataset", required=required, fix=fix)
         findings.raise_if_any()
-    make_recipe(given.target.build, given.plan, given.target.batch)
+    make_recipe(given.target.build, given.plan, given.target.batch, given.loss)
 
 
 def _train_alone(given: _Given, course: _Course, bar: _Bar) -> list[float]:
@@ -261,7 +281,7 @@ def _train_here(given: _Given, course: _Course, tell: Callable[[loop.Progress], 
 
     target = given.target
     started = not dist.is_initialized()
-    job = parallelize(target.build, given.plan, batch=target.batch)
+    job = parallelize(target.build, given.plan, batch=target.batch, loss=given.loss, device=given.device)
     rows, data = (None, target.batch) if target.dataset is None else (course.global_batch, target.dataset)
     try:
         return loop.train(
@@ -349,10 +369,12 @@ def _environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Given:
-    """The target and the plan that a command line names."""
+    """What a command line names: the target, the plan, the loss of the output (None: its own), the device."""
 
     target: Target
     plan: Plan
+    loss: TargetLoss | None
+    device: str | None
     settings: Mapping[str, Any]
     rows: int
     length: int
@@ -363,45 +385,78 @@ class _Given:
         mesh: str | None,
         plan: str | None,
         sets: Sequence[str] | None,
-        seq: int | None,
+        loss: str | None,
+        device: str | None = None,
         *,
+        seq: int | None,
         length: int,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
     ) -> _Given:
-        """Raises PlanError with every problem of the plan and of the target."""
+        """Raises PlanError with every problem of all of them."""
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
-        findings, subjects = Findings("this command"), []
-        found, count = None, 1
-        try:
-            found = Plan.from_command(plan, mesh, ours)
+        problems = _Problems()
+        found, count = problems.of(lambda: Plan.from_command(plan, mesh, ours)), 1
+        if found is not None:
             count = rows(found.mesh.data_size * found.microbatches)
-        except PlanError as error:
-            findings.extend(error.findings)
-            subjects.append(error.subject)
-        try:
-            loaded = load_target(target, settings, rows=count, length=length)
-        except PlanError as error:
-            findings.extend(error.findings)
-            subjects.append(error.subject)
-        findings.subject = subjects[0] if len(subjects) == 1 else findings.subject
-        findings.raise_if_any()
-        assert found is not None
-        return _Given(loaded, found, settings, count, length)
+        loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
+        loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
+        problems.of(lambda: _check_device(device))
+        problems.raise_if_any()
+        assert found is not None and loaded is not None
+        return _Given(loaded, found, loss_of, device, settings, count, length)
 
     @staticmethod
-    def from_names(spec: str, settings: Mapping[str, Any], rows: int, length: int, plan: Plan) -> _Given:
+    def from_names(
+        spec: str, settings: Mapping[str, Any], rows: int, length: int, plan: Plan, loss: TargetLoss | None,
+        device: str | None,
+    ) -> _Given:  # fmt: skip
         """The inverse of `named`, in another process."""
-        return _Given(load_target(spec, settings, rows=rows, length=length), plan, settings, rows, length)
+        target = load_target(spec, settings, rows=rows, length=length)
+        return _Given(target, plan, loss, device, settings, rows, length)
 
     def named(self) -> tuple[Any, ...]:
         """What another process needs to find the same."""
-        return self.target.spec, self.settings, self.rows, self.length, self.plan
+        return self.target.spec, self.settings, self.rows, self.length, self.plan, self.loss, self.device
 
     @property
     def pieces(self) -> int:
         """Into how many pieces a batch is divided: data ranks × microbatches."""
         return self.plan.mesh.data_size * self.plan.microbatches
+
+
+class _Problems:
+    """The problems of several things that are read one after the other, to be told as one."""
+
+    def __init__(self) -> None:
+        self.errors: list[PlanError] = []
+
+    def of(self, read: Callable[[], _T]) -> _T | None:
+        """What is read; None where that has problems."""
+        try:
+            return read()
+        except PlanError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_if_any(self) -> None:
+        if self.errors:
+            subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
+            raise PlanError([finding for error in self.errors for finding in error.findings], subject)
+
+
+def _check_device(device: str | None) -> None:
+    """Raises PlanError where there is no such device."""
+    findings = Findings("this command")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            required = "cpu: torch finds no GPU here"
+            findings.add(where="--device", given=device, required=required, fix="--device cpu")
+    elif device not in (None, "cpu"):
+        findings.add(where="--device", given=str(device), required="cpu or cuda", fix="--device cpu")
+    findings.raise_if_any()
 
 
 def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -449,7 +504,7 @@ def _workers(given: _Given) -> Iterator[LocalWorkers]:
     from meshwright.run.workers import local_workers
 
     size = given.plan.mesh.size
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with local_workers(size, device=device, threads=max(1, (os.cpu_count() or 1) // size)) as workers:
         yield workers
 

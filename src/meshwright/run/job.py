@@ -41,7 +41,8 @@ def output_loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None:
         raise TypeError(
-            f"the model's output ({type(output).__name__}) has no loss; pass loss=, a function of the output"
+            f"the model's output ({type(output).__name__}) has no loss; pass loss=, a function of the output "
+            "(on the command line: --loss file.py:function)"
         )
     return loss
 

@@ -1,4 +1,4 @@
-"""TARGET: what a command line calls a model: something that gives ``(build, batch)``.
+"""TARGET: what a command line calls a model: something that gives ``(build, batch)``; and a loss, named likewise.
 
     file.py:function             a function of a file: returns (module or build, batch), or (…, batch, dataset)
     package.module:function      the same, of a module that can be imported
@@ -6,14 +6,15 @@
     hf:path/to/config.json       the same, sized as that file says
 
     function     a function by its name: ``file.py:function``, ``package.module:function``
-    written      what a person's function gives: ``TargetBuild``
+    written      what a person's functions give: ``TargetBuild``, ``TargetLoss``
     hf           a model of transformers: ``HFTarget``, its config
     heads        which class of it has a loss
     sample       its made-up batch
     rows         a batch with more rows
 
 A build must reach worker processes, and most modules cannot be pickled (nor should they travel). So what travels
-is the name: `TargetBuild` and `HFTarget` are values that find the model anew where they are called.
+is the name: `TargetBuild`, `TargetLoss` and `HFTarget` are values that find the function or the model anew where they
+are called.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from meshwright.target.function import absolute
 from meshwright.target.heads import head
 from meshwright.target.hf import HF, HFTarget, hf_target
 from meshwright.target.rows import with_rows
-from meshwright.target.written import TARGET, TargetBuild, make
+from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HF", "HFTarget", "Target", "TargetBuild", "head", "load_target", "with_rows"]
+__all__ = ["HF", "HFTarget", "Target", "TargetBuild", "TargetLoss", "head", "load_target", "with_rows"]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,16 @@ class Role:
     def example(self) -> str:
         return f"train.py:{self.name}"
 
+    @property
+    def option(self) -> str:
+        """What stands before the name, where it is no argument."""
+        return f"{self.place} " if self.place.startswith("--") else ""
+
+    @property
+    def subject(self) -> str:
+        """What problems are in, as the first line of an error has it."""
+        return f"this {self.place.strip('-').lower()}"
+
 
 def find(spec: str, role: Role, findings: Findings) -> Callable[..., Any] | None:
     """The function of a spec that `absolute` gave; None where something is wrong, which is in ``findings``."""
@@ -56,11 +66,11 @@ def absolute(spec: str, role: Role) -> str:
     """The spec, good in any directory. Raises PlanError where it is none."""
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
-        findings = Findings("this target")
+        findings = Findings(role.subject)
         path = place or spec
         fix = role.word.format(word=spec) if _is_word(spec) else ""
         fix = f"{path}:{role.name}" if path.endswith(".py") else fix or role.example
-        findings.add(where=role.place, given=spec or "nothing", required=role.forms, fix=fix)
+        findings.add(where=role.place, given=spec or "nothing", required=role.forms, fix=role.option + fix)
         findings.raise_if_any()
     return f"{os.path.abspath(place)}:{name}" if place.endswith(".py") else spec
 
@@ -131,7 +141,7 @@ def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> 
     given = f"{name} is no function" if found is not None else f"no function {name}"
     near = nearest(name, names) or tuple(names[:3])
     required = f"a function there: {listing(near)}" if near else f"a function there that {role.gives}"
-    fix = f"{short(place)}:{near[0]}" if near else role.code.format(name=name)
+    fix = role.option + f"{short(place)}:{near[0]}" if near else role.code.format(name=name)
     findings.add(where=short(place), given=given, required=required, fix=fix)
     return None
 
@@ -139,9 +149,9 @@ def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> 
 def _not_there(given: str, names: list[str], what: str, spec: str, role: Role, findings: Findings) -> None:
     near = nearest(given, names) or tuple(names[:3])
     function = spec.rpartition(":")[2]
-    required = f"one that is there: {listing(near)}" if near else f"a {role.place}: {role.forms}"
+    required = f"one that is there: {listing(near)}" if near else role.forms
     fix = f"{near[0]}:{function}" if near else role.example
-    findings.add(where=role.place, given=what, required=required, fix=fix)
+    findings.add(where=role.place, given=what, required=required, fix=role.option + fix)
 
 
 def line_of(error: BaseException, place: str) -> str:

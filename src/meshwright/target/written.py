@@ -1,4 +1,4 @@
-"""What a person's function gives: a model and its batch; called anew in every process."""
+"""What a person's functions give: a model and its batch, or a loss; found anew in every process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import Findings, listing
 from meshwright.plan import KEYS
-from meshwright.target.function import Role, find, importing, line_of, short, told
+from meshwright.target.function import Role, absolute, find, importing, line_of, short, told
 from meshwright.target.settings import unknown_setting
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 TARGET = Role(
     place="TARGET",
@@ -23,6 +23,15 @@ TARGET = Role(
     code="""def {name}():
     return MyModel(), {{"x": torch.zeros(8, 16)}}""",
     word="hf:{word}",
+)
+
+LOSS = Role(
+    place="--loss",
+    forms="file.py:function or package.module:function",
+    name="loss",
+    gives="takes the model's output and returns its loss",
+    code="""def {name}(output):
+    return output.square().mean()""",
 )
 
 
@@ -53,9 +62,31 @@ class TargetBuild:
         self.found = make(self.spec, self.settings)[0] if self.returns == "build" else None
 
 
+@dataclass
+class TargetLoss:
+    """A loss that a person wrote, a function of the model's output; found once in every process."""
+
+    spec: str
+    found: Callable[[Any], Tensor] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        findings = Findings(LOSS.subject)
+        self.spec = absolute(self.spec, LOSS)
+        function = find(self.spec, LOSS, findings)
+        findings.raise_if_any()
+        assert function is not None
+        self.found = function
+
+    def __call__(self, output: Any) -> Tensor:
+        return self.found(output)
+
+    def __reduce__(self) -> tuple[type[TargetLoss], tuple[str]]:
+        return TargetLoss, (self.spec,)
+
+
 def make(spec: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the function of a spec returns: (module or build, batch), and a dataset where it has one."""
-    findings = Findings("this target")
+    findings = Findings(TARGET.subject)
     with importing(spec.rpartition(":")[0]):
         function = find(spec, TARGET, findings)
         findings.raise_if_any()
