@@ -31,6 +31,9 @@ def alone():
 def raises():
     return {}["nothing"]
 
+def drawn():
+    return nn.Linear(3, 2), {"input": torch.rand(4, 3)}
+
 def twice(output):
     return 2 * output.sum()
 
@@ -91,6 +94,17 @@ def test_a_module_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     assert isinstance(load_target("a_package_of_models.small:f").build(), nn.Linear)
+
+
+def test_every_process_draws_the_same_rows_and_the_caller_keeps_its_own(file: str) -> None:
+    torch.manual_seed(1)
+    first = load_target(f"{file}:drawn")
+    after = torch.rand(3)
+    torch.manual_seed(2)
+    assert torch.equal(load_target(f"{file}:drawn").batch["input"], first.batch["input"])
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), after)
+    assert seeded(first.build) != first.build().weight.flatten().tolist()  # the weights follow the seed that is set
 
 
 def test_a_loss_is_a_value_that_finds_its_function_anew(file: str) -> None:

@@ -68,7 +68,7 @@ def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: i
         build, batch = hf_target(spec, settings, rows, length)
         return Target(spec, build, batch)
     spec = absolute(spec, TARGET)
-    made = make(spec, settings)
+    made = make(spec, settings, alike=True)
     if isinstance(made[0], _module_class()):
         return Target(spec, TargetBuild(spec, settings, "module"), *made[1:])
     return Target(spec, TargetBuild(spec, settings, "build", made[0]), *made[1:])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class TargetBuild:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self.found = make(self.spec, self.settings)[0] if self.returns == "build" else None
+        self.found = make(self.spec, self.settings, alike=True)[0] if self.returns == "build" else None
 
 
 @dataclass
@@ -84,8 +85,11 @@ class TargetLoss:
         return TargetLoss, (self.spec,)
 
 
-def make(spec: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the function of a spec returns: (module or build, batch), and a dataset where it has one."""
+def make(spec: str, settings: Mapping[str, Any], *, alike: bool = False) -> tuple[Any, ...]:
+    """What the function of a spec returns: (module or build, batch), and a dataset where it has one.
+
+    ``alike``: it draws the same random numbers in every process, since all ranks are to have the same rows.
+    """
     findings = Findings(TARGET.subject)
     with importing(spec.rpartition(":")[0]):
         function = find(spec, TARGET, findings)
@@ -93,9 +97,19 @@ def make(spec: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
         assert function is not None
         _check_settings(function, settings, spec, findings)
         findings.raise_if_any()
-        made = _called(function, settings, spec, findings)
+        with _seeded() if alike else nullcontext():
+            made = _called(function, settings, spec, findings)
     findings.raise_if_any()
     return made
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 def _check_settings(function: Callable[..., Any], settings: Mapping[str, Any], spec: str, findings: Findings) -> None:
