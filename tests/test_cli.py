@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import meshwright.cli as cli
+from meshwright import cli
+from meshwright.cli import processes
 from meshwright.run.workers import LocalWorkers
 
 FILE = """
@@ -74,7 +76,7 @@ def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(given: object) -> Iterator[LocalWorkers]:
         yield workers
 
-    monkeypatch.setattr(cli, "_workers", shared)
+    monkeypatch.setattr(processes, "workers", shared)
 
 
 def meshwright(*arguments: str, code: int = 0) -> Result:
@@ -86,11 +88,35 @@ def meshwright(*arguments: str, code: int = 0) -> Result:
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["show", "check", "train"])
-def test_help_teaches_by_examples(command: str) -> None:
-    text = meshwright(command, "--help").output
-    assert text.count(f"meshwright {command} ") >= 2
-    assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set"))
+def examples(command: str) -> str:
+    """What a command's help has below ``Examples``."""
+    return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
+
+
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
+    text = meshwright(*command.split(), "--help").output
+    prose = text.partition("╭")[0].strip().splitlines()[1:]
+    assert 3 <= len([line for line in prose if line.strip()]) <= 6
+    assert max(map(len, prose)) <= 100
+    assert text.count(f"meshwright {command}".rstrip() + " ") >= 2 or command == "env"
+    if command in ("show", "check", "train"):
+        assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
+
+
+@pytest.mark.usefixtures("pooled")
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+def test_every_example_of_the_help_runs_as_it_stands(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    script = f"meshwright() {{ printf '%s\\n' MESHWRIGHT \"$@\" END >&3; }}; torchrun() {{ :; }}\n{examples(command)}"
+    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{script}"], check=True)  # files are made, commands noted
+    calls = [call.splitlines()[1:] for call in Path("calls").read_text().split("END\n") if call]
+    assert calls
+    for call in calls:
+        meshwright(*call)
 
 
 def test_env_says_what_is_here() -> None:
