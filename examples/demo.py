@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
+from meshwright.draw import terminal
 from meshwright.draw.terminal import count_text, render, size_text
 from meshwright.run import loop
 from meshwright.run.workers import LocalWorkers, report
@@ -68,7 +69,7 @@ def train(steps: int) -> float:
 
 
 def main(steps: int = STEPS) -> int:
-    console, started = Console(highlight=False, emoji=False), time.monotonic()
+    console, started = terminal.console(), time.monotonic()
     ids = text()
     alone = entropy(ids)
     console.print(

@@ -48,7 +48,7 @@ def main() -> None:
         job.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if job.groups.rank == 0 and step % 8 == 0:
+        if job.rank == 0 and step % 8 == 0:
             print(f"step {step}  loss {loss:.3f}", flush=True)
     torch.distributed.destroy_process_group()
 

@@ -9,11 +9,10 @@ which are to come.)
 from __future__ import annotations
 
 import torch
-from rich import print as show
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.draw.terminal import render
+from meshwright.draw.terminal import console, render
 
 
 class Foo(nn.Module):  # as asked
@@ -46,7 +45,7 @@ def loss(output: Tensor) -> Tensor:
 
 
 def main() -> None:
-    batch = {"x": torch.randn(8, 256)}
+    batch, show = {"x": torch.randn(8, 256)}, console().print
     with mw.local_workers(4) as workers:
         for title, plan in PLANS.items():
             shards = mw.shard_map(mw.make_recipe(Foo, plan, batch, loss))

@@ -69,7 +69,7 @@ def train(steps: int) -> tuple[float, int]:
         right = sum(
             (job(**b)["logits"].argmax(-1) == b["labels"]).sum() for b in job.batches(test, TEST, shuffle=False)
         )
-    return int(right), job.recipe.mesh.data_index(job.groups.rank)
+    return int(right), job.recipe.mesh.data_index(job.rank)
 
 
 def main(steps: int = STEPS, least: float = 0.9) -> float:

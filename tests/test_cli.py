@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import meshwright.cli as cli
+from meshwright import cli
+from meshwright.cli import processes
 from meshwright.run.workers import LocalWorkers
 
 FILE = """
@@ -39,6 +41,16 @@ def model():
 def learner():
     return lambda: Net(), rows(4), rows(16)
 
+class Bare(nn.Linear):
+    def forward(self, input):
+        return SimpleNamespace(logits=super().forward(input))
+
+def bare():
+    return Bare(8, 4), {"input": rows(4)["x"]}
+
+def squares(output):
+    return output.logits.square().mean()
+
 def broken():
     class Broken(Net):
         def forward(self, x, y):
@@ -64,7 +76,7 @@ def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(given: object) -> Iterator[LocalWorkers]:
         yield workers
 
-    monkeypatch.setattr(cli, "_workers", shared)
+    monkeypatch.setattr(processes, "workers", shared)
 
 
 def meshwright(*arguments: str, code: int = 0) -> Result:
@@ -76,11 +88,35 @@ def meshwright(*arguments: str, code: int = 0) -> Result:
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["show", "check", "train"])
-def test_help_teaches_by_examples(command: str) -> None:
-    text = meshwright(command, "--help").output
-    assert text.count(f"meshwright {command} ") >= 2
-    assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set"))
+def examples(command: str) -> str:
+    """What a command's help has below ``Examples``."""
+    return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
+
+
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
+    text = meshwright(*command.split(), "--help").output
+    prose = text.partition("╭")[0].strip().splitlines()[1:]
+    assert 3 <= len([line for line in prose if line.strip()]) <= 6
+    assert max(map(len, prose)) <= 100
+    assert text.count(f"meshwright {command}".rstrip() + " ") >= 2 or command == "env"
+    if command in ("show", "check", "train"):
+        assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
+
+
+@pytest.mark.usefixtures("pooled")
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+def test_every_example_of_the_help_runs_as_it_stands(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    script = f"meshwright() {{ printf '%s\\n' MESHWRIGHT \"$@\" END >&3; }}; torchrun() {{ :; }}\n{examples(command)}"
+    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{script}"], check=True)  # files are made, commands noted
+    calls = [call.splitlines()[1:] for call in Path("calls").read_text().split("END\n") if call]
+    assert calls
+    for call in calls:
+        meshwright(*call)
 
 
 def test_env_says_what_is_here() -> None:
@@ -102,6 +138,8 @@ def test_show_a_picture(file: str) -> None:
     text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "layers.*.2.weight").output
     assert "rows \\ cols" in text
     assert "layers.{0…2}.2.weight ×3" in text
+    arguments = ("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "*")
+    assert [meshwright(*arguments, "--pictures", str(n)).output.count("┌") for n in (0, 5)] == [0, 5]
 
 
 def test_show_a_model_of_transformers_on_a_thousand_ranks() -> None:
@@ -152,6 +190,25 @@ def test_a_typo_in_a_plan_is_told_with_line_and_column(file: str, tmp_path: Path
     assert "tp: column" in text
 
 
+def test_mistakes_of_mesh_settings_plan_file_and_target_are_told_together(file: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("recompute: blox\nmodules:\n  head: {tp: colum}\n")
+    arguments = ("--plan", str(plan), "--mesh", "tpp=2", "--set", "seed=x,widht=3,modules.head.tp=rwo", "--set", "oops")
+    text = meshwright("show", f"{file}:model", *arguments, code=2).stderr
+    assert "7 problems" in text
+    assert "--mesh (mesh.tpp)" in text
+    assert "plan.yaml:1:12 (recompute)" in text and "plan.yaml:3:14 (modules.head.tp)" in text
+    assert "--set seed=0" in text and "--set modules.head.tp=row" in text
+    assert "key=value" in text and "the key widht" in text
+
+
+def test_a_plan_file_that_is_not_there_hides_nothing(file: str) -> None:
+    arguments = ("--plan", "nowhere.yaml", "--mesh", "tpp=2", "--set", "seed=x")
+    text = meshwright("show", f"{file}:model", *arguments, code=2).stderr
+    assert "3 problems" in text
+    assert all(said in text for said in ("nowhere.yaml", "tpp", "seed"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -186,6 +243,13 @@ def test_check(file: str) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
+def test_a_report_in_a_pipe_is_not_broken(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.parity.report.Report.__str__", lambda report: "a line " * 40 + "75:100:")
+    result = CliRunner().invoke(cli.app, ["check", f"{file}:model", "--mesh", "tp=2"], env={"COLUMNS": "40"})
+    assert result.stdout == "a line " * 40 + "75:100:\n"
+
+
+@pytest.mark.usefixtures("pooled")
 def test_train_on_a_dataset(file: str) -> None:
     arguments = ("--mesh", "dp_shard=2", "--steps", "4", "--lr", "0.01", "--global-batch", "16")
     lines = meshwright("train", f"{file}:learner", *arguments).output.splitlines()
@@ -193,6 +257,48 @@ def test_train_on_a_dataset(file: str) -> None:
     assert "rows/s" in lines[0]
     before, after = (float(lines[-1].split()[i]) for i in (1, 3))
     assert after < before
+
+
+@pytest.mark.usefixtures("pooled")
+def test_a_loss_of_the_output_is_named_like_a_target(file: str) -> None:
+    arguments = (f"{file}:bare", "--mesh", "tp=2", "--loss", f"{file}:squares")
+    assert "PASSED" in meshwright("check", *arguments).output
+    assert "loss" in meshwright("train", *arguments, "--steps", "2").output.splitlines()[-1]
+    assert _layout(meshwright("show", *arguments, "--json"), "weight") == {"tp": "cut(0)"}
+    text = meshwright("train", f"{file}:bare", "--mesh", "tp=2", "--steps", "1", code=1).stderr
+    assert "--loss file.py:function" in text
+
+
+def test_a_loss_or_device_that_is_none_is_told_with_the_rest(file: str) -> None:
+    arguments = (f"{file}:modle", "--mesh", "tpp=2", "--loss", f"{file}:squars", "--device", "gpu")
+    text = meshwright("check", *arguments, code=2).stderr
+    assert "4 problems in this command" in text
+    assert f"--loss {file}:squares" in text and "--device cpu" in text
+    text = meshwright("check", f"{file}:model", "--mesh", "tp=2", "--loss", "squares", code=2).stderr
+    assert "problem in this loss" in text and "--loss train.py:loss" in text
+
+
+@pytest.mark.parametrize(("asked", "there", "used"), [(None, True, "cuda"), (None, False, "cpu"), ("cpu", True, "cpu")])
+def test_workers_are_on_the_device_that_is_asked_for(
+    file: str, monkeypatch: pytest.MonkeyPatch, asked: str | None, there: bool, used: str
+) -> None:
+    class Found(Exception):
+        pass
+
+    def started(ranks: int, *, device: str, threads: int) -> None:
+        raise Found(device)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    monkeypatch.setattr("meshwright.run.workers.local_workers", started)
+    arguments = ["check", f"{file}:model", "--mesh", "tp=2", *(["--device", asked] if asked else [])]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert isinstance(result.exception, Found) and result.exception.args == (used,)
+
+
+def test_a_gpu_that_is_not_there_is_told(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--device", "cuda", code=2).stderr
+    assert "no GPU" in text and "--device cpu" in text
 
 
 @pytest.mark.usefixtures("pooled")

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from meshwright.errors import Finding, Findings, PlanError, listing, nearest
+from meshwright.errors import Finding, Findings, PlanError, listing, nearest, source_place
 
 
 def two_findings() -> Findings:
@@ -69,3 +69,9 @@ def test_nearest_words_come_nearest_first() -> None:
 @pytest.mark.parametrize(("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a or b"), ("abc", "a, b or c")])
 def test_listing(words: list[str], text: str) -> None:
     assert listing(words) == text
+
+
+def test_a_source_is_told_by_the_last_two_parts_of_its_path() -> None:
+    assert source_place("/a/venv/site-packages/models/llama/modeling.py", 123) == "llama/modeling.py:123"
+    assert source_place("train.py", 3, 7) == "train.py:3:7"
+    assert source_place("/train.py") == "/train.py"

@@ -28,6 +28,17 @@ def plain(name, seed=0):
     return ZOO[name].build()
 
 
+def ranks_of(plan):
+    job = job_of("nanogpt", plan)
+    return job.rank, job.recipe.mesh.coordinate(job.rank)
+
+
+def test_a_job_knows_its_rank(workers):
+    found = workers.run(ranks_of, "tp=2,dp_shard=2", ranks=4)
+    assert [rank for rank, _ in found] == [0, 1, 2, 3]
+    assert found[2][1] == {"tp": 1, "dp_shard": 0}
+
+
 # --- initial values -------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +142,7 @@ def one_row_short(plan):
     job.step({k: v[:2].double() for k, v in dataset().items()})
     for p in job.parameters():
         p.grad = None
-    mine = {k: v[: 1 if job.groups.rank == 0 else 0] for k, v in data.items()}
+    mine = {k: v[: 1 if job.rank == 0 else 0] for k, v in data.items()}
     loss = float(job.step(mine))
     return loss, {line.name: g for line, g in job.whole_gradients()}
 
@@ -155,7 +166,7 @@ class Sums(Regression):
 def kind_of_rows(build, plan):
     data = {k: v[:8].double() for k, v in dataset().items()}
     job = mw.parallelize(build, plan, batch=data, dtype=torch.float64)
-    start = job.groups.rank * 4
+    start = job.rank * 4
     loss = float(job.step({k: v[start : start + 4] for k, v in data.items()}))
     return loss, job.rows, job.notes
 
@@ -249,7 +260,7 @@ def low_precision(plan):
     job = job_of("llama", {"mesh": plan, "precision": "bfloat16"})
     batch = ZOO["llama"].batch()
     rows = batch["input_ids"].shape[0] // job.recipe.mesh.data_size
-    start = job.recipe.mesh.data_index(job.groups.rank) * rows
+    start = job.recipe.mesh.data_index(job.rank) * rows
     mine = {k: v[start : start + rows] for k, v in batch.items()}
     optimizer = torch.optim.AdamW(job.parameters(), lr=1e-2)
     losses = []

@@ -196,6 +196,27 @@ def test_all_bad_settings_are_told_at_once() -> None:
     assert len(problems(lambda: Plan("tp=2").with_settings(settings))) == 3
 
 
+def test_a_command_says_a_file_a_mesh_over_its_own_and_settings_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("mesh: {fsdp: 8}\nrecompute: blocks\nparameters:\n  a: {tp: row}\n")
+    settings = ["mesh.fsdp=4", "parameters.a.tp=column", "seed=1"]
+    said = Plan.from_command(str(path), "dp_shard=2,tp=2", settings)
+    assert said == Plan("dp_shard=4,tp=2", {"a": {"tp": "column"}}, recompute="blocks", seed=1)
+    assert Plan.from_command(str(path)) == Plan.load(path)
+    assert Plan.from_command(settings=["mesh.tp=2"]) == Plan("tp=2")
+    assert problem(Plan.from_command).fix == "--mesh dp_shard=2,tp=2"
+    path.write_text("seed: 1\n")
+    assert problem(lambda: Plan.from_command(str(path))).where == f"{path}:1:1"
+    assert Plan.from_command(str(path), "tp=2") == Plan("tp=2", seed=1)
+
+
+def test_a_mesh_of_the_command_hides_what_is_wrong_with_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("mesh: {tpp: 2}\nseed: x\n")
+    assert len(problems(lambda: Plan.from_command(str(path)))) == 2
+    assert problem(lambda: Plan.from_command(str(path), "tp=2")).where == f"{path}:2:7 (seed)"
+
+
 # -- plans that are wrong -----------------------------------------------------------------------------------
 
 BAD = """\

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from meshwright.draw.facts import ShardMap, itemsize, shard_map
-from meshwright.draw.terminal import count_text, ranges_text, ranks_text, render, size_text
+from meshwright.draw.terminal import console, count_text, ranges_text, ranks_text, render, size_text
 from meshwright.layout import WHOLE, cut
 from meshwright.mesh import Mesh
 from meshwright.recipe import ParameterRecipe, Recipe, Slices, Unit, place_slices, take_slices
@@ -207,6 +207,40 @@ def test_the_picture_shows_who_holds_which_box() -> None:
         [cell.strip() for cell in line.split("│")[1:-1]] for line in printed(render(held, parameter="w")).splitlines()
     ]
     assert [line for line in lines if line] == [["rows \\ cols", "0:6", "6:12"], ["0:5", "0", "1"], ["5:10", "2", "3"]]
+
+
+def test_as_many_pictures_as_are_asked_for() -> None:
+    lines = [ParameterRecipe(name, (8, 4), "float32", tp=cut(0, 8, 2)) for name in "abcde"]
+    held = mapped("tp=2", *lines)
+
+    def drawn(**choice: object) -> int:
+        return printed(render(held, **choice)).count("┌")  # type: ignore[arg-type]
+
+    assert (drawn(), drawn(parameter="*"), drawn(parameter="b")) == (0, 3, 1)
+    assert [drawn(parameter="*", pictures=count) for count in (0, 1, 5, 9)] == [0, 1, 5, 5]
+    assert drawn(pictures=2) == 2
+    assert "3 more without a picture" in printed(render(held, parameter="*", pictures=2))
+
+
+def test_in_a_pipe_no_name_is_broken_whatever_the_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name, reason = "a_module.with_a_long_name.weight", "its input is cut, and so is it, over 2 ranks of tp"
+    line = ParameterRecipe(name, (64, 64), "float32", tp=cut(1, 64, 2), reason=reason)
+    held = mapped("dp_shard=2,tp=2", line, notes=(f"a note on {name}, which is long",))
+    console().print(render(held, rank=1))
+    console().print(render(held, parameter=name))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(name in line and line.endswith("rows 0:32, cols 32:64") for line in lines)
+    assert any(line.endswith(f"cut over tp: {reason}") for line in lines)
+    assert any(line.endswith(f"a note on {name}, which is long") for line in lines)
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_slices_are_no_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print("rank 6 holds 75:100: 1 … 25")
+    assert capsys.readouterr().out == "rank 6 holds 75:100: 1 … 25\n"
 
 
 def test_words() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Finding, PlanError
-from meshwright.target import HFTarget, TargetBuild, head, load_target, with_rows
+from meshwright.target import HFTarget, TargetBuild, TargetLoss, head, load_target, with_rows
 
 FILE = """
 import torch
@@ -30,6 +30,12 @@ def alone():
 
 def raises():
     return {}["nothing"]
+
+def drawn():
+    return nn.Linear(3, 2), {"input": torch.rand(4, 3)}
+
+def twice(output):
+    return 2 * output.sum()
 
 def needs(width):
     return nn.Linear(width, 2), ()
@@ -90,6 +96,26 @@ def test_a_module_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(load_target("a_package_of_models.small:f").build(), nn.Linear)
 
 
+def test_every_process_draws_the_same_rows_and_the_caller_keeps_its_own(file: str) -> None:
+    torch.manual_seed(1)
+    first = load_target(f"{file}:drawn")
+    after = torch.rand(3)
+    torch.manual_seed(2)
+    assert torch.equal(load_target(f"{file}:drawn").batch["input"], first.batch["input"])
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), after)
+    assert seeded(first.build) != first.build().weight.flatten().tolist()  # the weights follow the seed that is set
+
+
+def test_a_loss_is_a_value_that_finds_its_function_anew(file: str) -> None:
+    loss = pickle.loads(pickle.dumps(TargetLoss(f"{file}:twice")))
+    assert loss == TargetLoss(f"{file}:twice")
+    assert loss(torch.ones(3)) == 6
+    with pytest.raises(PlanError) as caught:
+        TargetLoss(f"{file}:twise")
+    assert caught.value.findings[0].fix == f"--loss {file}:twice"
+
+
 @pytest.mark.parametrize("spec", ["", "train.py", "model", "train.py:", "a.py:not a name"])
 def test_what_is_no_target(spec: str) -> None:
     assert "file.py:function" in problem(spec).required
@@ -105,7 +131,7 @@ def test_what_a_function_returns_or_raises_is_told_with_its_line(file: str) -> N
     assert problem(f"{file}:alone").given == "alone returns Linear"
     finding = problem(f"{file}:raises")
     assert finding.given == "KeyError: 'nothing'"
-    assert finding.where.endswith("tiny.py:17")
+    assert finding.where == f"{Path(file).parent.name}/tiny.py:17"
 
 
 def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path) -> None:
@@ -153,6 +179,16 @@ def test_a_tiny_one_trains_in_float32(kind: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert target.batch["input_ids"].shape == (2, 5)
     model(**target.batch).loss.backward()
+
+
+def test_a_class_whose_name_says_no_loss_is_not_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_utils
+
+    told: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", lambda text, *_, **__: told.append(text))
+    target = load_target("hf:gpt2", {**TINY, "batch_size": 2, "seq_len": 5})
+    assert target.build()(**target.batch).loss.isfinite()
+    assert told == []
 
 
 def test_a_config_file_with_settings_over_it(tmp_path: Path) -> None:

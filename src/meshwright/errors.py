@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import PurePath
 from textwrap import indent
 
 _LABEL = 10  # columns: "required: "
@@ -119,6 +120,16 @@ def listing(words: Sequence[str], last: str = "or") -> str:
     'shard, replicate or whole'
     """
     return ", ".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def source_place(file: str, line: int | None = None, column: int | None = None) -> str:
+    """A place in a source, as it is told: the last two parts of the path name it well enough, and fit a line.
+
+    >>> source_place("/usr/lib/python3/site-packages/transformers/models/llama/modeling_llama.py", 123)
+    'llama/modeling_llama.py:123'
+    """
+    named = "/".join(PurePath(file).parts[-2:]).replace("//", "/")
+    return ":".join([named, *(str(number) for number in (line, column) if number is not None)])
 
 
 def _field(label: str, text: str) -> str:

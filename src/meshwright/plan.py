@@ -206,15 +206,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan in a YAML file. Raises PlanError with every problem, each with ``file:line:column``."""
-        name = os.fspath(path)
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-            findings = Findings()
-            findings.add(where=name, given=given, required="a YAML file that can be read", fix=_example())
-            raise PlanError(findings) from error
-        return cls.from_yaml(text, name)
+        return cls(**_Reader(_file(os.fspath(path))).plan())
 
     @classmethod
     def from_yaml(cls, text: str, name: str = "plan") -> Plan:
@@ -246,6 +238,25 @@ class Plan:
             if "=" in text:
                 return cls(text)
         return cls.load(text)
+
+    @classmethod
+    def from_command(cls, path: str | None = None, mesh: str | None = None, settings: Iterable[str] = ()) -> Plan:
+        """The plan that a command line says: a file, the mesh over its own, settings over both.
+
+        Raises PlanError with every problem of all three.
+
+        >>> Plan.from_command(mesh="dp_shard=2,tp=2", settings=["mesh.tp=4", "recompute=blocks"]).settings()
+        {'mesh': {'dp_shard': 2, 'tp': 4}, 'recompute': 'blocks'}
+        """
+        first = Source({}) if path is None else _file(path)
+        if mesh is not None:
+            first.put("mesh", mesh, _MESH)
+        values = _Reader(first).right()
+        then = Source(values, first.findings)
+        then.places[()] = _MESH if path is None else first.where(())
+        for setting in settings:
+            _apply(setting, values, then)
+        return cls(**_Reader(then).plan())
 
     def settings(self) -> dict[str, Any]:
         """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
@@ -380,6 +391,15 @@ class Source:
         self.places: dict[_Path, str] = {}
         self.findings = Findings() if findings is None else findings
 
+    def put(self, key: str, value: object, place: str) -> None:
+        """Say a key of the plan from elsewhere, whatever is said of it here."""
+        if self.values is None or isinstance(self.values, Mapping):
+            self.values = {**(self.values or {}), key: value}
+            for table in (self.keys, self.places):
+                for path in [path for path in table if path[:1] == (key,)]:
+                    del table[path]
+            self.places[key,] = place
+
     def where(self, path: _Path, *, key: bool = False) -> str:
         """The place of a value, or of its key, as findings say it: ``plan.yaml:3:5 (modules."*.fc".tp)``."""
         dotted = ".".join(part if re.fullmatch(r"\w+", part) else f'"{part}"' for part in path)
@@ -397,32 +417,55 @@ class Source:
             return _SET + shlex.quote(f"{'.'.join((*path[:-1], key))}={value}")
         return f"{key}: {value}"
 
+    def mesh_fix(self) -> str:
+        """What to paste where there is no mesh."""
+        return f"{_MESH} dp_shard=2,tp=2" if self.where(()) == _MESH else _example()
+
 
 class _Reader:
-    """One pass over a source that notes every problem, and at its end gives a plan's fields or raises."""
+    """One pass over a source that notes every problem; at its end it gives a plan's fields, or what is right of them."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.findings = source.findings
 
     def plan(self) -> dict[str, Any]:
+        """The fields of a plan. Raises PlanError with every problem, also those that were noted before."""
         values = self.source.values
-        if values is None and self.findings:  # not even YAML: what follows from that is no news
+        if values is None:  # not even YAML: what follows from that is no news
             self.findings.raise_if_any()
+        found = self.fields()
+        if "mesh" not in found and (values is None or isinstance(values, Mapping)):
+            given = "no mesh" if values else "no plan"
+            where = self.source.where(())
+            self.findings.add(where=where, given=given, required="a mesh", fix=self.source.mesh_fix())
+        if self.findings:
+            raise PlanError(sorted(self.findings, key=_line_and_column), self.findings.subject)
+        return {**_DEFAULTS, **found, "modules": Entries(found["modules"])}
+
+    def right(self) -> dict[str, Any]:
+        """The fields as plain values, but for those that are wrong: whatever is said over them can be read too."""
+        unread = bool(self.findings) if self.source.values is None else not isinstance(self.source.values, Mapping)
+        found = self.fields()
+        values = {key: value for key, value in found.items() if value is not None}
+        values["modules"] = {glob: entry.settings() for glob, entry in found["modules"].items()}
+        if found.get("mesh"):
+            values["mesh"] = dict(found["mesh"].axes)
+        elif unread or "mesh" in found:
+            values["mesh"] = {"dp_shard": 1}  # a stand-in: what is wrong with the mesh has been noted
+        return values
+
+    def fields(self) -> dict[str, Any]:
+        """What is said, each thing as a plan keeps it; None where it is wrong."""
         found: dict[str, Any] = {"modules": {}}
-        for key, value in self.section(values, (), KEYS, "a plan").items():
+        for key, value in self.section(self.source.values, (), KEYS, "a plan").items():
             if key == "mesh":
                 found["mesh"] = read_mesh(value, self.findings, lambda axis: self.mesh_place(axis))
             elif key in SECTIONS:
                 self.entries(value, key, found["modules"])
             else:
                 found[key] = self.value(_PLAN[key], value, (key,))
-        if "mesh" not in found and (values is None or isinstance(values, Mapping)):
-            given = "no mesh" if values else "no plan"
-            self.findings.add(where=self.source.where(()), given=given, required="a mesh", fix=_example())
-        if self.findings:
-            raise PlanError(sorted(self.findings, key=_line_and_column), self.findings.subject)
-        return {**_DEFAULTS, **found, "modules": Entries(found["modules"])}
+        return found
 
     def mesh_place(self, axis: str) -> str:
         return self.source.where(("mesh", axis) if axis else ("mesh",))
@@ -502,6 +545,7 @@ class _Reader:
             fix = self.source.fix(path, _flow(near[0] if near else _meant(value, kind)))
             where = self.source.where(path)
             self.findings.add(where=where, given=_flow(value), required=required, fix=fix)
+            return None
         return value
 
 
@@ -538,7 +582,7 @@ def _example() -> str:
     return "mesh: {dp_shard: 2, tp: 2}"
 
 
-_SET = "--set "
+_SET, _MESH = "--set ", "--mesh"
 _WIDE = 10**6  # columns: YAML is not to break our lines
 
 
@@ -587,6 +631,19 @@ def _setting_path(key: str, value: object) -> _Path:
 
 
 # -- YAML, with the place of everything ----------------------------------------------------------------------
+
+
+def _file(path: str) -> Source:
+    """The plain values in a YAML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        source = Source(None)
+        source.places[()] = path
+        source.findings.add(where=path, given=given, required="a YAML file that can be read", fix=_example())
+        return source
+    return compose(text, path)
 
 
 def compose(text: str, name: str, findings: Findings | None = None) -> Source:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from rich import box
 from rich.cells import cell_len
@@ -30,20 +29,28 @@ from meshwright.recipe import Slices
 
 _GUIDE = 4  # columns that rich.tree spends a level
 _GAP = 2  # columns between two columns
+_UNBROKEN = 1_000_000  # columns
 _MOST = 12  # bands of a picture that are drawn in full
 _COLORS = {"tp": "cyan", "dp_shard": "green"}
 _SHADES = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_black", "bright_blue")
 
 
 def render(
-    shard_map: ShardMap, *, rank: int | None = None, width: int | None = None, parameter: str | None = None
+    shard_map: ShardMap,
+    *,
+    rank: int | None = None,
+    width: int | None = None,
+    parameter: str | None = None,
+    pictures: int | None = None,
 ) -> RenderableType:
     """A shard map, as rich prints it.
 
     Args:
         rank: whose slices are shown; default 0.
         width: columns to use; default those of the console.
-        parameter: only parameters that fit this glob, with pictures of the first few.
+        parameter: only parameters that fit this glob.
+        pictures: of how many lines a picture is drawn, of who holds which part, from the first on; default 3 where
+            ``parameter`` is given, else 0.
 
     Raises:
         ValueError: the mesh has no such rank.
@@ -51,12 +58,28 @@ def render(
     """
     shown = 0 if rank is None else rank
     shard_map.mesh.coordinate(shown)  # raises for one that is not there
-    if parameter is None:
-        tree = _Listing(shard_map, shard_map.rows, shown, width)
-        return Group(heading(shard_map, shown), Text(), tree, *notes(shard_map))
-    rows = shard_map.matching(parameter)
-    pictures = chain.from_iterable((Text(), picture(shard_map, row, rank=rank)) for row in rows[:3])
-    return Group(_Listing(shard_map, rows, shown, width), *pictures)
+    rows = shard_map.rows if parameter is None else shard_map.matching(parameter)
+    drawn = (0 if parameter is None else 3) if pictures is None else pictures
+    above = () if parameter is not None else (heading(shard_map, shown), Text())
+    below = () if parameter is not None else notes(shard_map)
+    return Group(*above, _Listing(shard_map, rows, shown, width), *below, *_drawings(shard_map, rows, rank, drawn))
+
+
+def _drawings(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: int) -> Iterator[RenderableType]:
+    """Pictures of the first rows; and of how many there is none, where some were asked for."""
+    for row in rows[:most]:
+        yield Text()
+        yield picture(shard_map, row, rank=rank)
+    if 0 < most < len(rows):
+        yield Text(f"\n{len(rows) - most} more without a picture", style="dim")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where pictures and reports are printed: as wide as the terminal; in a pipe or a file no line is broken."""
+    found = Console(stderr=stderr, highlight=False, emoji=False)  # names and slices have colons: 75:100: is no picture
+    if not found.is_terminal:
+        found.width = _UNBROKEN
+    return found
 
 
 def heading(shard_map: ShardMap, rank: int) -> Text:
@@ -294,13 +317,13 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
     caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
     table = Table(box=box.SQUARE, show_lines=True)
     words = [dim_text(dim, len(facts.shape)) for dim in (down, *across)]
-    table.add_column(" \\ ".join(words) or "ranges", style="dim", no_wrap=True)
+    table.add_column(Text(" \\ ".join(words) or "ranges"), style="dim", no_wrap=True)
     columns: list[dict[int, _Band]] = [{dim: band} for dim in across for band in bands[dim]] or [{}]
     for column in columns:
         title = _band_text(column[across[0]]) if across else "held by"
-        table.add_column(title, justify="center", no_wrap=True)
+        table.add_column(Text(title), justify="center", no_wrap=True)
     for band in bands[down]:
-        table.add_row(_band_text(band), *(_cell(held, {down: band, **column}, rank) for column in columns))
+        table.add_row(Text(_band_text(band)), *(_cell(held, {down: band, **column}, rank) for column in columns))
     idle = [r for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for r in ranks]
     below = [Text(f"ranks {ranks_text(idle)} hold nothing of it", style="dim")] if idle else []
     return Group(caption, table, *below)

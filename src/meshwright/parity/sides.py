@@ -220,11 +220,11 @@ def gradients_as_planned(job: Job) -> None:
     Putting whole gradients together would send more than the peer expects, which ends the process.
     """
     for name, p in job.named_parameters():
-        held = job.recipe.held(job.recipe.by_name[name], job.groups.rank)
+        held = job.recipe.held(job.recipe.by_name[name], job.rank)
         planned = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
         if p.grad is not None and (found := tuple(local_tensor(p.grad).shape)) != planned:
             raise RuntimeError(
-                f"the gradient of {name} is {found} on rank {job.groups.rank}, which holds {planned} of it: "
+                f"the gradient of {name} is {found} on rank {job.rank}, which holds {planned} of it: "
                 "it was not reduced over data ranks (FSDP2 finds the end of backward from the tensors in the "
                 "model's output; an output of a class that torch's pytree does not know hides them)"
             )

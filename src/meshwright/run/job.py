@@ -39,7 +39,8 @@ def output_loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None:
         raise TypeError(
-            f"the model's output ({type(output).__name__}) has no loss; pass loss=, a function of the output"
+            f"the model's output ({type(output).__name__}) has no loss; pass loss=, a function of the output "
+            "(on the command line: --loss file.py:function)"
         )
     return loss
 
@@ -175,9 +176,14 @@ class Job:
             PlanError: ``global_batch`` does not divide by data ranks × microbatches.
         """
         return Batches(
-            dataset, global_batch, mesh=self.recipe.mesh, rank=self.groups.rank, microbatches=self.recipe.microbatches,
+            dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
         )  # fmt: skip
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, as the plan's mesh counts them."""
+        return self.groups.rank
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -199,7 +205,7 @@ class Job:
             if value is not None:
                 for name in (line.name, *line.aliases):
                     found[name] = value
-        if self.groups.rank == 0:
+        if self.rank == 0:
             parameters = set(self.recipe.by_name)
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
             found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -113,7 +113,7 @@ def _page_size() -> int:
 def _repeated(job: Job, batch: Any) -> Iterator[Any]:
     """This rank's rows of one batch, again and again."""
     mesh = job.recipe.mesh
-    start, stop = bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.groups.rank)]
+    start, stop = bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]
     mine = pytree.tree_map_only(Tensor, lambda t: t.to(job.groups.device), take_rows(batch, start, stop))
     while True:
         yield mine

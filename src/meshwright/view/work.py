@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import meshwright
+from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Fallback, Ledger
@@ -143,7 +144,7 @@ class Work:
         while frame is not None and (module is None or not line):
             owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
             if not line and not file.startswith(_NOT_THE_MODEL):
-                line = f"{file}:{frame.f_lineno}"
+                line = source_place(file, frame.f_lineno)
             if module is None and isinstance(owner, nn.Module):
                 module = self.names.get(id(owner), type(owner).__name__)
             frame = frame.f_back  # type: ignore[assignment]

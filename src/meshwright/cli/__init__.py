@@ -1,0 +1,160 @@
+"""The command line: ``meshwright show | check | train | env``.
+
+    TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
+    --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
+    --loss, --device ──────────────┴─► train   local workers, or this process under torchrun
+
+    options      what several commands take
+    given        what a command line names, read as a whole
+    processes    local workers; how a command ends where it fails
+    help         help that teaches
+    show check train env    the commands, a file each; bar is the progress of one
+
+What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from meshwright.cli.check import check
+from meshwright.cli.env import env
+from meshwright.cli.help import Taught, TaughtGroup
+from meshwright.cli.show import show
+from meshwright.cli.train import train
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="meshwright",
+    cls=TaughtGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The ``meshwright`` command."""
+    app()
+
+
+@app.callback(
+    epilog="""
+# what is here; who would hold what of 7 billion parameters
+meshwright env
+meshwright show hf:llama --mesh dp_shard=128,tp=8
+
+# is it right? does it train? (4 local processes)
+meshwright check hf:gpt2 --mesh dp_shard=2,tp=2 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --lr 1e-2 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+
+# a model of your own: a function that returns it and a batch
+cat > tiny.py <<'END'
+import torch
+
+def model():
+    return torch.nn.Linear(8, 4), {"input": torch.randn(8, 8)}
+
+def loss(output):
+    return output.square().mean()
+END
+meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
+"""
+)
+def _about() -> None:
+    """Lay any PyTorch model, unedited, out over a mesh of devices: data parallel (DDP, FSDP, HSDP), tensor and sequence
+    parallel, and their products.
+
+    TARGET names the model: a function of yours, or hf: and a model type of
+    transformers (an extra); --mesh names the axes and their sizes. What is cut
+    how is found from the model's own forward; a plan, or --set, overrules it.
+    """
+
+
+app.command(
+    cls=Taught,
+    epilog="""
+# 1024 ranks, on a laptop
+meshwright show hf:llama --mesh dp_shard=128,tp=8
+
+# the slices of rank 3; two pictures of who holds which part
+meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --rank 3
+meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --parameter '*.c_attn.*' --pictures 2
+
+# a plan, and what it changes
+printf 'mesh: {tp: 2}\\nmodules:\\n  "*.mlp": {tp: whole}\\n' > plan.yaml
+meshwright show hf:gpt2 --plan plan.yaml --parameter 'transformer.h.0' --pictures 0
+
+# as data
+meshwright show hf:gpt2 --mesh tp=2 --json > layout.json
+""",
+)(show)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# FSDP × tensor parallel; tensor and sequence parallel with recompute
+meshwright check hf:gpt2 --mesh dp_shard=2,tp=2 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+meshwright check hf:gpt2 --mesh tp=2 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512 \\
+    --set sequence_parallel=true,recompute=blocks
+
+# a model whose output is no loss
+cat > tiny.py <<'END'
+import torch
+
+def model():
+    return torch.nn.Linear(8, 4), {"input": torch.randn(8, 8)}
+
+def loss(output):
+    return output.square().mean()
+END
+meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
+""",
+)(check)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# 4 local processes
+meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 10 --lr 1e-2 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+
+# rows of your own: the third thing that the function returns
+cat > rows.py <<'END'
+import torch
+
+def model():
+    x = torch.randn(64, 8)
+    return torch.nn.Linear(8, 4), {"input": x[:4]}, {"input": x}
+
+def loss(output):
+    return output.square().mean()
+END
+meshwright train rows.py:model --loss rows.py:loss --mesh fsdp=2 \\
+    --global-batch 32 --lr 1e-2
+
+# as the ranks of torchrun, here or on many machines
+torchrun --nproc-per-node 2 -m meshwright train rows.py:model \\
+    --loss rows.py:loss --mesh fsdp=2 --global-batch 32 --lr 1e-2 --device cpu
+""",
+)(train)
+
+app.command(
+    cls=Taught,
+    epilog="""
+meshwright env
+torchrun --nproc-per-node 2 -m meshwright env
+""",
+)(env)
+
+
+if __name__ == "__main__":
+    sys.exit("run it as: python -m meshwright")

@@ -1,0 +1,46 @@
+"""``meshwright check``: the same as one device?"""
+
+from __future__ import annotations
+
+import typer
+from rich.text import Text
+
+from meshwright.cli import processes
+from meshwright.cli.given import Given
+from meshwright.cli.options import (
+    DeviceOption,
+    LossOption,
+    MeshOption,
+    PlanOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+)  # fmt: skip
+from meshwright.draw.terminal import console
+
+
+def check(
+    target: TargetArgument,
+    mesh: MeshOption = None,
+    plan: PlanOption = None,
+    set_: SetOption = None,
+    loss: LossOption = None,
+    device: DeviceOption = None,
+    seq: SeqOption = None,
+) -> None:
+    """Check that a plan computes the same as one device.
+
+    The loss, every gradient and every parameter after three optimizer steps are
+    compared with plain PyTorch in one process: in float64, without dropout.
+    It starts a local process a rank. Exit code: 0 it passes, 1 it does not.
+    """
+    with processes.told():
+        given = Given.read(
+            target, mesh, plan, set_, loss, device, seq=seq, length=16, rows=lambda pieces: max(2 * pieces, 4)
+        )
+        from meshwright.parity import check as compare
+
+        with processes.workers(given) as workers:
+            report = compare(given.target.build, given.target.batch, given.plan, loss=given.loss, workers=workers)
+        console().print(Text(str(report)), soft_wrap=True)
+    raise typer.Exit(0 if report.passed else 1)

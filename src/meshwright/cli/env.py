@@ -1,0 +1,54 @@
+"""``meshwright env``: what is here."""
+
+from __future__ import annotations
+
+import os
+
+from rich.table import Table
+from rich.text import Text
+
+from meshwright import __version__
+from meshwright.draw.terminal import console, size_text
+
+
+def env() -> None:
+    """Show what Meshwright finds here.
+
+    Versions, GPUs, backends, cores and memory, the extras that are installed, a
+    launcher's variables: what goes into the report of a problem.
+    """
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in _environment().items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    console().print(table)
+
+
+def _environment() -> dict[str, str]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+    import torch.distributed as dist
+
+    def installed(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} –"
+
+    cuda, gpus = torch.version.cuda, torch.cuda.device_count()
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {
+        "meshwright": __version__,
+        "python": f"{platform.python_version()}, {platform.platform()}",
+        "torch": f"{torch.__version__}, CUDA {cuda or 'not built in'}",
+        "GPUs": ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
+        "backends": ", ".join(name for name, there in backends.items() if there) or "none",
+        "cores": f"{here} of {os.cpu_count()}",
+        "memory": size_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "launcher": ", ".join(f"{key}={os.environ[key]}" for key in launched if key in os.environ)
+        or "none: a plain process",
+        "extras": ", ".join(map(installed, ("transformers", "scikit-learn", "tensorboard"))),
+    }

@@ -1,0 +1,129 @@
+"""What a command line names: the target, the plan, the loss, the device; or every problem of all of them at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+
+from meshwright.errors import Findings, PlanError
+from meshwright.plan import KEYS, Plan
+from meshwright.target import Target, TargetLoss, load_target
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command line names: the target, the plan, the loss of the output (None: its own), the device."""
+
+    target: Target
+    plan: Plan
+    loss: TargetLoss | None
+    device: str | None
+    settings: Mapping[str, Any]
+    rows: int
+    length: int
+
+    @staticmethod
+    def read(
+        target: str,
+        mesh: str | None,
+        plan: str | None,
+        sets: Sequence[str] | None,
+        loss: str | None,
+        device: str | None = None,
+        *,
+        seq: int | None,
+        length: int,
+        rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
+    ) -> Given:
+        """Raises PlanError with every problem of all of them."""
+        ours, others = _divided(sets or ())
+        settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
+        problems = Problems()
+        found, count = problems.of(lambda: Plan.from_command(plan, mesh, ours)), 1
+        if found is not None:
+            count = rows(found.mesh.data_size * found.pieces)
+        loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
+        loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
+        problems.of(lambda: _check_device(device))
+        problems.raise_if_any()
+        assert found is not None and loaded is not None
+        return Given(loaded, found, loss_of, device, settings, count, length)
+
+    @staticmethod
+    def from_names(
+        spec: str, settings: Mapping[str, Any], rows: int, length: int, plan: Plan, loss: TargetLoss | None,
+        device: str | None,
+    ) -> Given:  # fmt: skip
+        """The inverse of `named`, in another process."""
+        target = load_target(spec, settings, rows=rows, length=length)
+        return Given(target, plan, loss, device, settings, rows, length)
+
+    def named(self) -> tuple[Any, ...]:
+        """What another process needs to find the same."""
+        return self.target.spec, self.settings, self.rows, self.length, self.plan, self.loss, self.device
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces a batch is divided: data ranks × microbatches."""
+        return self.plan.mesh.data_size * self.plan.pieces
+
+
+class Problems:
+    """The problems of several things that are read one after the other, to be told as one."""
+
+    def __init__(self) -> None:
+        self.errors: list[PlanError] = []
+
+    def of(self, read: Callable[[], _T]) -> _T | None:
+        """What is read; None where that has problems."""
+        try:
+            return read()
+        except PlanError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_if_any(self) -> None:
+        if self.errors:
+            subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
+            raise PlanError([finding for error in self.errors for finding in error.findings], subject)
+
+
+def _check_device(device: str | None) -> None:
+    """Raises PlanError where there is no such device."""
+    findings = Findings("this command")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            required = "cpu: torch finds no GPU here"
+            findings.add(where="--device", given=device, required=required, fix="--device cpu")
+    elif device not in (None, "cpu"):
+        findings.add(where="--device", given=str(device), required="cpu or cuda", fix="--device cpu")
+    findings.raise_if_any()
+
+
+def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Settings of the plan, and those of the target. ``a=1,b=2`` are two; ``mesh=dp_shard=2,tp=2`` is one."""
+    ours: list[str] = []
+    others: dict[str, str] = {}
+    for given in sets:
+        for setting in [given] if given.startswith("mesh=") else re.split(r",(?=[\w.]+=)", given):
+            key, sign, value = setting.partition("=")
+            if not sign or key.split(".")[0].strip() in KEYS:
+                ours.append(setting)  # also what is no setting at all: the plan says what one looks like
+            else:
+                others[key.strip()] = value
+    return ours, others
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

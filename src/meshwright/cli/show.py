@@ -1,0 +1,78 @@
+"""``meshwright show``: who holds what."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli import processes
+from meshwright.cli.given import Given
+from meshwright.cli.options import LossOption, MeshOption, PlanOption, SeqOption, SetOption, TargetArgument
+from meshwright.draw.terminal import console, render
+from meshwright.errors import Findings
+from meshwright.target import with_rows
+
+
+def show(
+    target: TargetArgument,
+    mesh: MeshOption = None,
+    plan: PlanOption = None,
+    set_: SetOption = None,
+    rank: Annotated[int | None, typer.Option(help="Whose slices are shown; default 0")] = None,
+    parameter: Annotated[str | None, typer.Option(help="Only parameters that fit this glob, with pictures")] = None,
+    pictures: Annotated[
+        int | None, typer.Option(help="How many pictures of who holds which part; default 3 with --parameter", min=0)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
+    loss: LossOption = None,
+    seq: SeqOption = None,
+) -> None:
+    """Show which rank holds what of every parameter, and why.
+
+    Each line says what of a parameter is cut over which axis: rows, cols, whole;
+    and the reason, where there is one. The model's own forward is run without
+    values: no process starts, so the mesh may have a thousand ranks.
+    """
+    with processes.told():
+        given = Given.read(target, mesh, plan, set_, loss, seq=seq, length=8)
+        from meshwright.api import make_recipe
+        from meshwright.draw.facts import shard_map
+
+        batch = with_rows(given.target.batch, given.pieces)
+        recipe = make_recipe(given.target.build, given.plan, batch, given.loss)
+        everything = shard_map(recipe)
+        _check_choice(everything, rank, parameter)
+        if as_json:
+            print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
+        else:
+            console().print(render(everything, rank=rank, parameter=parameter, pictures=pictures))
+
+
+def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
+    """The map as plain values; with a glob, of the parameters that fit."""
+    found: dict[str, Any] = shard_map.to_dict()
+    if parameter is not None:
+        names = {name for row in shard_map.matching(parameter) for name in row.names}
+        found["parameters"] = [line for line in found["parameters"] if line["name"] in names]
+    return found
+
+
+def _check_choice(shard_map: Any, rank: int | None, parameter: str | None) -> None:
+    """Raises PlanError where the mesh lacks the rank, or the model the parameter."""
+    findings = Findings("this command")
+    size = shard_map.mesh.size
+    if rank is not None and not 0 <= rank < size:
+        required = f"a rank of {shard_map.mesh}: 0 to {size - 1}"
+        findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {size - 1}")
+    try:
+        if parameter is not None:
+            shard_map.matching(parameter)
+    except KeyError:
+        near = shard_map.near(parameter)
+        given = f"{parameter}, which fits no parameter"
+        findings.add(
+            where="--parameter", given=given, required=f"such as {', '.join(near)}", fix=f"--parameter {near[0]}"
+        )
+    findings.raise_if_any()
