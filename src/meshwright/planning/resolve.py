@@ -346,12 +346,15 @@ def _stages(
     called: dict[str, set[int]] = {}
     for call in graph.calls.values():
         called.setdefault(call.module, set()).add(stage_of(cuts, call.start))
+    for event in graph.events:  # what a value decides about runs where it is read
+        if event.reads and event.inputs:
+            called[event.path[-1][0] if event.path else ""] = {stage_of(cuts, graph.positions[event.path, event.index])}
     for name in names.parameters:
         scope = name
         while name not in homes and scope:  # one that this forward did not use stays where its module runs
             scope = scope.rpartition(".")[0]
             if scope in called:
-                homes[name] = tuple(sorted(called[scope])) if scope else (0,)
+                homes[name] = tuple(sorted(called[scope])) if scope else (min(called[scope]),)
         homes.setdefault(name, (0,))
     return stages, homes, graph
 

@@ -242,8 +242,14 @@ class StageWalk(Walk):
         self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         treated = self.program.treated.get(path, OPEN)
+        if path == ROOT:
+            return self._root(forward, args, kwargs)
         if treated == OPEN:
-            return self._root(forward, args, kwargs) if path == ROOT else self.follow(path, forward, args, kwargs)
+            closed, result = self.closed, self.follow(path, forward, args, kwargs)
+            if self.closed > closed:  # from somewhere within on it ran unseen
+                self.closed = closed
+                self._returned(self.graph.calls[path], result)
+            return result
         call = self.graph.calls[path]
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
@@ -254,15 +260,19 @@ class StageWalk(Walk):
             result = forward(*args, **kwargs)
         finally:
             self.closed -= 1
+        self._returned(call, result)
+        return result
+
+    def _returned(self, call: Call, result: Any) -> None:
+        """A call that ran here, unseen, gave ``result``."""
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
-                f"{spelled(path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
+                f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
             )
         for t, number in zip(tensors, call.outputs, strict=True):
             self._gave(t, number)
         self._stop_if_done()
-        return result
 
     def _root(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
@@ -328,6 +338,10 @@ class StageWalk(Walk):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
         result = func(*args, **kwargs)
+        if event.reads and event.inputs:
+            # What the model does next may follow from the value; to the end of this call all of it is this stage's.
+            self.closed += 1
+            return result
         if target is not None:
             self._gave(args[0], event.written)
             if target is not args[0]:  # the model goes on with its own name for it
