@@ -15,7 +15,7 @@ from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
-from meshwright.planning.capture import capture
+from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
@@ -63,7 +63,7 @@ def parallelize(
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
     recipe = _agreed(planned.recipe)
-    groups = make_groups(recipe, place)
+    groups = make_groups(recipe, place, timeout)
     uneven = recipe.mesh.data_size * recipe.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
     return apply(
@@ -99,13 +99,14 @@ class Planned:
         if dtype is not None:
             cast(self._model, dtype)
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        self._loss = loss
+        self._loss, self._precision = loss, plan.precision
         rows = batch if whole_batch else None
         self.recipe = resolve(self._model, plan, lambda model: loss(called(model, batch)), rows)
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""
-        return capture(self._model, run)
+        with computing_in(self._model, self._precision):
+            return capture(self._model, run)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""

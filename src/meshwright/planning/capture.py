@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,28 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
                 vars(module).pop("forward", None)
             else:
                 module.forward = forward
+
+
+@contextmanager
+def computing_in(model: nn.Module, precision: str) -> Iterator[None]:
+    """For the time of a capture, parameters and inputs are of the type that FSDP2's mixed precision computes in."""
+    if precision not in ("bfloat16", "float16"):
+        yield
+        return
+    dtype, before = getattr(torch, precision), [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    for p, value in before:
+        p.data = value.to(dtype)
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for p, value in before:
+            p.data = value
 
 
 class Cost(TorchDispatchMode):

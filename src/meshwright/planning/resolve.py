@@ -21,7 +21,7 @@ from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.plan import Entry, Plan
-from meshwright.planning.capture import capture
+from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, infer_cuts
@@ -324,7 +324,8 @@ def _stages(
     """The stages of the pipeline, and those that use each parameter."""
     ranks = plan.mesh.axis_size("pp")
     count = ranks * (plan.stages_per_rank or (2 if plan.schedule == "interleaved" else 1))
-    graph = capture(model, run)
+    with computing_in(model, plan.precision):
+        graph = capture(model, run)
     sizes = {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
     pinned = _pinned(graph, plan, entries, ranks, count, findings)
     places = cut_places(graph, blocks)

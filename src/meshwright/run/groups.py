@@ -62,8 +62,11 @@ class Groups:
         return self.mesh.coordinate(self.rank).get("tp", 0)
 
 
-def make_groups(recipe: Recipe, device: torch.device) -> Groups:
-    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has."""
+def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) -> Groups:
+    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has.
+
+    ``timeout``: seconds that a collective of any of them waits for other ranks.
+    """
     mesh = recipe.mesh
     ranks = torch.arange(mesh.size).reshape(mesh.shape)
     order = [mesh.names.index(d) for d in DIMS if d in mesh.names]
@@ -74,7 +77,17 @@ def make_groups(recipe: Recipe, device: torch.device) -> Groups:
     if any(u.data == "replicate" for u in recipe.units):
         flat = placed.reshape(sizes[0], sizes[1] * sizes[2], 1, sizes[3])
         replicated = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
-    return Groups(mesh, dist.get_rank(), device, sharded, replicated, _shared(recipe, placed))
+    shared = _shared(recipe, placed)
+    for group in [g for m in (sharded, replicated) if m is not None for g in m.get_all_groups()] + [*shared.values()]:
+        _set_timeout(group, timeout)
+    return Groups(mesh, dist.get_rank(), device, sharded, replicated, shared)
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Private: a mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout), group)
 
 
 def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:

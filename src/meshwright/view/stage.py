@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
@@ -182,7 +183,7 @@ class StageWalk(Walk):
         for number, value in received.items():
             self.keep(value, number)
         self._missing = set(program.out)
-        self.finished = False
+        self._units = 0  # of FSDP's, whose forwards are being looked into
 
     def outputs(self) -> list[Tensor]:
         """What other stages take, in the program's order."""
@@ -210,7 +211,9 @@ class StageWalk(Walk):
         self._missing.discard(number)
 
     def _stop_if_done(self) -> None:
-        if not self._missing and not self.program.last:
+        """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
+        have not."""
+        if not self._missing and not self.program.last and not self._units:
             raise _Done
 
     def _had(self, t: Tensor) -> Tensor:
@@ -244,8 +247,12 @@ class StageWalk(Walk):
         treated = self.program.treated.get(path, OPEN)
         if path == ROOT:
             return self._root(forward, args, kwargs)
+        self._stop_if_done()
         if treated == OPEN:
-            closed, result = self.closed, self.follow(path, forward, args, kwargs)
+            closed, unit = self.closed, isinstance(module, FSDPModule)
+            self._units += unit
+            result = self.follow(path, forward, args, kwargs)
+            self._units -= unit
             if self.closed > closed:  # from somewhere within on it ran unseen
                 self.closed = closed
                 self._returned(self.graph.calls[path], result)
@@ -272,7 +279,6 @@ class StageWalk(Walk):
             )
         for t, number in zip(tensors, call.outputs, strict=True):
             self._gave(t, number)
-        self._stop_if_done()
 
     def _root(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
@@ -291,7 +297,6 @@ class StageWalk(Walk):
         self.closed += 1
         for number in self.program.out:
             self._values[number] = self._send(self._values[number])
-        self.finished = True
         return self.outputs()
 
     def _stand_in(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,6 +319,7 @@ class StageWalk(Walk):
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
+        self._stop_if_done()
         position = self.graph.positions.get((path, index))
         name = getattr(func, "__name__", str(func))
         if position is None or self.graph.events[position].function != name:
@@ -354,7 +360,6 @@ class StageWalk(Walk):
         for t, number in zip(given, event.outputs, strict=True):
             if target is None or t is not args[0]:
                 self._gave(t, number)
-        self._stop_if_done()
         return result
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
