@@ -73,15 +73,17 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     routed = plan.mesh.data_size > 1 and (cuts is None or cuts.reads > 0)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
+    schedule = plan.schedule
     stages: tuple[Stage, ...] = ()
     buffers: tuple[tuple[str, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
     if plan.mesh.axis_size("pp") > 1:
         stages, homes, graph = _stages(model, plan, names, entries, blocks, run, findings)
         findings.raise_if_any()
+        schedule, why = _schedule(plan, graph)
         units, recompute, parted = _whole_in_stages(units, recompute, graph, stages)
         buffers = _buffer_homes(model, graph, stages)
-        more += parted + _shared(homes)
+        more += why + parted + _shared(homes)
     owners = _owners(model, units)
     lines = tuple(
         replace(_line(name, p, aliases, cuts, units, owners.get(id(p), "")), stages=homes[name])
@@ -98,7 +100,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         reshard_after_forward=_reshards(plan),
         rows=plan.rows,
         stages=stages,
-        schedule=plan.schedule,
+        schedule=schedule,
         buffers=buffers,
         routed=routed,
         seed=plan.seed,
@@ -403,6 +405,16 @@ def _whole_in_stages(
     parted = {c.module for c in graph.calls.values() if c.module and any(c.start < b < c.stop for b in cuts)}
     notes = [f"{u.name} is no unit of its own: a cut between stages goes through it" for u in units if u.name in parted]
     return tuple(u for u in units if u.name not in parted), tuple(r for r in recompute if r not in parted), notes
+
+
+def _schedule(plan: Plan, graph: ModelGraph) -> tuple[str, list[str]]:
+    """The schedule, and why it is another than the plan's."""
+    inner = [e for e in graph.events if e.function in ("grad", "backward")]
+    if plan.schedule != "zero_bubble" or not inner:
+        return plan.schedule, []
+    return "1f1b", [
+        f"schedule: 1f1b, not zero_bubble: the forward takes gradients itself ({inner[0].line}), which cannot wait"
+    ]
 
 
 def _shared(homes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -124,9 +124,9 @@ class LocalParameters:
         if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes it is FSDP2's, at rest
         local = local_part(x)
+        local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):
             return View(local, line.tp, self._work, parameter=(line.name, tuple(range(x.dim()))))
-        local._mw_is_parameter = True  # type: ignore[attr-defined]
         return local
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:

@@ -71,6 +71,7 @@ class Job:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
+        self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
 
@@ -149,8 +150,10 @@ class Job:
         return grad_norm(self.module, self.recipe, self.groups.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank holds, for an optimizer."""
-        return (p for _, p in self.named_parameters())
+        """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
+        an empty list."""
+        held = [p for _, p in self.named_parameters()]
+        return iter(held or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As on one device, by the model's own names."""
@@ -179,6 +182,11 @@ class Job:
             dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
         )  # fmt: skip
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
+        return self._pipeline
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ need not be neighbours: a skip goes straight to where it is used.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from meshwright.graph import ROOT, ModelGraph
 from meshwright.recipe import Recipe
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
+from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
@@ -60,11 +62,12 @@ class Program:
 class Flight:
     """A microbatch in one stage, from its forward to the end of its backward."""
 
-    received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf whose gradient goes back
+    received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf that collects its gradient
+    back: dict[int, Tensor] = field(default_factory=dict)  # value → that gradient, until it is sent
     outputs: dict[int, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     grads: dict[int, list[Tensor]] = field(default_factory=dict)  # value → its gradients, from each stage that takes it
-    weights: Callable[[], None] | None = None  # what is left to do of a backward in halves
+    later: LaterWeights | None = None  # what is left to do of a backward in halves
     result: Any = None
 
 
@@ -108,6 +111,7 @@ class Pipeline:
         self._programs: dict[Any, Program] = {}
         self._schedules: dict[Any, Schedule] = {}
         self.bytes_sent = self.sends = 0
+        self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +202,7 @@ class _Step:
         edges = tuple(sorted({e for p in self.programs for e in p.crossing.values}))
         back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in self.programs))
         self.schedule = pipeline.schedule(len(pieces), edges, back if backward else (), backward=backward)
+        self.split = any(a.kind == "I" for a in self.schedule.ranks[pipeline.rank])
         self.flights = {(s, m): Flight() for s in pipeline.stages for m in range(len(pieces))}
         self.arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
         self.sent: list[tuple[Any, Tensor]] = []
@@ -207,9 +212,12 @@ class _Step:
 
     def perform(self) -> None:
         """Every action of this rank, in order."""
+        self.p.spans = []
         for action in self.schedule.ranks[self.p.rank]:
+            start = time.perf_counter()
             try:
                 self._perform(action)
+                self.p.spans.append((action, start, time.perf_counter()))
             except (StageError, KeyboardInterrupt):
                 raise
             except Exception as error:
@@ -232,9 +240,8 @@ class _Step:
         elif action.kind == "F":
             self._forward(action, flight)
         elif action.kind == "W":
-            assert flight.weights is not None
-            flight.weights()
-            self._landed(action)
+            assert flight.later is not None
+            flight.later.finish()
         else:
             self._backward(action, flight)
 
@@ -261,7 +268,7 @@ class _Step:
         self._send(action, [flight.outputs[n] for n in self._numbers(action)])
 
     def _send_b(self, action: Action, flight: Flight) -> None:
-        self._send(action, [_gradient(flight.received[n]) for n in self._numbers(action)])
+        self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
 
     def _recv(self, action: Action) -> None:
         home, values = self.p._recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
@@ -311,7 +318,9 @@ class _Step:
             send=whole,
             at_position=lambda position: shares.at(before[position]),
         )
-        with torch.set_grad_enabled(self.backward), self.p.view(), shares:
+        if self.split:
+            flight.later = LaterWeights()
+        with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares:
             with self.p._forwards.followed(walk):
                 output = self.call(self.p._forwards.model, self.pieces[m])
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
@@ -332,28 +341,13 @@ class _Step:
         for taker in program.stages[action.stage].outgoing:
             if (taker, m) in self.flights:  # another stage of this rank
                 for n in program.differentiable((action.stage, taker)):
-                    flight.grads.setdefault(n, []).append(_gradient(self.flights[taker, m].received[n]))
+                    flight.grads.setdefault(n, []).append(self.flights[taker, m].back.pop(n))
         roots, grads = _roots(flight)
-        inputs = [t for t in flight.received.values() if t.requires_grad]
-        if action.kind == "I" and roots and inputs:
-            held = [p for p in self.p._forwards.model.parameters() if p.requires_grad and not p.is_meta]
-            flight.weights = _backward_half(roots, grads, inputs, held)
-        elif action.kind == "I":
-            flight.weights = lambda: self._whole_backward(roots, grads)
-        else:
-            self._whole_backward(roots, grads)
-        flight.outputs, flight.loss = {}, None
-        if action.kind == "B":
-            self._landed(action)
-
-    def _whole_backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
         if roots:
-            with self.p.view():
+            with flight.later or nullcontext(), self.p.view():
                 BACKWARD(roots, grads)
-
-    def _landed(self, action: Action) -> None:
-        """After a microbatch's backward: what it held is let go, but for gradients that are still to be sent."""
-        self.flights[action.stage, action.microbatch].weights = None
+        flight.back = {n: _gradient(leaf) for n, leaf in flight.received.items() if leaf.requires_grad}
+        flight.received, flight.outputs, flight.loss, flight.grads = {}, {}, None, {}
 
 
 def _call(model: nn.Module, given: Any) -> Any:
@@ -374,22 +368,3 @@ def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
         if n in flight.grads and t.requires_grad
     ]  # fmt: skip
     return [t for t, _ in found], [g for _, g in found]
-
-
-def _backward_half(
-    roots: list[Tensor], grads: list[Tensor | None], inputs: list[Tensor], parameters: list[nn.Parameter]
-) -> Callable[[], None]:
-    """The gradients of inputs now; returns what computes those of weights.
-
-    Private: the split of a backward that torch's own zero-bubble schedules use has no public name.
-    """
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    given: Any = None if grads == [None] else grads
-    _, groups = stage_backward_input(roots, given, inputs, iter(parameters))
-
-    def weights() -> None:
-        # Parts of the graph may serve several groups of weights (an encoder state in every block).
-        stage_backward_weight(iter(parameters), groups, retain_graph=True)
-
-    return weights
