@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.api import parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
+from meshwright.private import pytree, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
@@ -148,7 +148,7 @@ def _model(case: Case) -> tuple[nn.Module, int]:
     torch.manual_seed(case.seed)
     model = case.build()
     silenced = silence(model)
-    model._apply(lambda t: cast(t, case.dtype, case.device))
+    replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(perturbed(name, p.cpu()))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
@@ -26,6 +25,7 @@ from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, n
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
+from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
 from meshwright.view.sequence import cutting_inputs
 

@@ -236,6 +236,14 @@ def _caches(package: str) -> Iterator[Any]:
                     yield inner
 
 
+def _count_groups_from(number: int) -> None:
+    """Names of groups start again with each default group. A name that some cache kept from an earlier run must not find
+    a group of this one, with other ranks: so names count on. Private: there is no public way to name a mesh's groups."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count += number
+
+
 @contextlib.contextmanager
 def _process_group(task: Task) -> Iterator[None]:
     import torch
@@ -255,9 +263,7 @@ def _process_group(task: Task) -> Iterator[None]:
     # The pool watches the time and knows more: let it speak first.
     timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
-    # Group names start again with each default group. A name that some cache kept from an earlier run must
-    # not find a group of this one, with other ranks: so names count on.
-    dist.distributed_c10d._world.group_count += task.run * _GROUP_NAMES_A_RUN
+    _count_groups_from(task.run * _GROUP_NAMES_A_RUN)
     try:
         yield
     finally:
