@@ -248,6 +248,9 @@ class Work:
         """A parameter is looked up by rows: planning may cut the rows."""
         return parameter
 
+    def used_as(self, x: Any, role: str) -> None:
+        """The cut of ``x`` is a product's ``column`` (its own dim of the result), ``row`` (summed over) or ``batch``."""
+
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
         """The cut dim of ``x`` turns out to be fused blocks of these sizes."""
 
