@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from meshwright.errors import PlanError
 from meshwright.run.channel import Channel, Message
 from meshwright.run.parcel import Names, pack, unpack
 
@@ -142,7 +143,9 @@ class _Worker:
         frames = error.__traceback__
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        self.channel.send(("failed", when, summary, details))
+        # A person's mistake is told as it is. Other errors go as text alone: not all can be made anew elsewhere.
+        mistake = pack(error)[0] if type(error) is PlanError else b""
+        self.channel.send(("failed", when, summary, details), mistake)
         # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None
