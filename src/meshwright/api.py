@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
@@ -18,6 +17,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply, cast
 from meshwright.run.counts import LabelCounter

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -38,7 +38,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.private import TorchDispatchMode, without_modes
 
 _aten = torch.ops.aten
 
@@ -399,7 +400,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._aside:
             return func(*args, **kwargs or {})
-        with torch._C.DisableTorchFunction():  # what we do is not for `_Readers`, or a default device, to see
+        with without_modes():  # what we do is not for `_Readers`, or a default device, to see
             return self._dispatched(func, types, args, kwargs or {})
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
+from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm

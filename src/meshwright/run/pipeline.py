@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshwright.graph import ROOT, ModelGraph
+from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
