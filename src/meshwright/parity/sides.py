@@ -181,12 +181,13 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor | None]:
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
     rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
     outcome = _trained(job, case, take_rows(everything, *rows))
-    others = unlike_rank_0(outcome.facts.buffers)
-    return outcome if dist.get_rank() == 0 else others
+    own = {n: b for n, b in job.module.named_buffers() if job.recipe.owns_buffer(n, job.rank)}
+    others = unlike_rank_0(outcome.facts.buffers if dist.get_rank() == 0 else own)
+    return outcome if dist.get_rank() == 0 else {n: b for n, b in others.items() if job.recipe.owns_buffer(n, job.rank)}
 
 
 def unlike_rank_0(buffers: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """This rank's buffers that differ from rank 0's in any bit, and None for those that rank 0 alone has. Collective."""
+    """This rank's buffers that differ from rank 0's in any bit, and None for those that it lacks. Collective."""
     told = [{name: digest(b) for name, b in buffers.items()}]
     dist.broadcast_object_list(told, src=0)
     found: dict[str, Tensor | None] = {name: b for name, b in buffers.items() if told[0].get(name) != digest(b)}
