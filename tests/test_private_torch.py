@@ -39,7 +39,6 @@ from meshwright.private import (
     wrapper,
 )
 from meshwright.run import data, groups, init, worker
-from meshwright.run.pipeline import _backward_half
 from meshwright.run.step import BACKWARD
 from meshwright.view.rules import FACTS, RULES
 from meshwright.view.rules.registry import functions
@@ -58,7 +57,6 @@ USES = {
     "run/groups.py": "_set_pg_timeout",
     "run/init.py": "_C _backward_hooks _neg_view _post_accumulate_grad_hooks _schema _swap_tensor_impl",
     "run/parameters.py": "_parameters",
-    "run/pipeline.py": "_backward",  # of torch.distributed.pipelining
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "view/functions.py": "_SingleLevelFunction",
     "view/rules/registry.py": "_C _VF _nn",
@@ -398,20 +396,6 @@ def _reduced_at_the_end() -> list[list[float]]:
     data.reduce_gradients(module)
     assert isinstance(module.weight, DTensor) and module.weight.device_mesh.ndim == 1
     return module.weight.grad.to_local().tolist()
-
-
-def test_split_backwards_rest_on_those_of_torchs_own_pipelines() -> None:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    x = torch.ones(2, 3, requires_grad=True)
-    loss = second(first(x).tanh()).sum()
-    parameters = [*first.parameters(), *second.parameters()]
-    wanted = torch.autograd.grad(loss, [x, *parameters], retain_graph=True)
-    weights = _backward_half([loss], [None], [x], parameters)
-    torch.testing.assert_close(x.grad, wanted[0])
-    assert all(p.grad is None for p in parameters), "the gradients of weights come later"
-    weights()
-    for p, gradient in zip(parameters, wanted[1:], strict=True):
-        torch.testing.assert_close(p.grad, gradient)
 
 
 def test_a_hang_is_told_in_time_because_a_groups_timeout_can_be_set(workers: Any) -> None:

@@ -103,7 +103,7 @@ class Pipeline:
         view: GlobalView | None,
         loss: Callable[[Any], Tensor],
     ) -> None:
-        self._forwards, self._recipe, self._groups = forwards, recipe, groups
+        self.forwards, self.recipe, self.groups = forwards, recipe, groups
         self._graph, self._view, self._loss = graph, view, loss
         self.rank = groups.mesh.coordinate(groups.rank)["pp"]
         self.stages = [s.index for s in recipe.stages if recipe.stage_rank[s.index] == self.rank]
@@ -153,9 +153,9 @@ class Pipeline:
         )
         if key not in self._programs:
             graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
-            cuts = [graph.positions.get(s.first) for s in self._recipe.stages[1:]]
+            cuts = [graph.positions.get(s.first) for s in self.recipe.stages[1:]]
             if None in cuts or sorted(cuts) != cuts:  # type: ignore[type-var]
-                missing = next((s.where for s, c in zip(self._recipe.stages[1:], cuts, strict=True) if c is None), "")
+                missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c is None), "")
                 raise StageError(
                     f"with a batch of these shapes the forward takes another path than with the sample: "
                     f"{missing or 'a cut'} is not where it was. Give parallelize a sample of this kind"
@@ -169,14 +169,14 @@ class Pipeline:
     ) -> Schedule:
         key = (microbatches, edges, back, backward)
         if key not in self._schedules:
-            ranks, stages = self._recipe.mesh.axis_size("pp"), len(self._recipe.stages)
-            plain = make_schedule(self._recipe.schedule, ranks, stages, microbatches, backward=backward)
+            ranks, stages = self.recipe.mesh.axis_size("pp"), len(self.recipe.stages)
+            plain = make_schedule(self.recipe.schedule, ranks, stages, microbatches, backward=backward)
             self._schedules[key] = with_transfers(plain, edges, back)
         return self._schedules[key]
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""
-        rank, mesh = self._recipe.stage_rank[stage], self._recipe.mesh
+        rank, mesh = self.recipe.stage_rank[stage], self.recipe.mesh
         ranks = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank]
         shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         return f"stage {stage} ({shown})"
@@ -208,7 +208,7 @@ class _Step:
         self.sent: list[tuple[Any, Tensor]] = []
         self.losses: list[Tensor] = []
         self.result: Any = None
-        self.group = pipeline._groups.pipeline
+        self.group = pipeline.groups.pipeline
 
     def perform(self) -> None:
         """Every action of this rank, in order."""
@@ -222,7 +222,7 @@ class _Step:
                 raise
             except Exception as error:
                 raise StageError(
-                    f"rank {self.p._groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
+                    f"rank {self.p.groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
                     f"{self._peer(action)}: {type(error).__name__}: {error}"
                 ) from error
         for work, _ in self.sent:
@@ -257,7 +257,7 @@ class _Step:
         return program.crossing.values[edge] if action.kind.endswith("F") else program.differentiable(edge)
 
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
-        home = self.p._recipe.stage_rank[action.other or 0]
+        home = self.p.recipe.stage_rank[action.other or 0]
         for t in tensors:
             t = t.detach().contiguous()
             self.sent.append((dist.isend(t, group=self.group, group_dst=home), t))
@@ -271,11 +271,11 @@ class _Step:
         self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
 
     def _recv(self, action: Action) -> None:
-        home, values = self.p._recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
+        home, values = self.p.recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
         found = []
         for n in self._numbers(action):
             value = values[n]
-            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p._groups.device)
+            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p.groups.device)
             found.append((n, buffer, dist.irecv(buffer, group=self.group, group_src=home)))
         self.arriving[action] = found
 
@@ -313,7 +313,7 @@ class _Step:
         walk = StageWalk(
             stage,
             received,
-            device=self.p._groups.device,
+            device=self.p.groups.device,
             name=self.p.describe,
             send=whole,
             at_position=lambda position: shares.at(before[position]),
@@ -321,8 +321,8 @@ class _Step:
         if self.split:
             flight.later = LaterWeights()
         with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares:
-            with self.p._forwards.followed(walk):
-                output = self.call(self.p._forwards.model, self.pieces[m])
+            with self.p.forwards.followed(walk):
+                output = self.call(self.p.forwards.model, self.pieces[m])
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
                 flight.outputs = dict(zip(stage.out, output, strict=True))
             elif self.loss is None:
