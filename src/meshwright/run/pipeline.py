@@ -63,6 +63,7 @@ class Flight:
     """A microbatch in one stage, from its forward to the end of its backward."""
 
     received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf that collects its gradient
+    arrived: list[tuple[int, Tensor]] = field(default_factory=list)  # values, then gradients, from other ranks
     back: dict[int, Tensor] = field(default_factory=dict)  # value → that gradient, until it is sent
     outputs: dict[int, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -214,8 +215,9 @@ class _Step:
         """Every action of this rank, in order."""
         self.p.spans = []
         for action in self.schedule.ranks[self.p.rank]:
-            start = time.perf_counter()
             try:
+                self._wait(action)
+                start = time.perf_counter()
                 self._perform(action)
                 self.p.spans.append((action, start, time.perf_counter()))
             except (StageError, KeyboardInterrupt):
@@ -285,18 +287,23 @@ class _Step:
     def _recv_b(self, action: Action, flight: Flight) -> None:
         self._recv(action)
 
-    def _arrived(self, action: Action, kind: str) -> Iterator[tuple[int, Tensor]]:
-        """What was to be received before an action can run, once it is there."""
-        for waiting in [a for a in self.arriving if a.kind == kind and (a.stage, a.microbatch) == action[::2][:2]]:
+    def _wait(self, action: Action) -> None:
+        """Until everything is there that an action needs of other ranks."""
+        if action.kind in TRANSFERS or action.kind == "W":
+            return
+        flight, kind = self.flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
+        ours = [a for a in self.arriving if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)]
+        for waiting in ours:
             for n, buffer, work in self.arriving[waiting]:
                 work.wait()
-                yield n, buffer
+                flight.arrived.append((n, buffer))
             del self.arriving[waiting]
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _inputs(self, action: Action) -> Iterator[tuple[int, Tensor]]:
-        yield from self._arrived(action, "RECV_F")
+    def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
+        yield from flight.arrived
+        flight.arrived = []
         program, stage, m = self.programs[action.microbatch], action.stage, action.microbatch
         for source, numbers in program.stages[stage].incoming.items():
             if (source, m) in self.flights:  # another stage of this rank
@@ -306,7 +313,7 @@ class _Step:
     def _forward(self, action: Action, flight: Flight) -> None:
         program, m = self.programs[action.microbatch], action.microbatch
         stage, received = program.stages[action.stage], {}
-        for n, value in self._inputs(action):
+        for n, value in self._inputs(action, flight):
             flight.received[n] = leaf = value.requires_grad_(self.backward and program.graph.values[n].requires_grad)
             received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
         shares, before = Shares(self.shares[m]), program.graph.losses_before
@@ -336,7 +343,7 @@ class _Step:
 
     def _backward(self, action: Action, flight: Flight) -> None:
         program, m = self.programs[action.microbatch], action.microbatch
-        for n, buffer in self._arrived(action, "RECV_B"):
+        for n, buffer in flight.arrived:
             flight.grads.setdefault(n, []).append(buffer)
         for taker in program.stages[action.stage].outgoing:
             if (taker, m) in self.flights:  # another stage of this rank
@@ -347,7 +354,7 @@ class _Step:
             with flight.later or nullcontext(), self.p.view():
                 BACKWARD(roots, grads)
         flight.back = {n: _gradient(leaf) for n, leaf in flight.received.items() if leaf.requires_grad}
-        flight.received, flight.outputs, flight.loss, flight.grads = {}, {}, None, {}
+        flight.received, flight.outputs, flight.loss, flight.grads, flight.arrived = {}, {}, None, {}, []
 
 
 def _call(model: nn.Module, given: Any) -> Any:
