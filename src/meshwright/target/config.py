@@ -90,7 +90,7 @@ def _settled(config: Any, said: Mapping[str, Any]) -> Any:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = config.decoder_start_token_id
-    if getattr(config, "apply_spec_augment", False) and "apply_spec_augment" not in said:
+    if hasattr(config, "mask_time_prob") and "apply_spec_augment" not in said:
         config.apply_spec_augment = (
             False  # parts of a sound masked at random: by numpy, which differs from rank to rank
         )
