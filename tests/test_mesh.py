@@ -43,7 +43,7 @@ def test_data_pieces_are_shared_by_tensor_parallel_groups_alone(mesh: Mesh) -> N
     assert set(pieces) == set(range(mesh.data_size))
     for group in mesh.groups("tp"):
         assert len({pieces[rank] for rank in group}) == 1
-    assert mesh.data_size * mesh.axis_size("tp") == mesh.size
+    assert mesh.data_size * mesh.axis_size("tp") * mesh.axis_size("pp") == mesh.size
 
 
 @given(meshes)
@@ -135,10 +135,8 @@ def test_a_coordinate_outside_the_mesh() -> None:
     [
         ("dp_shrd=2", "mesh.dp_shrd", "did you mean dp_shard?", "dp_shard=2"),
         ({"dp_shrd": 4}, "mesh.dp_shrd", "did you mean dp_shard?", "dp_shard: 4"),
-        ("expert=2", "mesh.expert", "an axis: dp_replicate, dp_shard or tp", "dp_shard=2"),
-        ("dp_shard=2,pp=2,tp=2", "mesh.pp", "not yet", "dp_shard=2,tp=2"),
-        ({"pp": 2, "tp": 3}, "mesh.pp", "not yet", "mesh: {tp: 3}"),
-        ("pp=2", "mesh.pp", "not yet", "dp_shard=1"),
+        ("expert=2", "mesh.expert", "an axis: pp, dp_replicate, dp_shard or tp", "dp_shard=2"),
+        ("ppp=2,tp=2", "mesh.ppp", "did you mean pp?", "pp=2"),
         ("tp=0", "mesh.tp", "at least 1", "tp=2"),
         ("tp=-2", "mesh.tp", "at least 1", "tp=2"),
         ("tp=two", "mesh.tp", "at least 1", "tp=2"),
@@ -164,7 +162,7 @@ def test_a_bad_mesh_says_where_what_and_how_to_mend_it(spec: Any, where: str, re
 
 def test_every_problem_of_a_mesh_is_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        Mesh.parse("dp_shrd=0,tp=2,tp=x,pp=2,8")
+        Mesh.parse("dp_shrd=0,tp=2,tp=x,ep=2,8")
     told = [(finding.where, finding.required.split(":")[0].split(";")[0]) for finding in caught.value.findings]
     assert told == [
         ("mesh", "axis=size"),
@@ -172,7 +170,7 @@ def test_every_problem_of_a_mesh_is_told_at_once() -> None:
         ("mesh.dp_shrd", "a whole number of at least 1"),
         ("mesh.tp", "each axis once"),
         ("mesh.tp", "a whole number of at least 1"),
-        ("mesh.pp", "dp_replicate, dp_shard or tp"),
+        ("mesh.ep", "an axis"),
     ]
 
 

@@ -39,6 +39,7 @@ entries = st.builds(
     units=st.none() | st.integers(1, 99),
     recompute=st.sampled_from([None, "none", "block"]),
     unit=st.sampled_from([None, True, False]),
+    on=st.sampled_from([None, "pp[0]", "pp[17]"]),
 )
 globs = st.text(min_size=1).filter(str.strip) | st.sampled_from(["*", "h.*.c_attn", "0", "no", "<<", "null", "a: b"])
 plans = st.builds(
@@ -47,9 +48,11 @@ plans = st.builds(
     modules=st.dictionaries(globs, entries, max_size=4),
     sequence_parallel=st.booleans(),
     recompute=st.sampled_from(["none", "blocks"]),
-    microbatches=st.integers(1, 64),
+    microbatches=st.none() | st.integers(1, 64),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zero_bubble"]),
+    stages_per_rank=st.none() | st.integers(1, 4),
     precision=st.sampled_from(["float32", "bfloat16", "float64"]),
-    reshard_after_forward=st.booleans(),
+    reshard_after_forward=st.none() | st.booleans(),
     seed=st.integers(0, 2**63 - 1),
 )
 
@@ -87,7 +90,7 @@ parameters:
     )
     plan = Plan.load(path)
     assert plan.mesh == Mesh.parse("dp_shard=2,tp=2")
-    assert (plan.recompute, plan.seed, plan.microbatches) == ("blocks", 0, 1)
+    assert (plan.recompute, plan.seed, plan.microbatches, plan.pieces) == ("blocks", 0, None, 1)
     assert plan.modules == {
         "block_a": Entry(dp="replicate", recompute="block"),
         "block_b": Entry(dp="shard", unit=True),
@@ -284,7 +287,8 @@ def test_text_that_is_not_yaml(text: str, place: str, fix: str) -> None:
         ("mesh: 4\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: {}\n", "plan.yaml:1:7 (mesh)", "at least one axis"),
         ("mesh: dp_shrd=2\n", "plan.yaml:1:7 (mesh.dp_shrd)", "did you mean dp_shard?"),
-        ("mesh:\n  tp: 2\n  pp: 2\n", "plan.yaml:3:7 (mesh.pp)", "not yet"),
+        ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'tp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
+        ("mesh: {pp: 2}\nschedule: zero_buble\n", "plan.yaml:2:11 (schedule)", "did you mean zero_bubble?"),
         ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),
         ('mesh: tp=2\nmodules: {"": {}}\n', 'plan.yaml:2:11 (modules."")', "name of a module"),

@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings
+from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
+from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
@@ -22,6 +24,7 @@ from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
 from meshwright.run.job import Job, Loss, output_loss
+from meshwright.run.step import called
 
 Build = Callable[[], nn.Module]
 
@@ -60,10 +63,12 @@ def parallelize(
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
     recipe = _agreed(planned.recipe)
-    groups = make_groups(recipe, place)
-    uneven = plan.mesh.data_size * plan.microbatches > 1
+    groups = make_groups(recipe, place, timeout)
+    uneven = recipe.mesh.data_size * recipe.microbatches > 1
     counter = LabelCounter(planned.record) if uneven else None
-    return apply(build, recipe, groups, loss=loss, counter=counter, dtype=dtype, transform=transform)
+    return apply(
+        build, recipe, groups, loss=loss, counter=counter, graph=planned.graph, dtype=dtype, transform=transform
+    )
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
@@ -94,14 +99,19 @@ class Planned:
         if dtype is not None:
             cast(self._model, dtype)
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        self._loss = loss
+        self._loss, self._precision = loss, plan.precision
         rows = batch if whole_batch else None
-        self.recipe = resolve(self._model, plan, lambda model: loss(_called(model, batch)), rows)
+        self.recipe = resolve(self._model, plan, lambda model: loss(called(model, batch)), rows)
+
+    def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
+        """A forward, recorded; ``run``: runs it, given the model."""
+        with computing_in(self._model, self._precision):
+            return capture(self._model, run)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""
         with Shadow(), Meeting(), recorder:
-            self._loss(_called(self._model, batch))
+            self._loss(called(self._model, batch))
 
 
 def _agreed(recipe: Recipe) -> Recipe:
@@ -130,9 +140,3 @@ def _script() -> str:
     import sys
 
     return " ".join(sys.argv) if sys.argv and sys.argv[0] else "train.py"
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -21,8 +21,8 @@ from typing import TypeAlias, TypeVar
 
 from meshwright.errors import Findings, listing, nearest
 
-AXES = ("dp_replicate", "dp_shard", "tp")
-"""The axes of this version."""
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""The axes: pipeline stages; replicated and sharded data; tensors."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes over which the rows of a batch are divided."""
@@ -32,8 +32,6 @@ ALIASES = {"fsdp": "dp_shard", "ddp": "dp_replicate"}
 
 _T = TypeVar("_T")
 _NUMBER = re.compile("-?[0-9]{1,18}")
-
-_COMING = {"pp": "pipeline"}  # words of a coming version: known, so that the error can say so
 
 
 @dataclass(frozen=True)
@@ -211,11 +209,7 @@ def _checked(
     for word, size in pairs:
         name = ALIASES.get(word, word) if isinstance(word, str) else str(word)
         place = where(str(word))
-        if name in _COMING:
-            required = f"{listing(AXES)}; {name} ({_COMING[name]}) is not yet in this version"
-            fix = _without_coming(pairs, text=text)
-            findings.add(where=place, given=f"the axis {name}", required=required, fix=fix)
-        elif name not in AXES:
+        if name not in AXES:
             required, axis = _no_axis(name)
             fix = f"{axis}{sign}{_size(size)}"
             findings.add(where=place, given=f"the axis {name}", required=required, fix=fix)
@@ -238,14 +232,6 @@ def _no_axis(name: str) -> tuple[str, str]:
     if not near:
         return f"an axis: {listing(AXES)}", "dp_shard"
     return f"an axis: {listing(AXES)}; did you mean {near[0]}?", ALIASES.get(near[0], near[0])
-
-
-def _without_coming(pairs: Iterable[tuple[object, object]], *, text: bool) -> str:
-    """The whole mesh, as given, without the axes that only a coming version has."""
-    kept = [(name, size) for name, size in pairs if name not in _COMING] or [("dp_shard", 1)]
-    if text:
-        return ",".join(f"{name}={size}" for name, size in kept)
-    return "mesh: {" + ", ".join(f"{name}: {size}" for name, size in kept) + "}"
 
 
 def _size(size: object) -> int:

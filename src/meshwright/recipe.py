@@ -11,8 +11,10 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from meshwright.layout import WHOLE, Cut, Interval, Layout, Whole
+from meshwright.graph import Path
+from meshwright.layout import ELSEWHERE, WHOLE, Cut, Interval, Layout, Whole
 from meshwright.mesh import Mesh
+from meshwright.schedule import stage_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +35,7 @@ class ParameterRecipe:
         data: over the data axes: ``shard`` (dim 0 over ``dp_shard``), ``replicate``, or ``loose`` (replicated, outside
             FSDP2, which takes no parameter without dims).
         unit: the wrap unit that gathers it, as a module name; empty for the root.
+        stages: the pipeline stages that use it; a tied one may have several.
         reason: why it is cut, or is not.
     """
 
@@ -44,6 +47,7 @@ class ParameterRecipe:
     tp: Cut | Whole = WHOLE
     data: str = "shard"
     unit: str = ""
+    stages: tuple[int, ...] = (0,)
     reason: str = ""
 
     @property
@@ -69,6 +73,30 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline: an interval of the forward, from its first event to the next stage's.
+
+    Attributes:
+        index: in the order of the forward.
+        first: the event it begins with: the call that it stands in, and which event of that call (see graph.py).
+        where: the same for a person: ``layers.2``.
+        modules: the modules that run wholly in it, outermost only.
+        flops, moved: of its forward: operations, and bytes read and written; for the sample batch.
+        sends: bytes of the values that leave it, for the sample batch.
+        parameters: elements it holds, over all ranks of it.
+    """
+
+    index: int
+    first: tuple[Path, int]
+    where: str
+    modules: tuple[str, ...]
+    flops: int
+    moved: int
+    sends: int
+    parameters: int
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything a run needs to know, and why.
 
@@ -81,6 +109,9 @@ class Recipe:
         microbatches: pieces of a rank's rows, run one after another, gradients added up.
         precision: what is computed in; parameters and reductions stay as they are.
         rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
+        stages: of a pipeline, in the order of the forward; empty without one.
+        schedule: of a pipeline, by name.
+        buffers: (name, the stage whose copy counts) for each buffer of the model, where there is a pipeline.
         routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
     """
@@ -94,6 +125,9 @@ class Recipe:
     precision: str = "float32"
     reshard_after_forward: bool = True
     rows: str = "auto"
+    stages: tuple[Stage, ...] = ()
+    schedule: str = "1f1b"
+    buffers: tuple[tuple[str, int], ...] = ()
     routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -103,11 +137,31 @@ class Recipe:
         """Every name, tied ones too."""
         return {n: p for p in self.parameters for n in (p.name, *p.aliases)}
 
+    @cached_property
+    def stage_rank(self) -> tuple[int, ...]:
+        """The rank of the pipeline axis that each stage lives on."""
+        return stage_ranks(self.mesh.axis_size("pp"), max(len(self.stages), 1))
+
+    def holds(self, parameter: ParameterRecipe, rank: int) -> bool:
+        """Whether a stage on this rank uses the parameter."""
+        return self.mesh.coordinate(rank).get("pp", 0) in self.owners(parameter)
+
+    def owners(self, parameter: ParameterRecipe) -> tuple[int, ...]:
+        """The ranks of the pipeline axis whose stages use the parameter, in order."""
+        return tuple(sorted({self.stage_rank[s] for s in parameter.stages}))
+
+    def buffer_owner(self, name: str) -> int:
+        """The first rank whose copy of a buffer is the one that the forward changes."""
+        stage = dict(self.buffers).get(name, 0)
+        return self.mesh.rank({"pp": self.stage_rank[stage]} if self.stages else {})
+
     def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
         """The parameter's layout on each axis of the mesh."""
         found: dict[str, Layout] = {}
         for axis, size in self.mesh.axes:
-            if axis == "tp":
+            if axis == "pp":
+                found[axis] = WHOLE if len(self.owners(parameter)) == size else ELSEWHERE
+            elif axis == "tp":
                 found[axis] = parameter.tp if size > 1 else WHOLE
             elif axis == "dp_shard" and parameter.data == "shard" and size > 1:
                 rows = parameter.local_shape(0)[0]
@@ -118,7 +172,7 @@ class Recipe:
         return found
 
     def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
-        """What a rank holds of a parameter at rest: per dim, ranges of the whole parameter, in local order.
+        """What a rank holds of a parameter at rest, if it `holds` it: per dim, ranges of the whole, in local order.
 
         Sharding over tp comes first, FSDP2 then shards what is left (``torch.chunk`` on dim 0): right to left, which
         DTensor writes as ``_StridedShard``.
@@ -140,7 +194,7 @@ class Recipe:
         distinct = self.mesh.axis_size("dp_shard") if parameter.data == "shard" else 1
         if isinstance(parameter.tp, Cut):
             distinct *= self.mesh.axis_size("tp")
-        return self.mesh.size // distinct
+        return self.mesh.size // self.mesh.axis_size("pp") * len(self.owners(parameter)) // distinct
 
     def __iter__(self) -> Iterator[ParameterRecipe]:
         return iter(self.parameters)

@@ -47,7 +47,7 @@ class Given:
         problems = Problems()
         found, count = problems.of(lambda: Plan.from_command(plan, mesh, ours)), 1
         if found is not None:
-            count = rows(found.mesh.data_size * found.microbatches)
+            count = rows(found.mesh.data_size * found.pieces)
         loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
         loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
         problems.of(lambda: _check_device(device))
@@ -71,7 +71,7 @@ class Given:
     @property
     def pieces(self) -> int:
         """Into how many pieces a batch is divided: data ranks × microbatches."""
-        return self.plan.mesh.data_size * self.plan.microbatches
+        return self.plan.mesh.data_size * self.plan.pieces
 
 
 class Problems:

@@ -94,7 +94,7 @@ def _check_course(given: Given, course: Course, global_batch: int | None) -> Non
     from meshwright.api import make_recipe
     from meshwright.run.batches import check_global_batch
 
-    check_global_batch(course.global_batch, given.plan.mesh, given.plan.microbatches)
+    check_global_batch(course.global_batch, given.plan.mesh, given.plan.pieces)
     if global_batch is not None and given.target.dataset is None and not given.target.spec.startswith("hf:"):
         findings = Findings("this command")
         required = "a dataset to take rows from: the third thing that the target returns"

@@ -32,7 +32,7 @@ from meshwright.plan import Plan
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
-from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.run.step import bounds, called, rows_of, take_rows
 from meshwright.run.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
@@ -128,7 +128,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
         torch.manual_seed(step)
         before = _generators()
         with widened(case.dtype):
-            loss = case.loss(_called(model, batch))
+            loss = case.loss(called(model, batch))
             draws |= _generators() != before
             if loss.requires_grad:
                 loss.backward()
@@ -162,18 +162,12 @@ def _probe(case: Case, seed: int) -> float:
     torch.manual_seed(seed)
     random.seed(seed)
     with widened(case.dtype):
-        return float(case.loss(_called(model, cast(case.batch, case.dtype, case.device))))
+        return float(case.loss(called(model, cast(case.batch, case.dtype, case.device))))
 
 
 def _generators() -> tuple[Any, ...]:
     cuda = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), cuda
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 # --- the job --------------------------------------------------------------------------------------------------------
@@ -215,7 +209,8 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
-    facts = Facts(tuple(losses), gradients, parameters, _copies(job.module.named_buffers()))
+    buffers = _copies((name, value) for name, value in job.whole_buffers() if value is not None)
+    facts = Facts(tuple(losses), gradients, parameters, buffers)
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives)
 
 

@@ -28,15 +28,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 from meshwright.mesh import Mesh, MeshLike
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import KEYS, PLAN
 from meshwright.plan.reader import Reader
 from meshwright.plan.settings import put_setting
-from meshwright.plan.source import MESH, WIDE, Source
-from meshwright.plan.text import compose, read_file
+from meshwright.plan.source import MESH, Source
+from meshwright.plan.text import compose, read_file, written
 
 __all__ = ["KEYS", "Entries", "Entry", "Plan", "PlanLike"]
 
@@ -52,10 +50,14 @@ class Plan:
         parameters: another place to write entries of ``modules``; they come after those.
         sequence_parallel: keep activations between tensor-parallel regions cut along the sequence.
         recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations.
-        microbatches: into how many pieces a step divides its batch, whose gradients add up.
+        microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
+            pipeline twice as many as it has ranks, or as many as there are rows.
+        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``.
+        stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
-        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again.
+        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again. Left out: true, and
+            with a pipeline false, which would gather it for each microbatch.
         rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
             ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
             of the batch, losses that compare rows), which is tried out before the first step.
@@ -76,9 +78,11 @@ class Plan:
     modules: Entries
     sequence_parallel: bool
     recompute: str
-    microbatches: int
+    microbatches: int | None
+    schedule: str
+    stages_per_rank: int | None
     precision: str
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     rows: str
     seed: int
 
@@ -90,9 +94,11 @@ class Plan:
         parameters: Mapping[str, Entry | Mapping[str, object]] | None = None,
         sequence_parallel: bool = False,
         recompute: str = "none",
-        microbatches: int = 1,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
         precision: str = "float32",
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         rows: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -103,6 +109,8 @@ class Plan:
             "sequence_parallel": sequence_parallel,
             "recompute": recompute,
             "microbatches": microbatches,
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
             "precision": precision,
             "reshard_after_forward": reshard_after_forward,
             "rows": rows,
@@ -110,6 +118,12 @@ class Plan:
         }
         for name, value in (_DEFAULTS | Reader(Source(given)).plan()).items():
             object.__setattr__(self, name, value)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches a data rank's rows are divided, where there are as many rows."""
+        pipeline = self.mesh.axis_size("pp")
+        return self.microbatches or (2 * pipeline if pipeline > 1 else 1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -176,7 +190,7 @@ class Plan:
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
         """The plan as YAML, also written to ``path`` where one is given. `load` gives an equal plan."""
-        text = yaml.safe_dump(self.settings(), default_flow_style=None, sort_keys=False, allow_unicode=True, width=WIDE)
+        text = written(self.settings())
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -193,7 +207,7 @@ class Plan:
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
-        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None)}
+        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None)}
         """
         values = self.settings()
         source = Source(values)

@@ -20,6 +20,7 @@ class Entry:
         recompute: ``block`` computes this module again in backward, instead of keeping its activations;
             ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
+        on: where on the pipeline axis this module runs: ``pp[1]``, its second rank.
     """
 
     dp: str | None = None
@@ -28,6 +29,12 @@ class Entry:
     units: int | None = None
     recompute: str | None = None
     unit: bool | None = None
+    on: str | None = None
+
+    @property
+    def pp_rank(self) -> int | None:
+        """The rank of ``on: pp[<rank>]``."""
+        return int(self.on[len("pp[") : -1]) if self.on else None
 
     @property
     def cut_dim(self) -> int | None:

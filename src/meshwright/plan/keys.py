@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import listing
+from meshwright.schedule import NAMES as SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,18 @@ def _is_parts(value: object) -> bool:
     return _is_int(value, 1)
 
 
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"pp\[[0-9]{1,4}\]", value) is not None
+
+
 _STYLES = ("column", "row", "whole", "auto")
 
 PLAN = {
     "sequence_parallel": _flag(),
     "recompute": _choice("none", "blocks"),
     "microbatches": _number(1, 4),
+    "schedule": _choice(*SCHEDULES),
+    "stages_per_rank": _number(1, 2),
     "precision": _choice("float32", "bfloat16", "float64"),
     "reshard_after_forward": _flag(),
     "rows": _choice("auto", "split", "whole"),
@@ -64,6 +71,7 @@ ENTRY = {
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
     "unit": _flag(),
+    "on": Kind(_is_place, "a rank of the pipeline axis: pp[<rank>]", "pp[0]"),
 }
 
 SECTIONS = ("modules", "parameters")

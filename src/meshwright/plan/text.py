@@ -8,7 +8,24 @@ from pathlib import Path
 import yaml
 
 from meshwright.errors import Findings
-from meshwright.plan.source import KeyPath, Source, example
+from meshwright.plan.source import WIDE, KeyPath, Source, example
+
+
+class _Dumper(yaml.SafeDumper):
+    """Line separators of Unicode are escaped: read back unquoted, they would be spaces."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted)
+
+
+def written(values: object) -> str:
+    """Plain values as YAML, which reads back the same."""
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=WIDE)
 
 
 def read_file(path: str) -> Source:

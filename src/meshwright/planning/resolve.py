@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings, nearest
+from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.plan import Entry, Plan
+from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
-from meshwright.recipe import ParameterRecipe, Recipe, Unit
+from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
 from meshwright.view.sequence import cutting_inputs
 
 Run = Callable[[nn.Module], Any]
@@ -70,9 +73,21 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     routed = plan.mesh.data_size > 1 and (cuts is None or cuts.reads > 0)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
+    schedule = plan.schedule
+    stages: tuple[Stage, ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
+    homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
+    if plan.mesh.axis_size("pp") > 1:
+        stages, homes, graph = _stages(model, plan, names, entries, blocks, run, findings)
+        findings.raise_if_any()
+        schedule, why = _schedule(plan, graph)
+        units, recompute, parted = _whole_in_stages(units, recompute, graph, stages)
+        buffers = _buffer_homes(model, graph, stages)
+        more += why + parted + _shared(homes)
     owners = _owners(model, units)
     lines = tuple(
-        _line(name, p, aliases, cuts, units, owners.get(id(p), "")) for name, (p, aliases) in names.parameters.items()
+        replace(_line(name, p, aliases, cuts, units, owners.get(id(p), "")), stages=homes[name])
+        for name, (p, aliases) in names.parameters.items()
     )
     return Recipe(
         mesh=plan.mesh,
@@ -80,10 +95,13 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         units=units,
         recompute=recompute,
         sequence=sequence,
-        microbatches=plan.microbatches,
+        microbatches=plan.microbatches or max(1, min(plan.pieces, (rows_of(batch) or 1) // plan.mesh.data_size)),
         precision=plan.precision,
-        reshard_after_forward=plan.reshard_after_forward,
+        reshard_after_forward=_reshards(plan),
         rows=plan.rows,
+        stages=stages,
+        schedule=schedule,
+        buffers=buffers,
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
@@ -286,6 +304,128 @@ def _line(
     )
 
 
+def _reshards(plan: Plan) -> bool:
+    if plan.mesh.axis_size("pp") == 1:
+        return plan.reshard_after_forward is not False
+    # A backward in halves needs what its forward gathered.
+    return bool(plan.reshard_after_forward) and plan.schedule != "zero_bubble"
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def _stages(
+    model: nn.Module,
+    plan: Plan,
+    names: Names,
+    entries: Mapping[str, Entry],
+    blocks: tuple[str, ...],
+    run: Run,
+    findings: Findings,
+) -> tuple[tuple[Stage, ...], dict[str, tuple[int, ...]], ModelGraph]:
+    """The stages of the pipeline, and those that use each parameter."""
+    ranks = plan.mesh.axis_size("pp")
+    count = ranks * (plan.stages_per_rank or (2 if plan.schedule == "interleaved" else 1))
+    with computing_in(model, plan.precision):
+        graph = capture(model, run)
+    sizes = {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
+    pinned = _pinned(graph, plan, entries, ranks, count, findings)
+    places = cut_places(graph, blocks)
+    cuts = choose_cuts(graph, places.between_blocks, count, sizes, pinned)
+    if cuts is None:
+        cuts = choose_cuts(graph, places.anywhere, count, sizes, pinned)
+    if cuts is None:
+        no_cuts(findings, graph, places, count, bool(pinned))
+        findings.raise_if_any()
+        cuts = []
+    stages = make_stages(graph, cuts, {name: p.shape for name, (p, _) in names.parameters.items()})
+    homes = {
+        name: tuple(sorted({stage_of(cuts, p) for p in positions}))
+        for name, positions in graph.uses.items()
+    }  # fmt: skip
+    for event in graph.events:
+        if event.reads and not event.inputs:
+            homes |= {name: tuple(range(count)) for name in event.parameters}
+    called: dict[str, set[int]] = {}
+    for call in graph.calls.values():
+        called.setdefault(call.module, set()).add(stage_of(cuts, call.start))
+    for event in graph.events:  # what a value decides about runs where it is read
+        if event.reads and event.inputs:
+            called[event.path[-1][0] if event.path else ""] = {stage_of(cuts, graph.positions[event.path, event.index])}
+    for name in names.parameters:
+        scope = name
+        while name not in homes and scope:  # one that this forward did not use stays where its module runs
+            scope = scope.rpartition(".")[0]
+            if scope in called:
+                homes[name] = tuple(sorted(called[scope])) if scope else (min(called[scope]),)
+        homes.setdefault(name, (0,))
+    return stages, homes, graph
+
+
+def _buffer_homes(model: nn.Module, graph: ModelGraph, stages: tuple[Stage, ...]) -> tuple[tuple[str, int], ...]:
+    """For each buffer, the last stage that takes it, or else the first that runs its module."""
+    cuts = [graph.positions[s.first] for s in stages[1:]]
+    found = {name: stage_of(cuts, p) for p, event in enumerate(graph.events) for name in event.buffers}
+    runs: dict[str, int] = {}
+    for call in graph.calls.values():
+        runs.setdefault(call.module, stage_of(cuts, call.start))
+    names = (name for name, _ in model.named_buffers())
+    return tuple((name, found.get(name, runs.get(name.rpartition(".")[0], 0))) for name in names)
+
+
+def _pinned(
+    graph: ModelGraph, plan: Plan, entries: Mapping[str, Entry], ranks: int, count: int, findings: Findings
+) -> dict[int, frozenset[int]]:
+    """Positions of events of modules that the plan places → the stages they may be on."""
+    found: dict[int, frozenset[int]] = {}
+    for name, entry in entries.items():
+        if entry.pp_rank is None:
+            continue
+        if entry.pp_rank >= ranks:
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"pp[{entry.pp_rank}]",
+                required=f"a rank of pp={ranks}, from 0 to {ranks - 1}",
+                fix=f"on: pp[{ranks - 1}]",
+            )
+            continue
+        stages = frozenset(range(entry.pp_rank, count, ranks))
+        for call in graph.calls.values():
+            if call.module == name:
+                found |= {p: found.get(p, stages) & stages for p in range(call.start, call.stop)}
+    findings.raise_if_any()
+    return found
+
+
+def _whole_in_stages(
+    units: tuple[Unit, ...], recompute: tuple[str, ...], graph: ModelGraph, stages: tuple[Stage, ...]
+) -> tuple[tuple[Unit, ...], tuple[str, ...], list[str]]:
+    """Units and modules to recompute, without those that a cut goes through."""
+    cuts = [graph.positions[s.first] for s in stages[1:]]
+    parted = {c.module for c in graph.calls.values() if c.module and any(c.start < b < c.stop for b in cuts)}
+    notes = [f"{u.name} is no unit of its own: a cut between stages goes through it" for u in units if u.name in parted]
+    return tuple(u for u in units if u.name not in parted), tuple(r for r in recompute if r not in parted), notes
+
+
+def _schedule(plan: Plan, graph: ModelGraph) -> tuple[str, list[str]]:
+    """The schedule, and why it is another than the plan's."""
+    inner = [e for e in graph.events if e.function in ("grad", "backward")]
+    if plan.schedule != "zero_bubble" or not inner:
+        return plan.schedule, []
+    return "1f1b", [
+        f"schedule: 1f1b, not zero_bubble: the forward takes gradients itself ({inner[0].line}), which cannot wait"
+    ]
+
+
+def _shared(homes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Says which parameters several stages hold."""
+    names = [name for name, stages in homes.items() if len(stages) > 1]
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"held by several stages, their gradients summed: {', '.join(names[:3])}{more}"]
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -296,12 +436,12 @@ def rows_of(batch: Any) -> int | None:
 
 
 def _check_rows(plan: Plan, batch: Any, findings: Findings) -> None:
-    rows, pieces = rows_of(batch), plan.mesh.data_size * plan.microbatches
+    rows, pieces = rows_of(batch), plan.mesh.data_size * (plan.microbatches or 1)
     if rows is not None and rows < pieces:
         findings.add(
             where="batch",
             given=f"{rows} rows",
-            required=f"at least one row for each of {plan.mesh.data_size} data ranks × {plan.microbatches} microbatches",
+            required=f"at least one row for each of {plan.mesh.data_size} data ranks × {plan.microbatches or 1} microbatches",
             fix=f"a batch of {pieces} rows or a multiple",
         )
 

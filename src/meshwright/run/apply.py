@@ -3,20 +3,23 @@
 1  build on meta         run/init.py: no rank holds the whole model
 2  cut                   run/parameters.py: tensor parallelism's DTensors
 3  recompute             run/recompute.py
-4  shard                 run/data.py: FSDP2 on units, then the root
-5  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
-6  view                  the model's forward sees whole tensors
+4  stages                view/walk.py: forwards that ask which part of them is this rank's
+5  shard                 run/data.py: FSDP2 on units, then the root
+6  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
+7  view                  the model's forward sees whole tensors
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.graph import ModelGraph
 from meshwright.layout import Cut
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.counts import LabelCounter
@@ -25,12 +28,14 @@ from meshwright.run.groups import Groups
 from meshwright.run.init import Recorded, record
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import cut_parameters, fill, local_part, places
+from meshwright.run.pipeline import Pipeline
 from meshwright.run.recompute import recompute
 from meshwright.run.routing import Routed
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.sequence import cutting_inputs
 from meshwright.view.tensor import View
+from meshwright.view.walk import Forwards
 from meshwright.view.work import Work
 
 Transform = Callable[[str, Tensor], Tensor]
@@ -43,12 +48,14 @@ def apply(
     *,
     loss: Loss,
     counter: LabelCounter | None,
+    graph: Callable[[Callable[[nn.Module], Any]], ModelGraph] | None = None,
     dtype: torch.dtype | None = None,
     transform: Transform | None = None,
 ) -> Job:
     """The job of a recipe. Collective over all ranks.
 
     Args:
+        graph: what runs a forward → the forward, recorded; needed where there is a pipeline.
         dtype: what every floating parameter and buffer is cast to after it is initialised.
         transform: (name, whole value) → another value, for tests that want other values than fresh ones.
     """
@@ -58,14 +65,21 @@ def apply(
         cast(model, dtype)
     cut_parameters(model, recipe, groups)
     recompute(model, recipe.recompute)
+    forwards = Forwards(model) if recipe.stages else None
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     ledger = Ledger()
     view = _view(model, recipe, groups, ledger)
     # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
     torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
-    routed = Routed(model, groups.device) if recipe.routed and needs_fsdp(recipe) else None
-    return Job(model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed)
+    routed = Routed(model, groups) if recipe.routed and needs_fsdp(recipe) else None
+    pipeline = None
+    if forwards is not None:
+        assert graph is not None
+        pipeline = Pipeline(forwards, recipe, groups, graph=graph, view=view, loss=loss)
+    return Job(
+        model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed, pipeline=pipeline
+    )
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -110,9 +124,9 @@ class LocalParameters:
         if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes it is FSDP2's, at rest
         local = local_part(x)
+        local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):
             return View(local, line.tp, self._work, parameter=(line.name, tuple(range(x.dim()))))
-        local._mw_is_parameter = True  # type: ignore[attr-defined]
         return local
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:

@@ -17,25 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-LOSSES = (functional.cross_entropy, functional.nll_loss)
-_ORDER = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+from meshwright.view.losses import mean_target
+
 SLOTS = 16  # how many losses of a forward can be counted: the same number on every rank, whatever its path
-
-
-def mean_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int] | None:
-    """(target, class weights, ignored label) of a loss that is a mean over its labels; None for any other call."""
-    if func not in LOSSES:
-        return None
-    names: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
-    names |= dict(zip(_ORDER, args, strict=False)) | kwargs
-    target = names.get("target")
-    if names["reduction"] != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
-        return None
-    return target, names.get("weight"), names["ignore_index"]
 
 
 def count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -144,15 +131,19 @@ class LabelCounter:
 
 
 class Shares(TorchFunctionMode):
-    """While on, the i-th mean loss of the forward is multiplied by ``shares[i]``."""
+    """While on, the i-th mean loss of the forward is multiplied by ``shares[i]``; without shares, by nothing."""
 
-    def __init__(self, shares: list[float]) -> None:
+    def __init__(self, shares: list[float] | None) -> None:
         super().__init__()
         self._shares, self._i = shares, 0
 
+    def at(self, count: int) -> None:
+        """``count`` mean losses of the forward came before what runs next, here or on other ranks."""
+        self._i = count
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if mean_target(func, args, kwargs) is None:
+        if self._shares is None or mean_target(func, args, kwargs) is None:
             return func(*args, **kwargs)
         i, self._i = self._i, self._i + 1
         loss = func(*args, **kwargs)

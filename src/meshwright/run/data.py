@@ -5,7 +5,7 @@ All reductions are sums: the mean is taken once, in the loss (run/step.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
+from meshwright.view.stage import Elsewhere, replaced
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
 
@@ -29,8 +30,11 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         return
     modules = dict(model.named_modules())
     named = dict(model.named_parameters(remove_duplicate=False))
-    loose = {named[p.name] for p in recipe.parameters if p.data == "loose"}
+    own = [p for p in recipe.parameters if p.data != "loose" and recipe.holds(p, groups.rank)]
+    others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in own}
     for unit in recipe.units:
+        if unit.name and not any(p.unit == unit.name for p in own):
+            continue  # it runs on other stages
         module = modules[unit.name]
         before = _hooks(module)
         fully_shard(
@@ -38,13 +42,42 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
             mesh=_mesh(unit, groups),
             reshard_after_forward=recipe.reshard_after_forward and bool(unit.name),
             mp_policy=_policy(recipe, unit),
-            ignored_params=loose or None,
+            ignored_params=others or None,
         )
         _without_view(module, before)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         if groups.device.type == "cpu":  # gloo has no pre-multiplied sum
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduces what backwards without reduction have added up, and frees gathered parameters: the end of a pipeline's step.
+
+    Private: FSDP2 reduces at the end of a backward, and the last backward of a stage is not that of every unit. Torch's own
+    pipeline runtime does the same.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    state = model._get_fsdp_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def parameter_groups(module: FSDPModule) -> Iterator[Any]:
+    """FSDP2's parameter groups of a module.
+
+    Private: there is no public way to act between the backward of a unit and its reduction
+    (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return (group for group in groups if group is not None)
 
 
 def _mesh(unit: Unit, groups: Groups) -> Any:
@@ -87,7 +120,7 @@ def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*given, last) if hook.__name__ == "_pre_forward" else last
-        tensors = tensors_of(subject)
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
         plain = [t._mw_local if isinstance(t, View) else t for t in tensors]
         with torch._C.DisableTorchFunction():
             if hook.__name__ == "_pre_forward":
@@ -97,12 +130,15 @@ def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if hook.__name__ == "_pre_forward" else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda _: _as_before(*next(back)), subject)
+        return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
 
     return run
 
 
 def _as_before(before: Tensor, now: Tensor) -> Tensor:
-    if isinstance(before, View) and now is not before._mw_local:
-        return View(now, before._mw_layout, before._mw_work)
-    return before if isinstance(before, View) else now
+    """What the hook gave in place of a tensor, as the model is to see it."""
+    if now is (before._mw_local if isinstance(before, View) else before):
+        return before
+    given = View(now, before._mw_layout, before._mw_work) if isinstance(before, View) else now
+    replaced(before, given)
+    return given

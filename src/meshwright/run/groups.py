@@ -2,8 +2,10 @@
 
 Every rank makes the same meshes in the same order. There are at most two, over all ranks:
 
-    sharded      (dp_replicate, dp_shard, tp)             FSDP, HSDP
-    replicated   (dp_replicate·dp_shard, 1, tp)           modules that the plan replicates over the data axes
+    sharded      (pp, dp_replicate, dp_shard, tp)         FSDP, HSDP
+    replicated   (pp, dp_replicate·dp_shard, 1, tp)       modules that the plan replicates over the data axes
+
+and a group for each set of pipeline ranks whose stages share a parameter, along each line of the pp axis.
 
 A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
 """
@@ -11,6 +13,7 @@ A mesh of the plan may give its axes in any order; the ranks stand as the plan s
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
 
-DIMS = ("dp_replicate", "dp_shard", "tp")
+DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Groups:
     device: torch.device
     sharded: DeviceMesh
     replicated: DeviceMesh | None
+    shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # ranks of the pp axis → those of this line of it
 
     def of(self, data: str) -> DeviceMesh:
         """The mesh that a unit of this kind of data parallelism lives on."""
@@ -46,12 +50,23 @@ class Groups:
         return self.sharded["tp"].get_group()
 
     @property
+    def pipeline(self) -> dist.ProcessGroup:
+        return self.sharded["pp"].get_group()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.mesh.coordinate(self.rank).get("pp", 0)
+
+    @property
     def tp_rank(self) -> int:
         return self.mesh.coordinate(self.rank).get("tp", 0)
 
 
-def make_groups(recipe: Recipe, device: torch.device) -> Groups:
-    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has."""
+def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) -> Groups:
+    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has.
+
+    ``timeout``: seconds that a collective of any of them waits for other ranks.
+    """
     mesh = recipe.mesh
     ranks = torch.arange(mesh.size).reshape(mesh.shape)
     order = [mesh.names.index(d) for d in DIMS if d in mesh.names]
@@ -60,9 +75,31 @@ def make_groups(recipe: Recipe, device: torch.device) -> Groups:
     sharded = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
     replicated = None
     if any(u.data == "replicate" for u in recipe.units):
-        flat = placed.reshape(sizes[0] * sizes[1], 1, sizes[2])
+        flat = placed.reshape(sizes[0], sizes[1] * sizes[2], 1, sizes[3])
         replicated = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
-    return Groups(mesh, dist.get_rank(), device, sharded, replicated)
+    shared = _shared(recipe, placed)
+    for group in [g for m in (sharded, replicated) if m is not None for g in m.get_all_groups()] + [*shared.values()]:
+        _set_timeout(group, timeout)
+    return Groups(mesh, dist.get_rank(), device, sharded, replicated, shared)
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Private: a mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout), group)
+
+
+def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of pipeline ranks that hold the same parameter. Every rank makes all groups."""
+    found, rank = {}, dist.get_rank()
+    for owners in sorted({recipe.owners(line) for line in recipe.parameters} - {(r,) for r in range(placed.shape[0])}):
+        for line in placed.reshape(placed.shape[0], -1).T.tolist():
+            ranks = [line[r] for r in owners]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found[owners] = group
+    return found
 
 
 def ensure_world(device: str | None, timeout: float) -> torch.device:

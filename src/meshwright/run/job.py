@@ -17,21 +17,19 @@ from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
 from meshwright.run.coupling import COUPLED, MEAN, SUM, how_rows_combine, note
+from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
+from meshwright.run.parameters import local_tensor
+from meshwright.run.pipeline import Pipeline
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
-from meshwright.run.step import gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.run.step import BACKWARD, called, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.structure import map_tensors
-from meshwright.view.tensor import View
-from meshwright.view.work import python_body
+from meshwright.view.work import whole
 
 Loss = Callable[[Any], Tensor]
-
-# backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
-# (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.
-_BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
 
 
 def output_loss(output: Any) -> Tensor:
@@ -68,9 +66,12 @@ class Job:
         loss: Loss,
         counter: LabelCounter | None,
         routed: Routed | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
+        self._pipeline = pipeline
+        self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
 
@@ -91,28 +92,51 @@ class Job:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         pieces, scale, shares = self._pieces(batch)
-        total, kind = torch.zeros((), dtype=torch.float64, device=self.groups.device), torch.float32
-        for i, piece in enumerate(pieces):
-            self._sync(last=i == len(pieces) - 1)
-            with self._on(shares[i]):
-                loss = self._whole(self._loss(self._call(piece))) * scale[i]
-                if backward and loss.requires_grad:
-                    _BACKWARD(loss)
-            total += loss.detach().double()
-            kind = torch.promote_types(kind, loss.dtype)
+        losses = self._losses(pieces, scale, shares, backward=backward)
         if backward:
             self._finish_gradients()
         else:
             self._reshard()
-        if self.recipe.mesh.data_size > 1:
-            dist.all_reduce(total)
-            total = total / self._copies
-        return total.to(kind)
+        return self._summed(losses)
+
+    def _losses(
+        self, pieces: list[Any], scale: list[float], shares: list[list[float] | None], *, backward: bool
+    ) -> list[Tensor]:
+        """The scaled losses of all microbatches, on the ranks that have them."""
+        if self._pipeline is not None:
+            self._sync(last=False)
+            return self._pipeline.run(pieces, scale, shares, backward=backward)
+        found = []
+        for i, piece in enumerate(pieces):
+            self._sync(last=i == len(pieces) - 1)
+            with self._on(shares[i]):
+                loss = whole(self._loss(called(self.module, piece))) * scale[i]
+                if backward and loss.requires_grad:
+                    BACKWARD(loss)
+            found.append(loss.detach())
+        return found
+
+    def _summed(self, losses: list[Tensor]) -> Tensor:
+        """The sum over data ranks, each of which has it once for each of its tp ranks, on the last stage."""
+        found = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
+        for loss in losses:
+            found[0] += loss.double()
+            found[1] += loss.dtype == torch.float64
+        if self.recipe.mesh.data_size * self.recipe.mesh.axis_size("pp") > 1:
+            dist.all_reduce(found)
+            found[0] /= self.recipe.mesh.axis_size("tp")
+        return found[0].to(torch.float64 if found[1] else torch.float32)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this rank's rows, its tensors whole."""
+        """The model's output for this rank's rows, its tensors whole; with a pipeline, on the ranks of its last stage, and
+        without gradients (None on other ranks)."""
+        if self._pipeline is not None:
+            self._sync(last=False)
+            output = self._pipeline.output(args, kwargs)
+            self._reshard()
+            return output
         with self._on(None):
-            output = map_tensors(self._whole, self.module(*args, **kwargs))
+            output = map_tensors(whole, self.module(*args, **kwargs))
         if not torch.is_grad_enabled():
             self._reshard()
         return output
@@ -126,12 +150,15 @@ class Job:
         return grad_norm(self.module, self.recipe, self.groups.device)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank holds, for an optimizer."""
-        return self.module.parameters()
+        """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
+        an empty list."""
+        held = [p for _, p in self.named_parameters()]
+        return iter(held or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As on one device, by the model's own names."""
-        return self.module.named_parameters()
+        held = {line.name for line in self.recipe.parameters if self.recipe.holds(line, self.groups.rank)}
+        return ((name, p) for name, p in self.module.named_parameters() if self.recipe.by_name[name].name in held)
 
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
@@ -157,6 +184,11 @@ class Job:
         )  # fmt: skip
 
     @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
+        return self._pipeline
+
+    @property
     def rank(self) -> int:
         """This process's rank, as the plan's mesh counts them."""
         return self.groups.rank
@@ -177,15 +209,31 @@ class Job:
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 every parameter and persistent buffer, whole, on CPU; empty elsewhere. Gathered one at a time."""
         found: dict[str, Tensor] = {}
-        for line, whole in self.whole_parameters():
-            if whole is not None:
+        for line, value in self.whole_parameters():
+            if value is not None:
                 for name in (line.name, *line.aliases):
-                    found[name] = whole
+                    found[name] = value
         if self.rank == 0:
             parameters = set(self.recipe.by_name)
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
             found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        persistent = set(found)
+        for name, value in self.whole_buffers():
+            if value is not None and name in persistent:
+                found[name] = value
         return found
+
+    def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Each buffer in turn, as the rank has it whose forward changes it: on rank 0; None elsewhere."""
+        for name, buffer in self.module.named_buffers():
+            owner = self.recipe.buffer_owner(name)
+            value = buffer.detach().contiguous()
+            if owner != 0 and self.groups.rank == owner:
+                dist.send(value, dst=0)
+            elif owner != 0 and self.groups.rank == 0:
+                value = torch.empty_like(value)
+                dist.recv(value, src=owner)
+            yield name, value.cpu() if self.groups.rank == 0 else None
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""
@@ -208,16 +256,8 @@ class Job:
                 stack.enter_context(Shares(shares))
             yield
 
-    def _call(self, batch: Any) -> Any:
-        if isinstance(batch, dict):
-            return self.module(**batch)
-        return self.module(*batch) if isinstance(batch, (tuple, list)) else self.module(batch)
-
-    def _whole(self, x: Any) -> Any:
-        return x._mw_work.whole(x) if isinstance(x, View) else x
-
     def _some_rows(self, batch: Any) -> Any:
-        """A rank without rows takes part with a copy of nothing: one row, which weighs nothing."""
+        """A piece without rows takes part as one row of zeros, which weighs nothing."""
         if rows_of(batch):
             return batch
         return pytree.tree_map(
@@ -233,12 +273,12 @@ class Job:
             self.rows = self._how_rows_combine(batch)
         if self.rows in (COUPLED, "whole"):
             return [gather_rows(batch, self._data_groups())], [1 / data], [None]
-        rows = rows_of(batch)
-        split = list(microbatches(self._some_rows(batch), min(pieces, max(rows, 1))))
-        # A rank without rows counts none of those that stand in for them.
-        counted = split if rows else [take_rows(p, 0, 0) for p in split]
-        scale, shares = weights(counted, self._counter if rows else None, self._copies, self.groups.device)
-        return split, [1.0 if rows else 0.0] * len(split) if self.rows == SUM else scale, shares
+        # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
+        split = list(microbatches(batch, pieces))
+        scale, shares = weights(split, self._counter, self._copies, self.groups.device)
+        if self.rows == SUM:
+            scale = [1.0 if rows_of(p) else 0.0 for p in split]
+        return [self._some_rows(p) for p in split], scale, shares
 
     def _how_rows_combine(self, batch: Any) -> str:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
@@ -264,8 +304,13 @@ class Job:
         return kinds[int(kind)]
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
+        if self._pipeline is not None:
+            found = self._pipeline.run([batch], [1.0], [shares], backward=False)
+            value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
+            dist.all_reduce(value, group=self.groups.pipeline)
+            return float(value)
         with self._on(shares):
-            return float(self._whole(self._loss(self._call(batch))))
+            return float(whole(self._loss(called(self.module, batch))))
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
         """The groups over the data axes, the innermost first."""
@@ -283,18 +328,33 @@ class Job:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
+            if self._pipeline is not None:
+                self.module.set_reshard_after_backward(last)
 
     def _finish_gradients(self) -> None:
-        """What FSDP2 does not do: agree on which parameters were used, and reduce parameters without dims."""
+        """What FSDP2 does not do: agree on which parameters were used, reduce those without dims, sum over stages."""
+        if self._pipeline is not None:
+            self._sync(last=True)
+            reduce_gradients(self.module)
         if self._routed is not None:
             self._routed.settle()
-        loose = [p for p in self.recipe.parameters if p.data == "loose" and p.requires_grad]
-        if not loose or self.recipe.mesh.data_size == 1:
-            return
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        for line in loose:
-            p = named[line.name]
-            local = getattr(p.grad, "_local_tensor", p.grad)
-            for axis in ("dp_replicate", "dp_shard"):
-                if self.groups.sharded[axis].size() > 1 and local is not None:
-                    dist.all_reduce(local, group=self.groups.sharded[axis].get_group())
+        data = [a for a in ("dp_replicate", "dp_shard") if self.recipe.mesh.axis_size(a) > 1]
+        for line in self.recipe.parameters:
+            if not line.requires_grad or not self.recipe.holds(line, self.groups.rank):
+                continue
+            owners = self.recipe.owners(line)
+            if line.data == "loose":
+                self._reduce(named[line.name], [self.groups.sharded[axis].get_group() for axis in data])
+            if len(owners) > 1:
+                self._reduce(named[line.name], [self.groups.shared[owners]])
+
+    def _reduce(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
+        """Sums a gradient over groups, within each of which some rank may have none."""
+        for group in groups:
+            used = torch.tensor(p.grad is not None, device=self.groups.device).int()
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+            if used:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(local_tensor(p.grad), group=group)

@@ -36,6 +36,8 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         return
     made: dict[int, nn.Parameter] = {}
     for name, module, key, p in list(places(model)):
+        if not recipe.holds(recipe.by_name[name], groups.rank):
+            continue
         if id(p) not in made:
             made[id(p)] = _at_rest(p, recipe.by_name[name], groups)
         setattr(module, key, made[id(p)])
@@ -55,19 +57,26 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, groups: Groups) -> nn.Param
 def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
     """Allocates what this rank holds and fills it, one parameter at a time; buffers move to the device."""
     made: dict[int, nn.Parameter] = {}
+    held = {line.name for line in recipe.parameters if recipe.holds(line, groups.rank)}
+    elsewhere = {id(p) for name, _, _, p in places(model) if recipe.by_name[name].name not in held}
     for _, module, key, p in list(places(model)):
-        if p.is_meta and not isinstance(p, DTensor):  # Module._apply would untie plain ones: it makes each place anew
+        # Module._apply would untie plain ones: it makes each place anew.
+        if p.is_meta and not isinstance(p, DTensor) and id(p) not in elsewhere:
             if id(p) not in made:
                 made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
                 made[id(p)].__dict__.update(p.__dict__)
             setattr(module, key, made[id(p)])
-    model._apply(lambda t: torch.empty_like(t, device=groups.device) if t.is_meta else t.to(groups.device))
+    model._apply(lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for line in recipe.parameters:
-            p = named[line.name]
-            held = take_slices(values(line), recipe.held(line, groups.rank))
-            local_tensor(p).copy_(held.to(groups.device))
+            if line.name in held:
+                mine = take_slices(values(line), recipe.held(line, groups.rank))
+                local_tensor(named[line.name]).copy_(mine.to(groups.device))
+
+
+def _allocated(t: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 
 class _LocalPart(torch.autograd.Function):

@@ -7,7 +7,6 @@ unit is reduced; and what no rank used is taken back to ``None`` after the step,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,20 +14,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.run.data import parameter_groups
+from meshwright.run.groups import Groups
+
 
 class Routed:
     """Makes every rank reduce the same set of gradients. Made once, after ``fully_shard``."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, model: nn.Module, groups: Groups) -> None:
+        self._groups = groups
         self._filled: set[int] = set()
         self._parameters = [
-            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in _groups(module)
+            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)
             for fsdp_param in group.fsdp_params
         ]  # fmt: skip
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in _groups(module):
+                for group in parameter_groups(module):
                     self._watch(group)
 
     def _watch(self, group: Any) -> None:
@@ -53,23 +55,11 @@ class Routed:
 
     def settle(self) -> None:
         """After a step's last backward: gradients that no rank had go back to ``None``. Collective."""
-        used = torch.tensor([id(p) not in self._filled for p in self._parameters], device=self._device).int()
+        used = torch.tensor([id(p) not in self._filled for p in self._parameters], device=self._groups.device).int()
         self._filled.clear()
-        if dist.get_world_size() > 1 and len(used):
-            dist.all_reduce(used, dist.ReduceOp.MAX)
+        for axis in ("dp_replicate", "dp_shard", "tp"):
+            if len(used) and self._groups.mesh.axis_size(axis) > 1:
+                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._groups.sharded[axis].get_group())
         for fsdp_param, was_used in zip(self._parameters, used.tolist(), strict=True):
             if not was_used:
                 fsdp_param.sharded_param.grad = None
-
-
-def _groups(module: FSDPModule) -> Iterator[Any]:
-    """FSDP2's parameter groups of a module.
-
-    Private: there is no public way to act between the backward of a unit and its reduction
-    (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
-    """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return (group for group in groups if group is not None)

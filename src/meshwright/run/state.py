@@ -25,8 +25,8 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
         whole = torch.empty(line.shape, dtype=local.dtype)
         for rank in holders:
             shape = [sum(stop - start for start, stop in ranges) for ranges in slices[rank]]
-            piece = local if rank == 0 else torch.empty(shape, dtype=local.dtype, device=groups.device)
-            if rank != 0 and piece.numel():
+            piece = local if rank == groups.rank else torch.empty(shape, dtype=local.dtype, device=groups.device)
+            if rank != groups.rank and piece.numel():
                 dist.recv(piece, src=rank)
             if piece.numel():
                 place_slices(whole, slices[rank], piece.to("cpu"))
@@ -40,7 +40,8 @@ def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
     """The first rank of each set that holds the same slice."""
     first: dict[Any, int] = {}
     for rank in range(recipe.mesh.size):
-        first.setdefault(recipe.held(line, rank), rank)
+        if recipe.holds(line, rank):
+            first.setdefault(recipe.held(line, rank), rank)
     return sorted(first.values())
 
 
@@ -53,11 +54,13 @@ def whole_tensors(
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for line in recipe.parameters:
-        picked = pick(named[line.name])
+        picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
         present = torch.tensor([0 if picked is None else 1], device=groups.device)
         dist.all_reduce(present, dist.ReduceOp.MAX)
         if not present.item():
             yield line, None
             continue
         local = local_tensor(named[line.name] if picked is None else picked).detach()
-        yield line, gather_whole(line, torch.zeros_like(local) if picked is None else local, recipe, groups)
+        if picked is None and recipe.holds(line, groups.rank):
+            local = torch.zeros_like(local)
+        yield line, gather_whole(line, local, recipe, groups)

@@ -16,10 +16,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.run.counts import SLOTS, LabelCounter
+from meshwright.view.work import python_body
+
+# backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
+# (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.
+BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch: a dict of keyword arguments, a tuple of arguments, or one argument."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def rows_of(batch: Any) -> int:
@@ -56,8 +68,12 @@ def weights(
 
     Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
     """
-    unknown = [nan] * SLOTS
-    local = [[float(rows_of(p)), *(counter.counts(p) if counter else unknown)] for p in pieces]
+    unknown, none = [nan] * SLOTS, [0.0] * SLOTS
+
+    def counted(piece: Any) -> list[float]:
+        return none if not rows_of(piece) else counter.counts(piece) if counter else unknown
+
+    local = [[float(rows_of(p)), *counted(p)] for p in pieces]
     total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
     if dist.get_world_size() > 1 and not alone:
         dist.all_reduce(total)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.layout import Cut
+from meshwright.view.functions import custom_functions
 from meshwright.view.tensor import View, first_view
 from meshwright.view.work import Work
 
@@ -75,36 +75,15 @@ class GlobalView(TorchFunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """The view, for the time of a forward (and of a backward that recomputes parts of it)."""
-        with self, self._functions_gather():
+        with self, custom_functions(self._custom):
             yield
 
-    @contextmanager
-    def _functions_gather(self) -> Iterator[None]:
-        """Custom ``autograd.Function`` s get whole tensors.
-
-        ``Function.apply`` is not a torch function: given Views it would build its graph on the wrappers, and the
-        gradient would silently be lost. There is no public hook; for the time of a forward its class method is ours.
-        """
-        base: Any = (
-            torch.autograd.function._SingleLevelFunction
-        )  # where ``Function.apply`` itself, kept by a model, ends up
-
-        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            own = function.__module__.startswith(("torch.distributed.", "meshwright."))
-            ours, args, kwargs = (False, args, kwargs) if own else self._substitute(args, kwargs)
-            if ours:
-                views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
-                if any(isinstance(v._mw_layout, Cut) for v in views):
-                    self.work.gathered(function, views)
-                args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
-            return super(base, function).apply(*args, **kwargs)  # type: ignore[misc]
-
-        outer = base.__dict__.get("apply")
-        base.apply = classmethod(apply)
-        try:
-            yield
-        finally:
-            if outer is None:
-                del base.apply
-            else:
-                base.apply = outer
+    def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Custom ``autograd.Function`` s get whole tensors: on Views, their graph would silently be lost."""
+        ours, args, kwargs = self._substitute(args, kwargs)
+        if ours:
+            views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
+            if any(isinstance(v._mw_layout, Cut) for v in views):
+                self.work.gathered(function, views)
+            args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
+        return apply(*args, **kwargs)

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Cut, cut
+from meshwright.view.stage import Elsewhere, replaced
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
@@ -47,9 +49,12 @@ def _is_activation(x: Any) -> bool:
 
 
 def cut_input(work: Work, x: Tensor) -> Tensor:
-    """``x`` cut over dim 1; as it is where it is cut already or has less than a position for each rank."""
-    if isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
+    """``x`` cut over dim 1; as it is where it is cut already, lives elsewhere, or has less than a position a rank."""
+    if isinstance(x, Elsewhere) or isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
         return x
     layout = cut(DIM, x.shape[DIM], work.axis.size)
-    local = work.cut(x, layout)
-    return work.view(local if isinstance(x, View) else local.clone(), layout)
+    with torch._C.DisableTorchFunction():  # none of this is the model's
+        local = work.cut(x, layout)
+        found = work.view(local if isinstance(x, View) else local.clone(), layout)
+    replaced(x, found)
+    return found

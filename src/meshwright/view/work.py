@@ -278,6 +278,11 @@ def python_body(func: Any) -> Callable[..., Any] | None:
     return copy
 
 
+def whole(x: Any) -> Any:
+    """A tensor of the view, whole on every rank; anything else as it is."""
+    return x._mw_work.whole(x) if isinstance(x, View) else x
+
+
 def _no(*_: Any) -> bool:
     return False
 
@@ -296,4 +301,4 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tens
     return func(value, *args, **kwargs)
 
 
-__all__ = ["PARTIAL", "Work", "python_body"]
+__all__ = ["PARTIAL", "Work", "python_body", "whole"]

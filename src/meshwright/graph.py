@@ -1,0 +1,151 @@
+"""``ModelGraph``: what a forward does, in order: module calls, the torch functions in them, and the values between.
+
+It is recorded from the model's own forward on a sample that has shapes only (planning/capture.py); cutting a model into
+stages, balancing them, and knowing what crosses a cut all read it. Words used throughout:
+
+    call      one call of a module's forward; known by its *path*: of each module on the way, its name and
+              how often its parent had called it before
+    event     one torch function that depends on parameters or on chance; the n-th in its call
+    value     a tensor that an event gave; other tensors follow from the batch alone and are had by every rank
+    position  of an event in the order of the program; a stage of a pipeline is an interval of positions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+Path = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor between events: shape, strides and type; the position of the event that gave it (or last wrote to it).
+
+    ``storage`` is the same for values that share memory on one device.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    position: int
+    storage: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Event:
+    """One torch function of the forward.
+
+    Attributes:
+        path: the call that it stands in.
+        index: which event of that call, counted from 0.
+        function: its name.
+        inputs: numbers of the values that it takes.
+        outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
+        written: the number of the value that its first argument has become, where it writes to it.
+        parameters: names of the parameters that it takes, and ``buffers``.
+        flops: floating-point operations, of the forward.
+        moved: bytes read and written, of the forward.
+        reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
+        mean_loss: whether it is a mean loss over labels (run/counts.py counts those).
+        line: the model's source line.
+    """
+
+    path: Path
+    index: int
+    function: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    written: int | None
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    flops: int
+    moved: int
+    reads: bool
+    mean_loss: bool
+    line: str
+
+
+@dataclass
+class Call:
+    """One call of a module: its events are ``start`` to ``stop``; those of the calls within it are among them.
+
+    Attributes:
+        module: the module's name.
+        outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
+        given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
+        fresh: whether a tensor in what it returned follows from the batch, and was made within.
+        stashed: values that it left on the module, or in what it was called with.
+        leaf: whether the module has no modules within.
+    """
+
+    module: str
+    path: Path
+    start: int
+    stop: int = -1
+    outputs: tuple[int | None, ...] = ()
+    given: Any = None
+    returned: Any = None
+    fresh: bool = False
+    stashed: frozenset[int] = frozenset()
+    leaf: bool = False
+
+
+ROOT: Path = (("", 0),)
+"""The call of the model itself."""
+
+
+@dataclass
+class ModelGraph:
+    """A forward, recorded. ``returned``: the values in what the loss function gave."""
+
+    events: list[Event] = field(default_factory=list)
+    calls: dict[Path, Call] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+    returned: tuple[int, ...] = ()
+    outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)  # what each event gave, without values
+
+    @cached_property
+    def positions(self) -> Mapping[tuple[Path, int], int]:
+        """(path of the call, which event in it) → position."""
+        return {(e.path, e.index): i for i, e in enumerate(self.events)}
+
+    @cached_property
+    def losses_before(self) -> list[int]:
+        """For each position, and the end: how many mean losses come before it."""
+        found = [0]
+        for event in self.events:
+            found.append(found[-1] + event.mean_loss)
+        return found
+
+    @cached_property
+    def consumers(self) -> dict[int, list[int]]:
+        """Value → positions of the events that take it."""
+        found: dict[int, list[int]] = {}
+        for i, event in enumerate(self.events):
+            for value in event.inputs:
+                found.setdefault(value, []).append(i)
+        return found
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Parameter → positions of the events that take it."""
+        found: dict[str, list[int]] = {}
+        for i, event in enumerate(self.events):
+            for name in event.parameters:
+                found.setdefault(name, []).append(i)
+        return found
+
+
+def spelled(path: Path) -> str:
+    """A path as text: module names, with ``#n`` for a later call of the same module."""
+    return " › ".join(name + (f"#{n}" if n else "") for name, n in path) or "the model"

@@ -1,0 +1,199 @@
+"""``capture``: one forward of a model, recorded as a ``ModelGraph``. Parameters have shapes only; nothing is computed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import meshwright
+from meshwright.graph import Call, Event, ModelGraph, Path, Value
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.view.losses import mean_target
+from meshwright.view.rules.registry import writes
+from meshwright.view.structure import tensors_of
+from meshwright.view.walk import Forwards, Walk
+
+
+def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
+    """The graph of a forward.
+
+    Args:
+        model: with parameters on meta; its forwards are followed for the time of the call.
+        run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
+    """
+    before = {m: vars(m).get("forward") for m in model.modules()}
+    forwards = Forwards(model)
+    try:
+        recorder = Recorder(model)
+        with torch.enable_grad(), recorder.cost, Shadow(), Meeting(), forwards.followed(recorder):
+            result = run(model)
+        recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
+        return recorder.graph
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
+
+
+@contextmanager
+def computing_in(model: nn.Module, precision: str) -> Iterator[None]:
+    """For the time of a capture, parameters and inputs are of the type that FSDP2's mixed precision computes in."""
+    if precision not in ("bfloat16", "float16"):
+        yield
+        return
+    dtype, before = getattr(torch, precision), [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    for p, value in before:
+        p.data = value.to(dtype)
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for p, value in before:
+            p.data = value
+
+
+class Cost(TorchDispatchMode):
+    """Counts flops (torch's formulas) and bytes read and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        if not func.is_view:
+            self.moved += sum(
+                t.numel() * t.element_size() for t in pytree.tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)
+            )
+        return out
+
+
+class Recorder(Walk):
+    """Writes down a forward as it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.graph, self.cost = ModelGraph(), Cost()
+        self._parameters = {id(p): n for n, p in model.named_parameters()}
+        self._buffers = {id(b): n for n, b in model.named_buffers()}
+        self._alive: list[Any] = []  # storages are told apart by their address
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a tensor's value."""
+        token, number = getattr(t, "_mw_value", (None, None))
+        return number if token is self else None
+
+    def known(self, t: Tensor) -> bool:
+        return self.number(t) is not None
+
+    def entered(
+        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        graph = self.graph
+        call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
+        call.leaf = next(module.children(), None) is None
+        call.given = (args, kwargs)
+        had = {id(t) for t in tensors_of((args, kwargs))}
+        result = self.follow(path, forward, args, kwargs)
+        tensors = tensors_of(result)
+        self._left_behind(call, module, args, kwargs)
+        call.stop, call.returned = len(graph.events), result
+        call.outputs = tuple(self.number(t) for t in tensors)
+        call.fresh = any(
+            n is None and (id(t) not in had or isinstance(t, nn.Parameter))
+            for n, t in zip(call.outputs, tensors, strict=True)
+        )
+        return result
+
+    def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
+        plain = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
+        left = {n for t in tensors_of([plain, args, kwargs]) if (n := self.number(t)) is not None}
+        made = frozenset(n for n in left if self.graph.values[n].position >= call.start)
+        if made:
+            for depth in range(1, len(call.path) + 1):
+                around = self.graph.calls[call.path[:depth]]
+                around.stashed |= made
+
+    def event(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
+    ) -> Any:
+        graph, place = self.graph, len(self.graph.events)
+        inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
+        flops, moved = self.cost.flops, self.cost.moved
+        name = getattr(func, "__name__", str(func))
+        loss = mean_target(func, args, kwargs) is not None
+        result = func(*args, **kwargs)
+        writing = writes(func, args, kwargs)
+        targets = [t for t in (args[:1] if writing else (kwargs.get("out"),)) if isinstance(t, Tensor)]
+        given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        for t in targets:
+            self._new(t, place)
+        for t in given:
+            if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
+                self._new(t, place)
+        graph.outputs[path, index] = result
+        graph.events.append(
+            Event(
+                path=path,
+                index=index,
+                function=name,
+                inputs=inputs,
+                outputs=tuple(map(self.number, given)),
+                written=self.number(targets[0]) if targets else None,
+                parameters=tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)),
+                buffers=tuple(dict.fromkeys(self._buffers[id(t)] for t in tensors if id(t) in self._buffers)),
+                flops=self.cost.flops - flops,
+                moved=self.cost.moved - moved,
+                reads=not given and not targets,
+                mean_loss=loss,
+                line=_line(),
+            )
+        )
+        return result
+
+    def _new(self, t: Tensor, place: int) -> None:
+        if isinstance(t, nn.Parameter):
+            return
+        storage = 0
+        if t.layout is torch.strided:
+            memory = t.untyped_storage()
+            storage = memory._cdata
+            self._alive.append(memory)
+        value = Value(
+            tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
+            t.element_size(), t.requires_grad, place, storage,
+        )  # fmt: skip
+        t._mw_value = (self, len(self.graph.values))  # type: ignore[attr-defined]
+        self.graph.values.append(value)
+        self._alive.append(t)
+
+
+_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
+
+
+def _line() -> str:
+    """The model's source line that is being run."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -1,0 +1,236 @@
+"""Which part of the forward runs on which stage: cuts balanced by work, then by memory, then by what crosses them.
+
+A cut is a position in the recorded program (graph.py). It may stand anywhere but
+
+    within a call of a module without modules in it, or of a repeated block (unless there are too few other places)
+    after a value was read for Python to act on, within the module that read it
+    between the making of two names for one memory and the last use of one after a write to the other
+
+Among all cuts, those with the smallest largest work of a stage are found exactly, by dynamic programming; among those
+within ``SLACK`` of it the ones with the smallest largest memory; among those the ones that the fewest bytes cross.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, prod
+
+from meshwright.errors import Findings
+from meshwright.graph import ROOT, ModelGraph, spelled
+from meshwright.recipe import Stage
+
+SLACK = 1.03
+INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a program can be cut: positions, and the coarser of them; why not elsewhere."""
+
+    anywhere: tuple[int, ...]
+    between_blocks: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+
+def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
+    """The positions at which a stage may begin."""
+    end = len(graph.events)
+    closed, in_block, reasons = [False] * (end + 1), [False] * (end + 1), []
+
+    def close(start: int, stop: int, table: list[bool]) -> None:
+        for b in range(start, stop):
+            table[b] = True
+
+    blocks = set(blocks)
+    root = graph.calls[ROOT]
+    close(root.stop, end + 1, closed)  # the loss is the last stage's
+    for path, call in graph.calls.items():
+        if call.leaf and len(path) > 1:
+            close(call.start + 1, call.stop, closed)
+        if call.module in blocks:
+            close(call.start + 1, call.stop, in_block)
+    stops = {path: call.stop for path, call in graph.calls.items()}
+    for i, event in enumerate(graph.events):
+        if event.reads and event.inputs:  # (a parameter that is read is held by every stage)
+            stop = stops.get(event.path, end)
+            close(i + 1, stop, closed)
+            reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")
+        if event.written is not None and event.inputs:
+            for start, stop in _aliased(graph, i):
+                close(start + 1, stop + 1, closed)
+                reasons.append(f"{spelled(event.path)} writes in place to memory with several names ({event.line})")
+    anywhere = tuple(b for b in range(1, end) if not closed[b])
+    return Places(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
+
+
+def _aliased(graph: ModelGraph, write: int) -> Iterable[tuple[int, int]]:
+    """(from, to): a write to one name of a memory, and another name of it, made before and used after."""
+    event = graph.events[write]
+    target = graph.values[event.inputs[0]]
+    if not target.storage:
+        return
+    for number, value in enumerate(graph.values):
+        if (
+            value.storage != target.storage
+            or number in (event.inputs[0], event.written, *event.outputs)
+            or value.position >= write
+        ):
+            continue
+        later = [p for p in graph.consumers.get(number, ()) if p > write]
+        if later:
+            yield max(value.position, target.position), max(later)
+
+
+class Costs:
+    """What a stage from position a to b would cost: work, memory, bytes that enter it."""
+
+    def __init__(self, graph: ModelGraph, sizes: Mapping[str, int]) -> None:
+        self.graph, self.sizes = graph, sizes
+        self.work, self.kept = [0], [0]
+        for event in graph.events:
+            self.work.append(self.work[-1] + event.flops + INTENSITY * event.moved)
+            self.kept.append(self.kept[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None))
+        self.crossing = [0] * (len(graph.events) + 1)
+        for number, consumers in graph.consumers.items():
+            value = graph.values[number]
+            for b in range(value.position + 1, max(consumers) + 1):
+                self.crossing[b] += value.bytes
+
+    def memory(self, start: int, stop: int) -> int:
+        """Bytes of parameters with gradients and two optimizer states, and of the activations of a microbatch."""
+        names = {n for e in self.graph.events[start:stop] for n in e.parameters}
+        return 4 * sum(self.sizes[n] for n in names) + self.kept[stop] - self.kept[start]
+
+
+def choose_cuts(
+    graph: ModelGraph,
+    places: Sequence[int],
+    stages: int,
+    sizes: Mapping[str, int],
+    pinned: Mapping[int, frozenset[int]],
+) -> list[int] | None:
+    """The positions at which stages 1, 2 … begin; None where the program has no such cuts.
+
+    Args:
+        places: positions to choose from, in order.
+        sizes: parameter → bytes.
+        pinned: position of an event → the stages it may be on.
+    """
+    marks, costs = [0, *places, len(graph.events)], Costs(graph, sizes)
+    n = len(marks) - 1
+    if n < stages:
+        return None
+    work = [[costs.work[marks[j]] - costs.work[marks[i]] for j in range(n + 1)] for i in range(n + 1)]
+    pins = sorted(pinned)
+
+    def fits(k: int, i: int, j: int) -> bool:
+        lo, hi = bisect_right(pins, marks[i] - 1), bisect_right(pins, marks[j] - 1)
+        return all(k in pinned[p] for p in pins[lo:hi])
+
+    least, _ = _best(n, stages, lambda k, i, j: float(work[i][j]) if fits(k, i, j) else inf, max)
+    if least == inf:
+        return None
+    table: dict[tuple[int, int], float] = {}
+
+    def memory(i: int, j: int) -> float:
+        if (i, j) not in table:
+            table[i, j] = float(costs.memory(marks[i], marks[j]))
+        return table[i, j]
+
+    def light(k: int, i: int, j: int) -> bool:
+        return work[i][j] <= least * SLACK and fits(k, i, j)
+
+    smallest, _ = _best(n, stages, lambda k, i, j: memory(i, j) if light(k, i, j) else inf, max)
+
+    def crossing(k: int, i: int, j: int) -> float:
+        fine = light(k, i, j) and memory(i, j) <= smallest * SLACK
+        return float(costs.crossing[marks[i]]) if fine else inf
+
+    _, cuts = _best(n, stages, crossing, lambda a, b: a + b)
+    return [marks[i] for i in cuts]
+
+
+def _best(
+    n: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Cuts of 0..n into ``stages`` runs, none empty, with the least joined cost; (the cost, where runs 1, 2 … begin)."""
+    best = {(0, 0): (0.0, -1)}
+    for k in range(stages):
+        for j in range(k + 1, n - (stages - k - 1) + 1):
+            found = (inf, -1)
+            for i in range(k, j):
+                if (k, i) not in best or best[k, i][0] >= found[0]:
+                    continue
+                total = join(best[k, i][0], cost(k, i, j))
+                if total < found[0]:
+                    found = (total, i)
+            if found[0] < inf:
+                best[k + 1, j] = found
+    if (stages, n) not in best:
+        return inf, []
+    cuts, j = [], n
+    for k in range(stages, 1, -1):
+        j = best[k, j][1]
+        cuts.append(j)
+    return best[stages, n][0], cuts[::-1]
+
+
+def stage_of(cuts: Sequence[int], position: int) -> int:
+    """The stage of an event."""
+    return bisect_right(cuts, position)
+
+
+def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> tuple[Stage, ...]:
+    """The stages that begin at 0 and at ``cuts``."""
+    ends, costs, found = [0, *cuts, len(graph.events)], Costs(graph, dict.fromkeys(shapes, 0)), []
+    for k, (start, stop) in enumerate(pairwise(ends)):
+        event = graph.events[start]
+        inside = [c for p, c in graph.calls.items() if c.module and start <= c.start < c.stop <= stop]
+        paths = {c.path for c in inside}
+        outermost = [c.module for c in inside if not any(c.path[:n] in paths for n in range(1, len(c.path)))]
+        names = {n for e in graph.events[start:stop] for n in e.parameters}
+        found.append(
+            Stage(
+                index=k,
+                first=(event.path, event.index),
+                where=_name(graph, start),
+                modules=tuple(dict.fromkeys(outermost)),
+                flops=sum(e.flops for e in graph.events[start:stop]),
+                moved=sum(e.moved for e in graph.events[start:stop]),
+                sends=costs.crossing[stop] if k < len(ends) - 2 else 0,
+                parameters=sum(prod(shapes[n]) for n in names),
+            )
+        )
+    return tuple(found)
+
+
+def no_cuts(findings: Findings, graph: ModelGraph, places: Places, stages: int, pinned: bool) -> None:
+    """Says that a model cannot be cut into so many stages, and where it can be."""
+    possible = [_name(graph, b) for b in places.anywhere]
+    most = len(possible) + 1
+    why = f" ({'; '.join(places.reasons[:3])})" if places.reasons else ""
+    if pinned and most >= stages:
+        findings.add(
+            where="modules.on",
+            given="modules placed on ranks in another order than the forward runs them in",
+            required=f"ranks that rise along the forward, of {stages} stages, cut at: {', '.join(possible[:12])}",
+            fix="leave out on: the cuts are then found",
+        )
+        return
+    findings.add(
+        where="mesh.pp",
+        given=f"{stages} stages, of a model that can be cut in {most}{why}",
+        required=f"at most {most} stages" + (f", cut before: {', '.join(possible[:12])}" if possible else ""),
+        fix=f"mesh: {{pp: {most}}}" if most > 1 else "mesh: {dp_shard: 2}",
+    )
+
+
+def _name(graph: ModelGraph, position: int) -> str:
+    event = graph.events[position]
+    starts = [c for c in graph.calls.values() if c.start == position and c.module]
+    if starts:
+        return min(starts, key=lambda c: len(c.path)).module
+    return f"{event.path[-1][0] if event.path else ''} {event.function}".strip()

@@ -1,0 +1,370 @@
+"""Pipeline stages at work: each rank performs its actions of the schedule, in order.
+
+    schedule ─► action ─► RECV_F   a buffer for each value, filled while other actions run
+                          F        the model's own forward, of which this stage runs its interval (view/stage.py)
+                          SEND_F   what other stages take; nothing waits for it
+                          RECV_B, B, SEND_B  the same for gradients: one backward over everything that was sent
+                          I, W     its two halves
+
+What crosses a cut is sent whole, from each rank to the rank of the other stage with the same place on all other axes. Stages
+need not be neighbours: a skip goes straight to where it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.graph import ROOT, ModelGraph
+from meshwright.recipe import Recipe
+from meshwright.run.counts import Shares
+from meshwright.run.groups import Groups
+from meshwright.run.halves import LaterWeights
+from meshwright.run.step import BACKWARD, called
+from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
+from meshwright.view.mode import GlobalView
+from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
+from meshwright.view.structure import map_tensors
+from meshwright.view.walk import Forwards
+from meshwright.view.work import whole
+
+Edge = tuple[int, int]
+Call = Callable[[nn.Module, Any], Any]
+Loss = Callable[[Any], Tensor]
+
+
+class StageError(RuntimeError):
+    """What went wrong, with the rank, stage and action in which it did."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A forward recorded for some shapes, and what crosses its cuts."""
+
+    graph: ModelGraph
+    crossing: Crossing
+    stages: dict[int, StageProgram]  # those of this rank
+
+    def differentiable(self, edge: Edge) -> tuple[int, ...]:
+        """The values over an edge whose gradients come back."""
+        return tuple(n for n in self.crossing.values[edge] if self.graph.values[n].requires_grad)
+
+
+@dataclass
+class Flight:
+    """A microbatch in one stage, from its forward to the end of its backward."""
+
+    received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf that collects its gradient
+    back: dict[int, Tensor] = field(default_factory=dict)  # value → that gradient, until it is sent
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    grads: dict[int, list[Tensor]] = field(default_factory=dict)  # value → its gradients, from each stage that takes it
+    later: LaterWeights | None = None  # what is left to do of a backward in halves
+    result: Any = None
+
+
+class _Arrive(torch.autograd.Function):
+    """A received value, as the model may write to it: not a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class Pipeline:
+    """The stages of one rank.
+
+    Args:
+        forwards: the model, whose modules ask for the walk that is on.
+        graph: what runs a forward, given a model → the forward, recorded.
+        view: the view over tp, if there is one.
+        loss: the loss of the model's output.
+    """
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        recipe: Recipe,
+        groups: Groups,
+        *,
+        graph: Callable[[Callable[[nn.Module], Any]], ModelGraph],
+        view: GlobalView | None,
+        loss: Callable[[Any], Tensor],
+    ) -> None:
+        self._forwards, self._recipe, self._groups = forwards, recipe, groups
+        self._graph, self._view, self._loss = graph, view, loss
+        self.rank = groups.mesh.coordinate(groups.rank)["pp"]
+        self.stages = [s.index for s in recipe.stages if recipe.stage_rank[s.index] == self.rank]
+        self.has_loss = recipe.stage_rank[-1] == self.rank
+        self._programs: dict[Any, Program] = {}
+        self._schedules: dict[Any, Schedule] = {}
+        self.bytes_sent = self.sends = 0
+        self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        pieces: list[Any],
+        scale: list[float],
+        shares: list[list[float] | None],
+        *,
+        backward: bool,
+    ) -> list[Tensor]:
+        """Forward (and backward) of all microbatches; their losses, scaled, where the last stage is here.
+
+        Args:
+            scale: for each microbatch, what its loss is multiplied by.
+            shares: for each microbatch, the shares of its mean losses.
+        """
+        step = _Step(self, pieces, called, self._loss, scale, shares, backward=backward)
+        step.perform()
+        return step.losses
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns, on the ranks of the last stage; None on others."""
+        step = _Step(self, [(args, kwargs)], _call, None, [1.0], [None], backward=False)
+        step.perform()
+        return step.result
+
+    def view(self) -> Any:
+        """The view over tp, for a forward or a backward."""
+        return nullcontext() if self._view is None else self._view.on()
+
+    def program(self, batch: Any, call: Call, loss: Loss | None) -> Program:
+        """The forward for a microbatch of these shapes; ``loss``: None where the output itself is wanted."""
+        leaves, spec = pytree.tree_flatten(batch)
+        key = (
+            spec,
+            loss is None,
+            tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
+        )
+        if key not in self._programs:
+            graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
+            cuts = [graph.positions.get(s.first) for s in self._recipe.stages[1:]]
+            if None in cuts or sorted(cuts) != cuts:  # type: ignore[type-var]
+                missing = next((s.where for s, c in zip(self._recipe.stages[1:], cuts, strict=True) if c is None), "")
+                raise StageError(
+                    f"with a batch of these shapes the forward takes another path than with the sample: "
+                    f"{missing or 'a cut'} is not where it was. Give parallelize a sample of this kind"
+                )
+            crossing = crossings(graph, cuts, whole_output=loss is None)  # type: ignore[arg-type]
+            self._programs[key] = Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
+        return self._programs[key]
+
+    def schedule(
+        self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
+    ) -> Schedule:
+        key = (microbatches, edges, back, backward)
+        if key not in self._schedules:
+            ranks, stages = self._recipe.mesh.axis_size("pp"), len(self._recipe.stages)
+            plain = make_schedule(self._recipe.schedule, ranks, stages, microbatches, backward=backward)
+            self._schedules[key] = with_transfers(plain, edges, back)
+        return self._schedules[key]
+
+    def describe(self, stage: int) -> str:
+        """A stage and its ranks, for errors."""
+        rank, mesh = self._recipe.stage_rank[stage], self._recipe.mesh
+        ranks = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank]
+        shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+        return f"stage {stage} ({shown})"
+
+
+class _Step:
+    """One pass over the schedule."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        pieces: list[Any],
+        call: Call,
+        loss: Loss | None,
+        scale: list[float],
+        shares: list[list[float] | None],
+        *,
+        backward: bool,
+    ) -> None:
+        self.p, self.pieces, self.call, self.loss, self.scale, self.shares = pipeline, pieces, call, loss, scale, shares
+        self.backward = backward
+        self.programs = [pipeline.program(piece, call, loss) for piece in pieces]
+        edges = tuple(sorted({e for p in self.programs for e in p.crossing.values}))
+        back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in self.programs))
+        self.schedule = pipeline.schedule(len(pieces), edges, back if backward else (), backward=backward)
+        self.split = any(a.kind == "I" for a in self.schedule.ranks[pipeline.rank])
+        self.flights = {(s, m): Flight() for s in pipeline.stages for m in range(len(pieces))}
+        self.arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
+        self.sent: list[tuple[Any, Tensor]] = []
+        self.losses: list[Tensor] = []
+        self.result: Any = None
+        self.group = pipeline._groups.pipeline
+
+    def perform(self) -> None:
+        """Every action of this rank, in order."""
+        self.p.spans = []
+        for action in self.schedule.ranks[self.p.rank]:
+            start = time.perf_counter()
+            try:
+                self._perform(action)
+                self.p.spans.append((action, start, time.perf_counter()))
+            except (StageError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                raise StageError(
+                    f"rank {self.p._groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
+                    f"{self._peer(action)}: {type(error).__name__}: {error}"
+                ) from error
+        for work, _ in self.sent:
+            work.wait()
+
+    def _peer(self, action: Action) -> str:
+        waiting = [a for a in self.arriving if a.stage == action.stage and a.microbatch == action.microbatch]
+        others = sorted({a.other for a in (*waiting, action) if a.other is not None})
+        return f" (with {', '.join(map(self.p.describe, others))})" if others else ""
+
+    def _perform(self, action: Action) -> None:
+        flight = self.flights[action.stage, action.microbatch]
+        if action.kind in TRANSFERS:
+            getattr(self, "_" + action.kind.lower())(action, flight)
+        elif action.kind == "F":
+            self._forward(action, flight)
+        elif action.kind == "W":
+            assert flight.later is not None
+            flight.later.finish()
+        else:
+            self._backward(action, flight)
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _numbers(self, action: Action) -> tuple[int, ...]:
+        """The values that a transfer moves."""
+        program, other = self.programs[action.microbatch], action.other
+        assert other is not None
+        edge = (action.stage, other) if action.kind in ("SEND_F", "RECV_B") else (other, action.stage)
+        if edge not in program.crossing.values:
+            return ()
+        return program.crossing.values[edge] if action.kind.endswith("F") else program.differentiable(edge)
+
+    def _send(self, action: Action, tensors: list[Tensor]) -> None:
+        home = self.p._recipe.stage_rank[action.other or 0]
+        for t in tensors:
+            t = t.detach().contiguous()
+            self.sent.append((dist.isend(t, group=self.group, group_dst=home), t))
+            self.p.sends, self.p.bytes_sent = self.p.sends + 1, self.p.bytes_sent + t.numel() * t.element_size()
+        self.sent = [(w, t) for w, t in self.sent if not w.is_completed()]
+
+    def _send_f(self, action: Action, flight: Flight) -> None:
+        self._send(action, [flight.outputs[n] for n in self._numbers(action)])
+
+    def _send_b(self, action: Action, flight: Flight) -> None:
+        self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
+
+    def _recv(self, action: Action) -> None:
+        home, values = self.p._recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
+        found = []
+        for n in self._numbers(action):
+            value = values[n]
+            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p._groups.device)
+            found.append((n, buffer, dist.irecv(buffer, group=self.group, group_src=home)))
+        self.arriving[action] = found
+
+    def _recv_f(self, action: Action, flight: Flight) -> None:
+        self._recv(action)
+
+    def _recv_b(self, action: Action, flight: Flight) -> None:
+        self._recv(action)
+
+    def _arrived(self, action: Action, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """What was to be received before an action can run, once it is there."""
+        for waiting in [a for a in self.arriving if a.kind == kind and (a.stage, a.microbatch) == action[::2][:2]]:
+            for n, buffer, work in self.arriving[waiting]:
+                work.wait()
+                yield n, buffer
+            del self.arriving[waiting]
+
+    # --- computing --------------------------------------------------------------------------------------------------
+
+    def _inputs(self, action: Action) -> Iterator[tuple[int, Tensor]]:
+        yield from self._arrived(action, "RECV_F")
+        program, stage, m = self.programs[action.microbatch], action.stage, action.microbatch
+        for source, numbers in program.stages[stage].incoming.items():
+            if (source, m) in self.flights:  # another stage of this rank
+                for n in numbers:
+                    yield n, self.flights[source, m].outputs[n].detach()
+
+    def _forward(self, action: Action, flight: Flight) -> None:
+        program, m = self.programs[action.microbatch], action.microbatch
+        stage, received = program.stages[action.stage], {}
+        for n, value in self._inputs(action):
+            flight.received[n] = leaf = value.requires_grad_(self.backward and program.graph.values[n].requires_grad)
+            received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
+        shares, before = Shares(self.shares[m]), program.graph.losses_before
+        walk = StageWalk(
+            stage,
+            received,
+            device=self.p._groups.device,
+            name=self.p.describe,
+            send=whole,
+            at_position=lambda position: shares.at(before[position]),
+        )
+        if self.split:
+            flight.later = LaterWeights()
+        with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares:
+            with self.p._forwards.followed(walk):
+                output = self.call(self.p._forwards.model, self.pieces[m])
+            if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
+                flight.outputs = dict(zip(stage.out, output, strict=True))
+            elif self.loss is None:
+                self.result = map_tensors(whole, output)
+            else:
+                shares.at(before[program.graph.calls[ROOT].stop])
+                flight.loss = whole(self.loss(output)) * self.scale[m]
+                self.losses.append(flight.loss.detach())
+        if not self.backward:
+            flight.received.clear()
+
+    def _backward(self, action: Action, flight: Flight) -> None:
+        program, m = self.programs[action.microbatch], action.microbatch
+        for n, buffer in self._arrived(action, "RECV_B"):
+            flight.grads.setdefault(n, []).append(buffer)
+        for taker in program.stages[action.stage].outgoing:
+            if (taker, m) in self.flights:  # another stage of this rank
+                for n in program.differentiable((action.stage, taker)):
+                    flight.grads.setdefault(n, []).append(self.flights[taker, m].back.pop(n))
+        roots, grads = _roots(flight)
+        if roots:
+            with flight.later or nullcontext(), self.p.view():
+                BACKWARD(roots, grads)
+        flight.back = {n: _gradient(leaf) for n, leaf in flight.received.items() if leaf.requires_grad}
+        flight.received, flight.outputs, flight.loss, flight.grads = {}, {}, None, {}
+
+
+def _call(model: nn.Module, given: Any) -> Any:
+    args, kwargs = given
+    return model(*args, **kwargs)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
+    """What a backward starts from, with the gradients that other stages gave, summed."""
+    if flight.loss is not None:
+        return ([flight.loss], [None]) if flight.loss.requires_grad else ([], [])
+    found = [
+        (t, sum(flight.grads[n][1:], flight.grads[n][0])) for n, t in flight.outputs.items()
+        if n in flight.grads and t.requires_grad
+    ]  # fmt: skip
+    return [t for t, _ in found], [g for _, g in found]

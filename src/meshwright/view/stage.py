@@ -1,0 +1,392 @@
+"""A stage of a pipeline: the model's own forward, of which this rank runs an interval.
+
+Each call of a module is one of
+
+    run      all of it is this stage's: it runs as it is, unseen
+    stub     none of it is: what it returned when it was recorded stands in for its result
+    open     its forward runs, and its own functions are looked at one by one: this stage's are run, values of
+             others are ``Elsewhere``, what follows from the batch alone is computed, here as on every rank
+
+A value that another stage gives is, here, the tensor that was received, if something here takes it, or else an
+``Elsewhere``: shape and type, and an error for whoever reads it. The forward stops as soon as everything that other
+stages take of this one exists.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
+from meshwright.view.structure import map_tensors, tensors_of
+from meshwright.view.walk import Walk, is_fact
+
+RUN, STUB, OPEN = "run", "stub", "open"
+
+
+class Elsewhere(Tensor):
+    """A tensor whose value lives on other ranks: shape, strides and type, nothing else."""
+
+    _mw_value: tuple[Any, int]
+
+    @staticmethod
+    def __new__(cls: type[Elsewhere], like: Tensor, walk: StageWalk, number: int) -> Elsewhere:
+        self: Elsewhere = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride() if like.layout is torch.strided else None,
+            dtype=like.dtype,
+            device=walk.device,
+            requires_grad=like.requires_grad,
+        )
+        self._mw_value = (walk, number)
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_fact(func) or func is Tensor.__deepcopy__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _unavailable(func, (args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        raise _unavailable(func, (args, kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Elsewhere(shape={tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Elsewhere:
+        return self
+
+
+def _unavailable(func: Any, values: Any) -> RuntimeError:
+    found = next(t for t in pytree.tree_leaves(values) if isinstance(t, Elsewhere))
+    walk, number = found._mw_value
+    return walk.unavailable(number, getattr(func, "__name__", str(func)), "")
+
+
+def replaced(before: Tensor, now: Tensor) -> None:
+    """Something outside the model has put a tensor in place of another, which the model goes on with."""
+    walk, _ = getattr(before, "_mw_value", (None, None))
+    if isinstance(walk, StageWalk):
+        walk.keep(now, before._mw_value[1])  # type: ignore[attr-defined]
+
+
+class PathError(RuntimeError):
+    """A forward that did not do what the recorded one did."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses cuts: for each (stage, later stage), the numbers of the values, in a fixed order."""
+
+    cuts: tuple[int, ...]
+    values: Mapping[tuple[int, int], tuple[int, ...]]
+
+    def into(self, stage: int) -> dict[int, tuple[int, ...]]:
+        """Source stage → values."""
+        return {s: numbers for (s, t), numbers in self.values.items() if t == stage}
+
+    def out_of(self, stage: int) -> dict[int, tuple[int, ...]]:
+        """Later stage → values."""
+        return {t: numbers for (s, t), numbers in self.values.items() if s == stage}
+
+
+def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
+    """The values between stages. ``whole_output``: the last stage takes everything that the model returns."""
+    found: dict[tuple[int, int], set[int]] = {}
+    last = len(cuts)
+    for number, value in enumerate(graph.values):
+        home = bisect_right(cuts, value.position)
+        takers = {bisect_right(cuts, p) for p in graph.consumers.get(number, ())}
+        if whole_output and number in graph.calls[ROOT].outputs:
+            takers.add(last)
+        for taker in takers - {home}:
+            found.setdefault((home, taker), set()).add(number)
+    return Crossing(tuple(cuts), {edge: tuple(sorted(numbers)) for edge, numbers in sorted(found.items())})
+
+
+class StageProgram:
+    """What one stage does with each call and event of a recorded forward."""
+
+    def __init__(self, graph: ModelGraph, crossing: Crossing, stage: int) -> None:
+        ends = [0, *crossing.cuts, len(graph.events)]
+        self.graph, self.stage, self.cuts = graph, stage, crossing.cuts
+        self.start, self.stop = ends[stage], ends[stage + 1]
+        self.last = stage == len(crossing.cuts)
+        self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
+        self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
+        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+
+    def here(self, position: int) -> bool:
+        return self.start <= position < self.stop
+
+    def _treat(self, call: Call) -> str:
+        graph, seen = self.graph, set(call.outputs)
+        inside = range(call.start, call.stop)
+        made = [n for p in inside for n in (*graph.events[p].outputs, graph.events[p].written) if n is not None]
+        used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
+        if self.start <= call.start < call.stop <= self.stop:
+            return OPEN if any(n not in seen for n in {*used_outside, *(set(made) & set(self.out))}) else RUN
+        if call.start == call.stop or not (call.stop <= self.start or self.stop <= call.start) or call.fresh:
+            return OPEN
+        if any(n not in seen or n in call.stashed for n in used_outside):
+            return OPEN
+        for p in inside:
+            event = graph.events[p]
+            if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
+                return OPEN
+        return STUB
+
+
+class _Done(BaseException):
+    """Everything that others take of this stage exists. Not an Exception, so that a model lets it through."""
+
+
+class StageWalk(Walk):
+    """One microbatch's forward through one stage.
+
+    Args:
+        program: what the stage does.
+        received: the values that other stages gave, by number.
+        device: of this rank.
+        name: a stage → how errors call it.
+        send: what the model calls a value → the tensor that is sent (a cut one made whole).
+        at_position: called before each part of the forward that runs here, with its position.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        received: Mapping[int, Tensor],
+        *,
+        device: torch.device,
+        name: Callable[[int], str],
+        send: Callable[[Tensor], Tensor],
+        at_position: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self.program, self.graph, self.device = program, program.graph, device
+        self._name, self._send, self._at = name, send, at_position
+        self._values: dict[int, Tensor] = {}
+        for number, value in received.items():
+            self.keep(value, number)
+        self._missing = set(program.out)
+        self._units = 0  # of FSDP's, whose forwards are being looked into
+
+    def outputs(self) -> list[Tensor]:
+        """What other stages take, in the program's order."""
+        return [self._values[n] for n in self.program.out]
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def number(self, t: Tensor) -> int | None:
+        walk, number = getattr(t, "_mw_value", (None, None))
+        return number if walk is self else None
+
+    def known(self, t: Tensor) -> bool:
+        return self.number(t) is not None
+
+    def keep(self, t: Tensor, number: int) -> None:
+        """``t`` is what stands for a value from now on."""
+        t._mw_value = (self, number)  # type: ignore[attr-defined]
+        self._values[number] = t
+
+    def _gave(self, t: Tensor, number: int | None) -> None:
+        """A tensor that this stage made."""
+        if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
+            return
+        self.keep(t, number)
+        self._missing.discard(number)
+
+    def _stop_if_done(self) -> None:
+        """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
+        have not."""
+        if not self._missing and not self.program.last and not self._units:
+            raise _Done
+
+    def _had(self, t: Tensor) -> Tensor:
+        """The tensor that stands for ``t`` here; itself where it is not a value or there is none."""
+        number = self.number(t)
+        return self._values.get(number, t) if number is not None else t
+
+    def _standing(self, number: int, like: Tensor) -> Tensor:
+        if number not in self._values:
+            return Elsewhere(like, self, number)
+        return self._values[number]
+
+    def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
+        """The error for taking a value that is not here."""
+        value = self.graph.values[number]
+        maker = self.graph.events[value.position]
+        stage = next(s for s, end in enumerate([*self.program.cuts, len(self.graph.events)]) if value.position < end)
+        module = next((name for name, _ in reversed(maker.path) if name), "the model")
+        return PathError(
+            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {self._name(stage)}, "
+            f"on {self._name(self.program.stage)}, which was not to take it when the forward was recorded: it took "
+            f"another path then. Place what takes it with {module}: modules: {{{module}: {{on: ...}}}}, or give the "
+            "sample batch the path that training takes"
+        )
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def entered(
+        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        treated = self.program.treated.get(path, OPEN)
+        if path == ROOT:
+            return self._root(forward, args, kwargs)
+        self._stop_if_done()
+        if treated == OPEN:
+            closed, unit = self.closed, isinstance(module, FSDPModule)
+            self._units += unit
+            result = self.follow(path, forward, args, kwargs)
+            self._units -= unit
+            if self.closed > closed:  # from somewhere within on it ran unseen
+                self.closed = closed
+                self._returned(self.graph.calls[path], result)
+            return result
+        call = self.graph.calls[path]
+        if treated == STUB:
+            return self._stand_in(call, args, kwargs)
+        self._at(call.start)
+        args, kwargs = map_tensors(self._had, (args, kwargs))
+        self.closed += 1
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self.closed -= 1
+        self._returned(call, result)
+        return result
+
+    def _returned(self, call: Call, result: Any) -> None:
+        """A call that ran here, unseen, gave ``result``."""
+        tensors = tensors_of(result)
+        if len(tensors) != len(call.outputs):
+            raise PathError(
+                f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
+            )
+        for t, number in zip(tensors, call.outputs, strict=True):
+            self._gave(t, number)
+
+    def _root(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
+        try:
+            result = self.follow(ROOT, forward, args, kwargs)
+        except _Done:
+            result = None
+        if self.program.last:
+            return result
+        if self._missing:
+            event = self.graph.events[self.graph.values[min(self._missing)].position]
+            raise PathError(
+                f"the forward ended without {event.function} of {spelled(event.path)} ({event.line}), "
+                "which was there when it was recorded"
+            )
+        self.closed += 1
+        for number in self.program.out:
+            self._values[number] = self._send(self._values[number])
+        return self.outputs()
+
+    def _stand_in(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A copy of what a call returned when it was recorded, with what stands here for its tensors and arguments."""
+        memo: dict[int, Any] = {}
+        before, now = tensors_of(call.given), tensors_of((args, kwargs))
+        if len(before) == len(now):
+            memo |= {id(b): n for b, n in zip(before, now, strict=True)}
+        given_args, given_kwargs = call.given
+        for b, n in (*zip(given_args, args, strict=False), *((given_kwargs.get(k), v) for k, v in kwargs.items())):
+            if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
+                memo[id(b)] = n
+        for t, number in zip(tensors_of(call.returned), call.outputs, strict=True):
+            if number is not None:
+                memo[id(t)] = self._standing(number, t)
+        return copy.deepcopy(call.returned, memo)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def event(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
+    ) -> Any:
+        self._stop_if_done()
+        position = self.graph.positions.get((path, index))
+        name = getattr(func, "__name__", str(func))
+        if position is None or self.graph.events[position].function != name:
+            expected = "nothing more" if position is None else self.graph.events[position].function
+            raise PathError(
+                f"{spelled(path)} runs {name}, where it ran {expected} when it was recorded: a forward that depends on "
+                "values outside its blocks cannot be cut there"
+            )
+        event = self.graph.events[position]
+        held = all(n in self._values for n in event.inputs)
+        if self.program.here(position) or (event.reads and held):  # (a parameter that is read is on every stage)
+            return self._run(event, func, args, kwargs)
+        if event.reads:
+            raise self.unavailable(next(n for n in event.inputs if n not in self._values), name, event.line)
+        return self._pass(event, args)
+
+    def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._at(self.graph.positions[event.path, event.index])
+        target = args[0] if event.written is not None and args else None
+        args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
+        if any(isinstance(t, Elsewhere) for t in pytree.tree_leaves((args, kwargs))):
+            found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
+            raise self.unavailable(found._mw_value[1], event.function, event.line)
+        result = func(*args, **kwargs)
+        if event.reads and event.inputs:
+            # What the model does next may follow from the value; to the end of this call all of it is this stage's.
+            self.closed += 1
+            return result
+        if target is not None:
+            self._gave(args[0], event.written)
+            if target is not args[0]:  # the model goes on with its own name for it
+                target._mw_value = (self, event.written)
+        given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if len(given) != len(event.outputs):
+            raise PathError(
+                f"{event.function} at {event.line} gave {len(given)} tensors, {len(event.outputs)} recorded"
+            )
+        for t, number in zip(given, event.outputs, strict=True):
+            if target is None or t is not args[0]:
+                self._gave(t, number)
+        return result
+
+    def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
+        """An event of another stage."""
+        if event.written is not None and args and isinstance(args[0], Tensor):
+            args[0]._mw_value = (self, event.written)  # type: ignore[attr-defined]
+        recorded = self.graph.outputs[event.path, event.index]
+        numbers = iter(event.outputs)
+
+        def stand(t: Tensor) -> Any:
+            number = next(numbers)
+            if number is not None and number == event.written:
+                return self._values.get(number, args[0])
+            return t if number is None else self._standing(number, t)
+
+        return pytree.tree_map_only(Tensor, stand, recorded)
+
+    def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        if func is _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
+            return self.device  # a parameter of another stage, asked where to make something
+        return func(*args, **kwargs)
+
+    def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(issubclass(t, Elsewhere) for t in types) and not is_fact(func):
+            args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_DEVICE = Tensor.device.__get__

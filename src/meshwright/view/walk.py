@@ -1,0 +1,171 @@
+"""``Walk``: follows a forward through its module calls, and meets every torch function that is an event of it.
+
+Recording a model (planning/capture.py) and running a stage of it (view/stage.py) are walks over the same program, so
+that both mean the same by the n-th event of a call:
+
+    call      a module's forward, as it runs
+    event     a torch function of the model's own code with a parameter, with a value that an event gave, or that draws
+              random numbers. What follows from the batch alone (masks, positions) is none: every rank computes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from meshwright.graph import Path
+from meshwright.view.functions import custom_functions
+from meshwright.view.rules import FACTS
+
+_TENSOR_PROPERTIES = frozenset(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data", "real", "imag"))
+_QUIET = frozenset(
+    getattr(Tensor, n)
+    for n in "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __repr__ is_contiguous \
+        stride storage_offset data_ptr untyped_storage is_shared share_memory_ __format__ backward".split()
+)
+_RANDOM = frozenset(
+    "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial normal normal_ uniform_ \
+     exponential_ geometric_ log_normal_ cauchy_ random_ poisson dropout dropout1d dropout2d dropout3d alpha_dropout \
+     feature_alpha_dropout gumbel_softmax rrelu".split()
+)
+
+
+def is_fact(func: Any) -> bool:
+    """Whether a torch function asks a tensor something that follows from its shape and type, or does nothing to it."""
+    if func in FACTS or func in _QUIET:
+        return True
+    return getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _TENSOR_PROPERTIES
+
+
+def is_random(func: Any) -> bool:
+    return getattr(func, "__name__", "") in _RANDOM
+
+
+@dataclass
+class Frame:
+    """A call that is being followed: its path, how many events it had, how often it called each module."""
+
+    path: Path
+    events: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class Forwards:
+    """The forwards of a model's modules, each of which asks the walk that is on, if one is.
+
+    On the instance, under hooks: those of the model see what a stage puts in place of what a module returns.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.walk: Walk | None = None
+        for name, module in model.named_modules():
+            forward = module.forward
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            module.forward = functools.wraps(forward)(functools.partial(self._called, name, module, forward))
+
+    def _called(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        walk = self.walk
+        return forward(*args, **kwargs) if walk is None else walk.call(name, module, forward, args, kwargs)
+
+    @contextmanager
+    def followed(self, walk: Walk) -> Iterator[None]:
+        """For the time of a forward, ``walk`` follows it."""
+        before, self.walk = self.walk, walk
+        try:
+            with walk, custom_functions(walk.custom):
+                yield
+        finally:
+            self.walk = before
+
+
+class Walk(TorchFunctionMode):
+    """Follows one forward. Subclasses say what becomes of calls, events and facts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames = [Frame(())]
+        self.closed = 0  # how many calls that are not looked into are running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.closed:
+            return self.within(func, types, args, kwargs)
+        if is_fact(func):
+            return self.fact(func, args, kwargs)
+        return self._met(func, func, args, kwargs)
+
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An ``autograd.Function`` of the model's."""
+        if self.closed or function.__module__.startswith("torch."):
+            return apply(*args, **kwargs)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            self.closed += 1  # what its forward does is not looked at: it is one event
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self.closed -= 1
+
+        whole.__name__ = function.__name__
+        return self._met(whole, function, args, kwargs)
+
+    def _met(self, func: Any, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not is_random(known_as) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
+            return func(*args, **kwargs)
+        frame = self.frames[-1]
+        index, frame.events = frame.events, frame.events + 1
+        return self.event(func, args, kwargs, tensors, frame.path, index)
+
+    def call(self, name: str, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's forward."""
+        if self.closed:
+            return forward(*args, **kwargs)
+        frame = self.frames[-1]
+        path = (*frame.path, (name, frame.calls[name]))
+        frame.calls[name] += 1
+        return self.entered(path, module, forward, args, kwargs)
+
+    def follow(self, path: Path, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a forward, looking at what it does."""
+        self.frames.append(Frame(path))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.frames.pop()
+
+    # --- for subclasses ---------------------------------------------------------------------------------------------
+
+    def known(self, t: Tensor) -> bool:
+        """Whether a tensor is a value: an event gave it."""
+        raise NotImplementedError
+
+    def entered(
+        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call."""
+        raise NotImplementedError
+
+    def event(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
+    ) -> Any:
+        """An event."""
+        raise NotImplementedError
+
+    def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function in a call that is not looked into."""
+        return func(*args, **kwargs)

@@ -1,0 +1,323 @@
+"""Pipelines: equal to one process in every layout and schedule; what a stage holds; what happens when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.run.workers import WorkerError, local_workers
+from meshwright.schedule import make_schedule, most_in_flight
+from zoo import ZOO
+
+ISSUE = [name for name, entry in ZOO.items() if entry.family == "issue"]
+LAYOUTS = {
+    "pp2": {"mesh": {"pp": 2}},
+    "pp4": {"mesh": {"pp": 4}},
+    "pp2-tp2": {"mesh": {"pp": 2, "tp": 2}},
+    "pp2-dp_shard2": {"mesh": {"pp": 2, "dp_shard": 2}},
+    "pp2-dp_shard2-tp2": {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}},
+}
+QUICK = {("pp2-dp_shard2-tp2", n) for n in ("llama", "t5")} | {(k, n) for k in list(LAYOUTS)[:4] for n in ISSUE}
+
+
+def checked(name, plan, workers):
+    entry = ZOO[name]
+    report = mw.check(entry.build, entry.batch(), plan, workers=workers)
+    assert report.passed, str(report)
+    assert str(report.dtype).endswith("float64")
+    assert report.tolerance <= 1e-9
+    return report
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [pytest.param(k, n, marks=() if (k, n) in QUICK else pytest.mark.proof) for k in LAYOUTS for n in ISSUE],
+)
+def test_the_same_as_one_process(layout, name, workers):
+    report = checked(name, LAYOUTS[layout], workers)
+    assert len(report.recipe.stages) == LAYOUTS[layout]["mesh"]["pp"]
+    assert {s for line in report.recipe for s in line.stages} <= set(range(len(report.recipe.stages)))
+
+
+SETTINGS = {
+    "gpipe": {"mesh": {"pp": 2}, "schedule": "gpipe", "microbatches": 4},
+    "interleaved": {"mesh": {"pp": 2}, "schedule": "interleaved", "microbatches": 4},
+    "zero_bubble": {"mesh": {"pp": 2}, "schedule": "zero_bubble", "microbatches": 4},
+    "zero_bubble, sharded": {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "zero_bubble", "microbatches": 2},
+    "interleaved, sharded": {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "interleaved", "microbatches": 2},
+    "zero_bubble, cut": {"mesh": {"pp": 2, "tp": 2}, "schedule": "zero_bubble", "microbatches": 2},
+    "one microbatch": {"mesh": {"pp": 2}, "microbatches": 1},
+    "pieces that do not divide": {"mesh": {"pp": 2, "dp_shard": 2}, "microbatches": 3},
+    "recompute": {"mesh": {"pp": 2}, "recompute": "blocks", "microbatches": 2},
+    "recompute asked of halves": {
+        "mesh": {"pp": 2},
+        "recompute": "blocks",
+        "schedule": "zero_bubble",
+        "microbatches": 2,
+    },
+    "gathered for each microbatch": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "reshard_after_forward": True,
+        "microbatches": 2,
+    },
+    "replicated": {"mesh": {"dp_replicate": 2, "pp": 2}, "microbatches": 2},
+    "pp inside": {"mesh": {"tp": 2, "pp": 2}, "microbatches": 2},
+    "sequence": {"mesh": {"pp": 2, "tp": 2}, "sequence_parallel": True, "microbatches": 2},
+    "rows whole": {"mesh": {"pp": 2, "dp_shard": 2}, "rows": "whole"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["nanogpt", pytest.param("llama", marks=pytest.mark.proof), "t5"])
+def test_schedules_and_settings(name, setting, workers):
+    checked(name, SETTINGS[setting], workers)
+
+
+# Tied across stages, U-Net skips, stashes, an in-place residual, branches on values, statistics of the batch, experts,
+# outputs of any structure, shared layers.
+ODD = ["unet", "stash", "in_place", "branch_on_activation", "branch_on_parameter", "batchnorm", "experts", "structures", "albert",
+       "custom_function", "lstm", "codebook"]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp_shard=2"])
+@pytest.mark.parametrize("name", ODD)
+def test_models_as_people_write_them(name, plan, workers):
+    checked(name, plan, workers)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,tp=2", "pp=2,dp_shard=2"])
+@pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if entry.family == "odd"])
+def test_every_model_of_the_zoo(name, plan, workers):
+    checked(name, plan, workers)
+
+
+# --- what a stage holds -----------------------------------------------------------------------------------------------
+
+
+def held(plan):
+    """On each rank: bytes of parameters that are there, their names, what the recipe says, what the optimizer has."""
+    job = mw.parallelize(ZOO["llama"].build, plan, batch=ZOO["llama"].batch())
+    there = [n for n, p in job.module.named_parameters() if not p.is_meta]
+    planned = [line.name for line in job.recipe if job.recipe.holds(line, job.rank)]
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return there, planned, [n for n, _ in job.named_parameters()], count, [s.parameters for s in job.recipe.stages]
+
+
+def test_parameters_of_other_stages_take_no_memory(workers):
+    ranks = workers.run(held, "pp=2", ranks=2)
+    for stage, (there, planned, named, count, parameters) in enumerate(ranks):
+        assert sorted(there) == sorted(planned) == sorted(named)
+        assert count == parameters[stage]
+    assert not set(ranks[0][0]) & set(ranks[1][0])
+
+
+class Live:
+    """Bytes of tensors that autograd has saved and not let go of."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def pack(self, t):
+        if isinstance(t, torch.nn.Parameter):
+            return t
+        kept = _Kept(t)
+        size = t.numel() * t.element_size()
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(kept, self._gone, size)
+        return kept
+
+    def _gone(self, size):
+        self.now -= size
+
+    def unpack(self, kept):
+        return kept.tensor if isinstance(kept, _Kept) else kept
+
+
+class _Kept:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def activations(schedule, microbatches):
+    entry = ZOO["nanogpt"]
+    batch = {k: v.repeat(8, *[1] * (v.dim() - 1))[:16] for k, v in entry.batch().items()}
+    plan = {"mesh": {"pp": 2}, "schedule": schedule, "microbatches": microbatches, "rows": "split"}
+    job = mw.parallelize(entry.build, plan, batch=batch)
+    live = Live()
+    with torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
+        job.step(batch)
+    return live.most
+
+
+def test_activations_in_flight_are_those_of_the_schedule(workers):
+    """16 rows in 8 microbatches: GPipe holds all 8 on each rank; 1F1B 2 on the first, 1 on the last."""
+    gpipe, one = (workers.run(activations, s, 8, ranks=2) for s in ("gpipe", "1f1b"))
+    for rank in (0, 1):
+        plans = [most_in_flight(make_schedule(s, 2, 2, 8), rank) for s in ("gpipe", "1f1b")]
+        assert plans == [8, 2 - rank]
+        measured = gpipe[rank] / one[rank]
+        assert measured == pytest.approx(plans[0] / plans[1], rel=0.25)
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def trained(plan, steps=3):
+    entry = ZOO["t5"]
+    batch = entry.batch()
+    job = mw.parallelize(entry.build, plan, batch=batch)
+    mesh = job.recipe.mesh
+    mine = take_rows(batch, *bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)])
+    optimizer = torch.optim.AdamW(job.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(job.step(mine).item())
+        norms.append(job.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    output = job(**mine)
+    state = job.full_state_dict()
+    logits = None if output is None else output.logits.detach()
+    return losses, norms, job.evaluate(mine).item(), logits, state
+
+
+@pytest.fixture(scope="module")
+def alone(workers):
+    return workers.run(trained, "tp=1", ranks=1)[0]
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,dp_shard=2", "pp=2,tp=2", "pp=4"])
+def test_training_norms_evaluation_output_and_state(plan, workers, alone):
+    ranks = workers.run(trained, plan, ranks=mw.Mesh.parse(plan).size)
+    losses, norms, evaluated, logits, state = alone
+    for found in ranks:
+        assert found[0] == pytest.approx(losses, rel=2e-4)
+        assert found[1] == pytest.approx(norms, rel=2e-3)
+        assert found[2] == pytest.approx(evaluated, rel=2e-3)
+    # AdamW divides a gradient by its own size: rounding moves a weight by up to the learning rate where it is near zero.
+    assert list(ranks[0][4]) == list(state) or set(ranks[0][4]) == set(state)
+    outputs = [found[3] for found in ranks]
+    last = mw.Mesh.parse(plan).axis_size("pp") - 1
+    for rank, output in enumerate(outputs):
+        assert (output is not None) == (mw.Mesh.parse(plan).coordinate(rank)["pp"] == last)
+    whole = torch.cat(
+        [outputs[r] for r in range(len(ranks)) if outputs[r] is not None][: mw.Mesh.parse(plan).data_size]
+    )
+    if "tp" not in plan:
+        assert torch.allclose(whole, logits, rtol=1e-2, atol=1e-2)
+
+
+def narrow(plan):
+    entry = ZOO["llama"]
+    job = mw.parallelize(entry.build, plan, batch=entry.batch())
+    optimizer = torch.optim.AdamW(job.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(4):
+        losses.append(job.step(entry.batch()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {str(p.dtype) for p in job.parameters()}
+
+
+def test_bfloat16_with_float32_parameters(workers):
+    wide = workers.run(narrow, {"mesh": {"pp": 2}}, ranks=2)[0]
+    half = workers.run(narrow, {"mesh": {"pp": 2}, "precision": "bfloat16"}, ranks=2)[0]
+    assert half[1] == {"torch.float32"}
+    assert half[0] != wide[0]
+    assert half[0] == pytest.approx(wide[0], rel=5e-3)
+    assert half[0][-1] < half[0][0] - 0.1
+
+
+def other_shapes():
+    """Batches of other lengths, and of fewer rows than microbatches, in one job."""
+    entry = ZOO["llama"]
+    job = mw.parallelize(entry.build, "pp=2", batch=entry.batch())
+    found = []
+    for length, rows in ((12, 4), (7, 4), (7, 3), (12, 1), (12, 4)):
+        batch = {k: v[:rows, :length] for k, v in entry.batch().items()}
+        found.append(job.evaluate(batch).item())
+    return found
+
+
+def test_batches_of_other_shapes(workers):
+    entry = ZOO["llama"]
+    torch.manual_seed(0)
+    model = entry.build()
+    expected = []
+    for length, rows in ((12, 4), (7, 4), (7, 3), (12, 1), (12, 4)):
+        batch = {k: v[:rows, :length] for k, v in entry.batch().items()}
+        expected.append(model(**batch).loss.item())
+    for found in workers.run(other_shapes, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Dies(torch.nn.Module):
+    """On the rank that runs the last block, the process is killed in the second microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return Mortal.apply(x).square().mean()
+
+
+class Mortal(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Mortal.calls += 0 if x.is_meta else 1
+        if Mortal.calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def run_to_death():
+    job = mw.parallelize(
+        Dies, {"mesh": {"pp": 2}, "microbatches": 4, "rows": "split"}, batch=(torch.ones(4, 8),), timeout=20
+    )
+    job.step((torch.ones(4, 8),))
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_the_others_say_where(tmp_path):
+    with local_workers(2, timeout=60) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(run_to_death, ranks=2)
+    text = str(caught.value)
+    assert "rank 1" in text and "SIGKILL" in text
+
+
+def test_the_rank_that_is_left_names_rank_stage_and_action(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\nimport test_pipeline\ntest_pipeline.run_to_death()\n"
+    )
+    import subprocess
+    import sys
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), os.path.dirname(__file__)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode != 0
+    assert "StageError: rank 0, stage 0 (rank 0), action" in ended.stderr, ended.stderr[-3000:]
+    assert "with stage 1 (rank 1)" in ended.stderr
