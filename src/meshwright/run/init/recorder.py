@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.cells: dict[int, _Cell] = {}  # address of a storage → its cell
         self.filled: dict[int, int] = {}  # the same, for those that became real while build ran
         self._draws, self._small = draw, small
+        self._undrawn = 0  # random ops whose numbers are not drawn
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):
             writes=frozenset(ref.cell for ref in (*written, *fresh) if ref),
             kills=frozenset(ref.cell for ref in (*useless, *fresh) if ref and self.log.covers(ref)),
             fresh=fresh,
-            state=torch.get_rng_state() if random and not generators else None,
+            state=self._state() if random and not generators else None,
             default_dtype=torch.get_default_dtype(),
         )
         if random and self._draws:
@@ -171,9 +172,19 @@ class Recorder(TorchDispatchMode):
         self.log.add(entry)
         return result
 
+    def _state(self) -> Tensor:
+        """The default generator's; where numbers are not drawn, and it stays, one of its own for each op.
+
+        Who draws until the values fit, as ``nn.init.trunc_normal_`` does, would draw the same for ever.
+        """
+        if self._draws:
+            return torch.get_rng_state()
+        self._undrawn += 1
+        return torch.Generator().manual_seed(self._undrawn).get_state()
+
     def _logged(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
-            return GeneratorState(leaf.get_state())
+            return GeneratorState(leaf.get_state() if self._draws else self._state())
         if not isinstance(leaf, Tensor):
             return leaf
         return self.ref(leaf) or copied(leaf)
