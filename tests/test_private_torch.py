@@ -39,6 +39,7 @@ from meshwright.private import (
     wrapper,
 )
 from meshwright.run import data, groups, init, worker
+from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
 from meshwright.view.rules import FACTS, RULES
 from meshwright.view.rules.registry import functions
@@ -51,11 +52,13 @@ USES = {
     "private.py": "_C _apply _make_wrapper_subclass _python_dispatch _pytree _version",
     "planning/capture.py": "_cdata _getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
-    "planning/shadow.py": "_local_scalar_dense _to_copy _unsafe_index",
+    "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
     "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _unsharded_param",
     "run/groups.py": "_set_pg_timeout",
-    "run/init.py": "_C _backward_hooks _neg_view _post_accumulate_grad_hooks _schema _swap_tensor_impl",
+    "run/init/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
+    "run/init/log.py": "_neg_view",
+    "run/init/operation.py": "_schema",
     "run/parameters.py": "_parameters",
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "view/functions.py": "_SingleLevelFunction",
@@ -477,12 +480,12 @@ def test_recorded_views_rest_on_negative_and_conjugate_views() -> None:
 
 def test_what_an_op_writes_rests_on_its_schema() -> None:
     x = torch.zeros(2)
-    assert [v is x for _, v in init._changed(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
-    assert [v is x for _, v in init._changed(aten.add.out, (x, x), {"out": x})] == [True]
-    assert init._changed(aten.add.Tensor, (x, x), {}) == []
-    assert init._is_view(aten.view.default) and init._is_view(aten.split.Tensor)
-    assert not init._is_view(aten.add_.Tensor) and not init._is_view(aten.add.Tensor)
-    written = init._schema(aten.add_.Tensor)
+    assert [v is x for _, v in operation.changed_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
+    assert [v is x for _, v in operation.changed_by(aten.add.out, (x, x), {"out": x})] == [True]
+    assert operation.changed_by(aten.add.Tensor, (x, x), {}) == []
+    assert operation.is_view(aten.view.default) and operation.is_view(aten.split.Tensor)
+    assert not operation.is_view(aten.add_.Tensor) and not operation.is_view(aten.add.Tensor)
+    written = operation.schema_of(aten.add_.Tensor)
     assert next(iter(written.arguments[0].alias_info.before_set)) == next(
         iter(written.returns[0].alias_info.before_set)
     )

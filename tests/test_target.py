@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.errors import Finding, PlanError
 from meshwright.target import HFTarget, TargetBuild, TargetLoss, head, load_target, with_rows
 
@@ -149,27 +150,73 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path) ->
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 
 
+READS = {"input_ids", "labels"}
+SEES = {"pixel_values", "labels"}
+PARTS = {f"{part}.{key}": value for part in ("text_config", "vision_config") for key, value in {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+}.items()}  # fmt: skip
+PICTURE = {"vision_config.image_size": 16, "vision_config.patch_size": 8, "text_config.vocab_size": 32}
+TWO = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in {
+    "layers": 1, "attention_heads": 2, "ffn_dim": 24,
+}.items()}  # fmt: skip
+BODY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+EARS = {**BODY, "vocab_size": 32, "conv_dim": [8] * 7, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+EYES = {**BODY, "image_size": 16, "patch_size": 8}
+STAGES = {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]}
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "keys"),
+    ("kind", "name", "keys", "settings"),
     [
-        ("llama", "LlamaForCausalLM", {"input_ids", "labels"}),
-        ("gpt2", "GPT2LMHeadModel", {"input_ids", "labels"}),
-        ("bert", "BertForMaskedLM", {"input_ids", "labels"}),
-        ("t5", "T5ForConditionalGeneration", {"input_ids", "labels"}),
-        ("bart", "BartForConditionalGeneration", {"input_ids", "labels"}),
-        ("vit", "ViTForImageClassification", {"pixel_values", "labels"}),
-        ("clip", "CLIPModel", {"input_ids", "pixel_values", "return_loss"}),
-        ("mixtral", "MixtralForCausalLM", {"input_ids", "labels"}),
+        # text
+        ("llama", "LlamaForCausalLM", READS, {**BODY, "vocab_size": 32}),
+        ("gpt2", "GPT2LMHeadModel", READS, {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}),
+        ("bert", "BertForMaskedLM", READS, {**BODY, "vocab_size": 32}),
+        ("albert", "AlbertForMaskedLM", READS, {**BODY, "vocab_size": 32, "embedding_size": 8}),
+        ("t5", "T5ForConditionalGeneration", READS, {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2}),
+        ("bart", "BartForConditionalGeneration", READS, {"d_model": 16, "vocab_size": 32, **TWO}),
+        ("mixtral", "MixtralForCausalLM", READS, {**BODY, "vocab_size": 32, "num_key_value_heads": 2}),
+        ("phi3", "Phi3ForCausalLM", READS, {**BODY, "vocab_size": 32, "num_key_value_heads": 2}),  # pads with token 32000
+        ("mamba", "MambaForCausalLM", READS, {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}),
+        ("rwkv", "RwkvForCausalLM", READS, {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32}),
+        ("perceiver", "PerceiverForMaskedLM", READS, {"seq_len": 2048, "num_latents": 8, "d_latents": 16, "d_model": 16}),
+        # images, films
+        ("vit", "ViTForImageClassification", SEES, EYES),
+        ("resnet", "ResNetForImageClassification", SEES, {"embedding_size": 4, **STAGES}),
+        ("upernet", "UperNetForSemanticSegmentation", SEES, {"hidden_size": 16}),
+        ("videomae", "VideoMAEForVideoClassification", SEES, {**EYES, "num_frames": 4}),
+        # sounds
+        ("wav2vec2", "Wav2Vec2ForCTC", {"input_values", "labels"}, EARS),
+        ("hubert", "HubertForCTC", {"input_values", "labels"}, EARS),
+        ("wav2vec2-bert", "Wav2Vec2BertForCTC", {"input_features", "labels"}, {**BODY, "vocab_size": 32}),
+        ("whisper", "WhisperForConditionalGeneration", {"input_features", "labels"}, {"d_model": 16, "vocab_size": 64, **TWO}),
+        (
+            "speech_to_text", "Speech2TextForConditionalGeneration", {"input_features", "labels"},
+            {"d_model": 16, "vocab_size": 64, "conv_channels": 8, **TWO},
+        ),
+        (
+            "audio-spectrogram-transformer", "ASTForAudioClassification", {"input_values", "labels"},
+            {**BODY, "max_length": 32, "num_mel_bins": 24},
+        ),
+        # two at once
+        ("clip", "CLIPModel", {"input_ids", "pixel_values", "return_loss"}, {**PARTS, **PICTURE}),
+        ("llava", "LlavaForConditionalGeneration", {"input_ids", "pixel_values", "labels"}, {**PARTS, **PICTURE}),
     ],
-)
-def test_the_class_with_a_loss_and_its_batch(kind: str, name: str, keys: set[str]) -> None:
-    target = load_target(f"hf:{kind}", rows=3, length=8)
+)  # fmt: skip
+def test_the_class_with_a_loss_its_batch_and_the_loss(
+    kind: str, name: str, keys: set[str], settings: dict[str, object]
+) -> None:
+    target = load_target(f"hf:{kind}", {"seq_len": 8, **settings}, rows=3)
     assert isinstance(target.build, HFTarget)
     found = head(target.build.config())
     assert found is not None
     assert found[0].__name__ == name
     assert set(target.batch) == keys
     assert all(len(t) == 3 for t in target.batch.values() if isinstance(t, torch.Tensor))
+    torch.manual_seed(0)
+    loss = target.build()(**target.batch).loss
+    loss.backward()
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
@@ -206,6 +253,53 @@ def test_a_part_of_a_config_is_set_by_its_dotted_key() -> None:
     assert target.build.config().text_config.hidden_size == 64
 
 
+def test_special_tokens_move_into_a_smaller_vocabulary_unless_they_are_said() -> None:
+    def config(**settings: object) -> object:
+        target = load_target("hf:gpt2", {"n_layer": 1, **settings})
+        assert isinstance(target.build, HFTarget)
+        return target.build.config()
+
+    assert config().eos_token_id == 50256  # type: ignore[attr-defined]
+    assert config(vocab_size=32).eos_token_id == 31  # type: ignore[attr-defined]
+    assert config(vocab_size=32, eos_token_id=3).eos_token_id == 3  # type: ignore[attr-defined]
+
+
+def test_no_token_of_a_sample_is_special() -> None:
+    batch = load_target("hf:bert", {**TINY, "vocab_size": 4, "pad_token_id": 2}, rows=8).batch
+    assert set(batch["input_ids"].unique().tolist()) == {0, 1, 3}
+
+
+def test_half_as_many_labels_as_frames_and_no_masks_drawn_by_numpy() -> None:
+    for kind in ("wav2vec2", "data2vec-audio"):  # one whose config says so, one whose code assumes it
+        target = load_target(f"hf:{kind}", {**EARS, "mask_time_prob": 0.9, "mask_time_length": 2}, rows=2, length=10)
+        model = target.build()
+        model(**target.batch).loss.backward()
+        frames = model(target.batch["input_values"]).logits.shape[1]
+        assert (frames, target.batch["labels"].shape) == (10, (2, 5))
+        assert model.get_parameter(f"{kind.replace('-', '_')}.masked_spec_embed").grad is None
+
+
+def test_cuts_are_found_for_a_model_that_hears() -> None:
+    target = load_target("hf:wav2vec2", EARS, rows=2, length=10)
+    recipe = mw.make_recipe(target.build, "tp=2", target.batch)
+    assert not any("could not be followed" in note for note in recipe.notes)
+    cut = {line.name for line in recipe if isinstance(line.tp, mw.Cut)}
+    assert "wav2vec2.encoder.layers.0.feed_forward.output_dense.weight" in cut
+
+
+def test_a_config_names_its_class(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"], **TINY}))
+    target = load_target(f"hf:{path}", {"seq_len": 5}, rows=4)
+    assert target.batch["labels"].shape == (4,) and target.batch["input_ids"].shape == (4, 5)
+    assert target.build()(**target.batch).loss.isfinite()
+
+
+def test_a_key_that_only_the_models_code_knows_may_be_set() -> None:
+    assert load_target("hf:qwen3_moe", {**BODY, "vocab_size": 32, "head_dim": 8, "num_key_value_heads": 2}).build()
+    assert problem("hf:qwen3_moe", {"haed_dim": 8}).given == "the key haed_dim"
+
+
 def test_mistakes_in_a_config_are_told() -> None:
     assert problem("hf:lama").fix == "hf:llama"
     assert problem("hf:llama", {"hiden_size": 64}).fix == "--set hidden_size=64"
@@ -213,7 +307,8 @@ def test_mistakes_in_a_config_are_told() -> None:
     assert "not a multiple" in problem("hf:llama", {"hidden_size": 10, "num_attention_heads": 3}).given
     assert "whole number" in problem("hf:llama", {"seq_len": "long"}).required
     assert "no file" in problem("hf:nowhere/config.json").given
-    assert "no such class" in problem("hf:wav2vec2").given
+    assert "no such class" in problem("hf:detr").given
+    assert "no batch that could be made up" in problem("hf:llava_next", {**PARTS, **PICTURE}).given
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

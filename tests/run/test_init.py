@@ -492,6 +492,16 @@ def test_lazy_modules_and_undrawn_reads_build() -> None:
     record(lambda: parameter(torch.randn(80, 70) * torch.randn(80, 70).max().item()), draw=False)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("own", [False, True])
+def test_who_draws_until_the_values_fit_comes_to_an_end_without_drawing(own: bool) -> None:
+    def build() -> nn.Module:
+        generator = torch.Generator() if own else None
+        return parameter(nn.init.trunc_normal_(torch.empty(80, 70), generator=generator))  # redraws what is outside
+
+    record(build, draw=False)
+
+
 def test_other_threads_are_left_alone() -> None:
     results: list[Tensor] = []
 

@@ -86,6 +86,7 @@ def _(make: Make) -> Any:
     return [make(a, 1, o), make(a, n, i), make(a, i, o)], lambda b, x, w: (
         torch.baddbmm(b, x, w),
         torch.baddbmm(b, x, w, beta=2, alpha=0.3),
+        b.baddbmm(batch1=x, batch2=w, beta=0.5),  # as people write it who name their arguments
     )
 
 

@@ -48,6 +48,8 @@ class Shadow(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _ASSUMED:
             return _ASSUMED[func](*args, **kwargs)
+        if func in _NO_META:
+            return _NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
         args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
@@ -89,6 +91,16 @@ _ASSUMED: dict[Any, Any] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
 }
+
+
+def _ctc_loss(log_probs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """A loss a row, and what only its backward reads."""
+    rows = log_probs.shape[1:2]
+    return torch.empty(rows, dtype=log_probs.dtype, device=META), torch.empty(0, dtype=log_probs.dtype, device=META)
+
+
+# Functions that have no meta kernel in torch: their shapes.
+_NO_META: dict[Any, Any] = {aten._ctc_loss.Tensor: _ctc_loss, aten._ctc_loss.default: _ctc_loss}
 
 # The other answers: to a question about a value of the batch, the opposite; of what has no value, nothing is true.
 _CONTRARY: dict[Any, Any] = {

@@ -1,6 +1,6 @@
 """The one visible order in which a recipe becomes a job.
 
-1  build on meta         run/init.py: no rank holds the whole model
+1  build on meta         run/init:    no rank holds the whole model
 2  cut                   run/parameters.py: tensor parallelism's DTensors
 3  recompute             run/recompute.py
 4  stages                view/walk.py: forwards that ask which part of them is this rank's

@@ -7,9 +7,11 @@
 
     function     a function by its name: ``file.py:function``, ``package.module:function``
     written      what a person's functions give: ``TargetBuild``, ``TargetLoss``
-    hf           a model of transformers: ``HFTarget``, its config
+    hf           a model of transformers: ``HFTarget``
+    config       its config
     heads        which class of it has a loss
     sample       its made-up batch
+    shapes       the model without values, where the config does not tell the batch's shapes
     rows         a batch with more rows
 
 A build must reach worker processes, and most modules cannot be pickled (nor should they travel). So what travels
@@ -23,9 +25,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.target.config import HF
 from meshwright.target.function import absolute
 from meshwright.target.heads import head
-from meshwright.target.hf import HF, HFTarget, hf_target
+from meshwright.target.hf import HFTarget, hf_target
 from meshwright.target.rows import with_rows
 from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 

@@ -113,9 +113,11 @@ def with_bias(work: Any, product: Tensor, layout: Any, bias: Any, tail: int) -> 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
 def addmm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    base, x, weight = args[:3]
     if len(args) > 3 or func.__name__ in ("addbmm", "addmv"):
         return NotImplemented
+    first, second = ("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2")
+    names = named(f"input {first} {second}", args, kwargs)
+    base, x, weight = names["input"], names[first], names[second]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if beta == 0:  # the base is not read: it may hold anything
         base = torch.zeros(base.shape, dtype=base.dtype, device=base.device)

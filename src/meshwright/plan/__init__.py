@@ -1,0 +1,221 @@
+"""The plan: what a person writes. Short; only the mesh is required, the rest is decided where left out.
+
+    mesh: {dp_shard: 2, tp: 2}
+    recompute: blocks
+    modules:                                   # by glob, of a module's or a parameter's name
+      "*.c_attn": {tp: column, parts: 3}
+      encoder.norm: {dp: replicate}
+
+A plan comes from Python, a dict or YAML, and goes back to YAML. However it comes, one pass reads it and
+reports every problem at once, with the line and column where there are lines:
+
+    text ──compose──► Source (plain values, and the place of each) ──read──► Plan, or one PlanError
+
+    entry       what is said of one glob's modules or parameters
+    keys        the keys, and what each takes
+    source      plain values, and where each stands
+    text        YAML, read into a source
+    settings    ``key=value``, put into a source
+    reader      one pass over a source: a plan's fields, or findings
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from meshwright.mesh import Mesh, MeshLike
+from meshwright.plan.entry import Entries, Entry
+from meshwright.plan.keys import KEYS, PLAN
+from meshwright.plan.reader import Reader
+from meshwright.plan.settings import put_setting
+from meshwright.plan.source import MESH, Source
+from meshwright.plan.text import compose, read_file, written
+
+__all__ = ["KEYS", "Entries", "Entry", "Plan", "PlanLike"]
+
+
+@dataclass(frozen=True, init=False)
+class Plan:
+    """How a model is to be laid out over a mesh, as far as a person cares to say.
+
+    Args:
+        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``.
+        modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later
+            wins, key by key.
+        parameters: another place to write entries of ``modules``; they come after those.
+        sequence_parallel: keep activations between tensor-parallel regions cut along the sequence.
+        recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations.
+        microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
+            pipeline twice as many as it has ranks, or as many as there are rows.
+        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``.
+        stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
+        precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
+            ``float64``: everything in it.
+        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again. Left out: true, and
+            with a pipeline false, which would gather it for each microbatch.
+        rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
+            ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
+            of the batch, losses that compare rows), which is tried out before the first step.
+        seed: of the initial values and of dropout.
+
+    Raises:
+        PlanError: with every problem of the arguments.
+
+    Example:
+        >>> plan = Plan({"fsdp": 2, "tp": 2}, {"*.c_attn": {"tp": "column", "parts": 3}})
+        >>> print(plan.dump(), end="")
+        mesh: {dp_shard: 2, tp: 2}
+        modules:
+          '*.c_attn': {tp: column, parts: 3}
+    """
+
+    mesh: Mesh
+    modules: Entries
+    sequence_parallel: bool
+    recompute: str
+    microbatches: int | None
+    schedule: str
+    stages_per_rank: int | None
+    precision: str
+    reshard_after_forward: bool | None
+    rows: str
+    seed: int
+
+    def __init__(
+        self,
+        mesh: MeshLike,
+        modules: Mapping[str, Entry | Mapping[str, object]] | None = None,
+        *,
+        parameters: Mapping[str, Entry | Mapping[str, object]] | None = None,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        precision: str = "float32",
+        reshard_after_forward: bool | None = None,
+        rows: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        given = {
+            "mesh": mesh,
+            "modules": modules,
+            "parameters": parameters,
+            "sequence_parallel": sequence_parallel,
+            "recompute": recompute,
+            "microbatches": microbatches,
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
+            "precision": precision,
+            "reshard_after_forward": reshard_after_forward,
+            "rows": rows,
+            "seed": seed,
+        }
+        for name, value in (_DEFAULTS | Reader(Source(given)).plan()).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches a data rank's rows are divided, where there are as many rows."""
+        pipeline = self.mesh.axis_size("pp")
+        return self.microbatches or (2 * pipeline if pipeline > 1 else 1)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a YAML file. Raises PlanError with every problem, each with ``file:line:column``."""
+        return cls(**Reader(read_file(os.fspath(path))).plan())
+
+    @classmethod
+    def from_yaml(cls, text: str, name: str = "plan") -> Plan:
+        """The plan in a YAML text; errors call it ``name``. Raises PlanError with every problem."""
+        return cls(**Reader(compose(text, name)).plan())
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Plan:
+        """The plan in plain values, as YAML would give them. Raises PlanError with every problem."""
+        return cls(**Reader(Source(settings)).plan())
+
+    @classmethod
+    def parse(cls, spec: PlanLike) -> Plan:
+        """A plan from whatever stands for one.
+
+        A plan; a mesh; a dict; the path of a YAML file; or text: YAML (if it has a line break or ``": "``), a
+        mesh (``"dp_shard=2,tp=2"``), else a path. Raises PlanError with every problem.
+        """
+        if isinstance(spec, Plan):
+            return spec
+        if isinstance(spec, Mesh):
+            return cls(spec)
+        if isinstance(spec, Mapping):
+            return cls.from_dict(spec)
+        text = os.fspath(spec)
+        if isinstance(spec, str) and not text.endswith((".yaml", ".yml")):
+            if "\n" in text or ": " in text:
+                return cls.from_yaml(text)
+            if "=" in text:
+                return cls(text)
+        return cls.load(text)
+
+    @classmethod
+    def from_command(cls, path: str | None = None, mesh: str | None = None, settings: Iterable[str] = ()) -> Plan:
+        """The plan that a command line says: a file, the mesh over its own, settings over both.
+
+        Raises PlanError with every problem of all three.
+
+        >>> Plan.from_command(mesh="dp_shard=2,tp=2", settings=["mesh.tp=4", "recompute=blocks"]).settings()
+        {'mesh': {'dp_shard': 2, 'tp': 4}, 'recompute': 'blocks'}
+        """
+        first = Source({}) if path is None else read_file(path)
+        if mesh is not None:
+            first.put("mesh", mesh, MESH)
+        values = Reader(first).right()
+        then = Source(values, first.findings)
+        then.places[()] = MESH if path is None else first.where(())
+        for setting in settings:
+            put_setting(setting, values, then)
+        return cls(**Reader(then).plan())
+
+    def settings(self) -> dict[str, Any]:
+        """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
+        said: dict[str, Any] = {"mesh": dict(self.mesh.axes)}
+        said |= {name: getattr(self, name) for name in PLAN if getattr(self, name) != _DEFAULTS[name]}
+        if self.modules:
+            said["modules"] = {glob: entry.settings() for glob, entry in self.modules.items()}
+        return said
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The plan as YAML, also written to ``path`` where one is given. `load` gives an equal plan."""
+        text = written(self.settings())
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def replace(self, **changes: Any) -> Plan:
+        """This plan with some settings changed. Raises PlanError, also for a setting that plans lack."""
+        return Plan.from_dict({**self.settings(), **changes})
+
+    def with_settings(self, settings: Iterable[str]) -> Plan:
+        """This plan with ``key=value`` settings, as the command line takes them; a later one wins.
+
+        The key is dotted, ``recompute`` or ``mesh.tp`` or ``modules.<glob>.dp`` (a glob may have dots of its
+        own); the value is YAML. An entry of ``modules`` that is set comes after all others, so that it wins.
+        Raises PlanError with every problem of all settings.
+
+        >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
+        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None)}
+        """
+        values = self.settings()
+        source = Source(values)
+        for setting in settings:
+            put_setting(setting, values, source)
+        return Plan(**Reader(source).plan())
+
+
+PlanLike: TypeAlias = Plan | Mesh | Mapping[str, Any] | str | os.PathLike[str]
+
+_DEFAULTS = {name: signature(Plan).parameters[name].default for name in PLAN}

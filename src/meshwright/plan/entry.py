@@ -1,0 +1,78 @@
+"""What a plan says of the modules or parameters that one glob names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a plan says about the modules or parameters that one glob names. None: left to be decided.
+
+    Attributes:
+        dp: over the data axes, ``shard`` (FSDP) or ``replicate`` (DDP).
+        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``cut:<dim>``
+            (cut that dim, from 0), ``whole`` (leave it), ``auto`` (decide, whatever an earlier entry says).
+        parts: the cut dim is this many equal fused blocks, each cut (a fused QKV: 3); or the blocks' sizes.
+        units: the cut dim is this many equal pieces that may not be broken (attention heads).
+        recompute: ``block`` computes this module again in backward, instead of keeping its activations;
+            ``none`` keeps them.
+        unit: whether this module is gathered, and freed, as one unit of FSDP.
+        on: where on the pipeline axis this module runs: ``pp[1]``, its second rank.
+    """
+
+    dp: str | None = None
+    tp: str | None = None
+    parts: int | tuple[int, ...] | None = None
+    units: int | None = None
+    recompute: str | None = None
+    unit: bool | None = None
+    on: str | None = None
+
+    @property
+    def pp_rank(self) -> int | None:
+        """The rank of ``on: pp[<rank>]``."""
+        return int(self.on[len("pp[") : -1]) if self.on else None
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dim of ``tp: cut:<dim>``; None for another style."""
+        return int(self.tp[len("cut:") :]) if self.tp and self.tp.startswith("cut:") else None
+
+    def settings(self) -> dict[str, Any]:
+        """The keys that are said, as plain YAML values."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+
+    def __or__(self, later: Entry) -> Entry:
+        """Both entries, where both apply: key by key, ``later`` wins."""
+        return replace(self, **{f.name: v for f in fields(later) if (v := getattr(later, f.name)) is not None})
+
+
+class Entries(Mapping[str, Entry]):
+    """The entries of a plan by their globs: a mapping that cannot change, and whose order counts."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, glob: str) -> Entry:
+        return self._entries[glob]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Entries):
+            return tuple(self.items()) == tuple(other.items())
+        return self._entries == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)

@@ -1,0 +1,79 @@
+"""The keys of a plan and of an entry, and what each takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import listing
+from meshwright.schedule import NAMES as SCHEDULES
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one key takes."""
+
+    accepts: Callable[[Any], bool]
+    required: str  # in words, for a person
+    example: object  # stands in a fix
+    words: tuple[str, ...] = ()  # where the value is one of a few words: a misspelt one has a nearest
+
+
+def _choice(*words: str) -> Kind:
+    return Kind(lambda v: isinstance(v, str) and v in words, listing(words), words[0], words)
+
+
+def _flag() -> Kind:
+    return Kind(lambda v: isinstance(v, bool), "true or false", True)
+
+
+def _number(least: int, example: int) -> Kind:
+    return Kind(lambda v: _is_int(v, least), f"a whole number of at least {least}", example)
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _is_style(value: object) -> bool:
+    return isinstance(value, str) and (value in _STYLES or re.fullmatch("cut:[0-9]{1,3}", value) is not None)
+
+
+def _is_parts(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(_is_int(size, 1) for size in value)
+    return _is_int(value, 1)
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"pp\[[0-9]{1,4}\]", value) is not None
+
+
+_STYLES = ("column", "row", "whole", "auto")
+
+PLAN = {
+    "sequence_parallel": _flag(),
+    "recompute": _choice("none", "blocks"),
+    "microbatches": _number(1, 4),
+    "schedule": _choice(*SCHEDULES),
+    "stages_per_rank": _number(1, 2),
+    "precision": _choice("float32", "bfloat16", "float64"),
+    "reshard_after_forward": _flag(),
+    "rows": _choice("auto", "split", "whole"),
+    "seed": _number(0, 0),
+}
+ENTRY = {
+    "dp": _choice("shard", "replicate"),
+    "tp": Kind(_is_style, f"{', '.join(_STYLES)} or cut:<dim>", "column", words=(*_STYLES, "cut:0", "cut:1")),
+    "parts": Kind(_is_parts, "how many equal fused blocks, or a list of their sizes", 3),
+    "units": _number(1, 8),
+    "recompute": _choice("none", "block"),
+    "unit": _flag(),
+    "on": Kind(_is_place, "a rank of the pipeline axis: pp[<rank>]", "pp[0]"),
+}
+
+SECTIONS = ("modules", "parameters")
+KEYS = ("mesh", *SECTIONS, *PLAN)
+"""The keys of a plan, as a command line may need to tell them from others."""

@@ -1,0 +1,158 @@
+"""Reading: plain values with their places, into what a plan keeps, or findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from meshwright.errors import Finding, PlanError, nearest
+from meshwright.mesh import read_mesh
+from meshwright.plan.entry import Entries, Entry
+from meshwright.plan.keys import ENTRY, KEYS, PLAN, SECTIONS, Kind
+from meshwright.plan.source import KeyPath, Source, flow
+
+
+class Reader:
+    """One pass over a source that notes every problem; at its end it gives a plan's fields, or what is right of them."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.findings = source.findings
+
+    def plan(self) -> dict[str, Any]:
+        """The fields of a plan that are said. Raises PlanError with every problem, also those that were noted before."""
+        values = self.source.values
+        if values is None:  # not even YAML: what follows from that is no news
+            self.findings.raise_if_any()
+        found = self.fields()
+        if "mesh" not in found and (values is None or isinstance(values, Mapping)):
+            given = "no mesh" if values else "no plan"
+            where = self.source.where(())
+            self.findings.add(where=where, given=given, required="a mesh", fix=self.source.mesh_fix())
+        if self.findings:
+            raise PlanError(sorted(self.findings, key=_line_and_column), self.findings.subject)
+        return {**found, "modules": Entries(found["modules"])}
+
+    def right(self) -> dict[str, Any]:
+        """The fields as plain values, but for those that are wrong: whatever is said over them can be read too."""
+        unread = bool(self.findings) if self.source.values is None else not isinstance(self.source.values, Mapping)
+        found = self.fields()
+        values = {key: value for key, value in found.items() if value is not None}
+        values["modules"] = {glob: entry.settings() for glob, entry in found["modules"].items()}
+        if found.get("mesh"):
+            values["mesh"] = dict(found["mesh"].axes)
+        elif unread or "mesh" in found:
+            values["mesh"] = {"dp_shard": 1}  # a stand-in: what is wrong with the mesh has been noted
+        return values
+
+    def fields(self) -> dict[str, Any]:
+        """What is said, each thing as a plan keeps it; None where it is wrong."""
+        found: dict[str, Any] = {"modules": {}}
+        for key, value in self.section(self.source.values, (), KEYS, "a plan").items():
+            if key == "mesh":
+                found["mesh"] = read_mesh(value, self.findings, lambda axis: self.mesh_place(axis))
+            elif key in SECTIONS:
+                self.entries(value, key, found["modules"])
+            else:
+                found[key] = self.value(PLAN[key], value, (key,))
+        return found
+
+    def mesh_place(self, axis: str) -> str:
+        return self.source.where(("mesh", axis) if axis else ("mesh",))
+
+    def section(self, values: object, path: KeyPath, keys: Iterable[str], owner: str) -> dict[str, Any]:
+        """The known keys of a mapping that are said. Null is as good as left out."""
+        keys = tuple(keys)
+        if values is not None and not isinstance(values, Mapping):
+            fix = f"{path[-1] if path else 'mesh'}: {{{'dp: shard' if path else 'dp_shard: 2, tp: 2'}}}"
+            required = f"the keys of {owner}: {', '.join(keys)}"
+            self.findings.add(where=self.source.where(path), given=flow(values), required=required, fix=fix)
+        if not isinstance(values, Mapping):
+            return {}
+        for key in values:
+            if key not in keys:
+                self.unknown_key(key, values[key], path, keys, owner)
+        return {key: values[key] for key in keys if values.get(key) is not None}
+
+    def unknown_key(self, key: object, value: object, path: KeyPath, keys: Sequence[str], owner: str) -> None:
+        word, *rest = str(key).split(" ", 1)
+        near = nearest(word, keys)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        fix = self.source.fix((*path, str(key)), flow(value), near[0]) if near else f"leave out {key}"
+        if near and rest:  # "mesh {tp: 2}" reads as the key "mesh {tp" and the value "2}": the colon was forgotten
+            fix = f"{near[0]}: {rest[0]}: {value}"
+        where = self.source.where((*path, str(key)), key=True)
+        required = f"a key of {owner}: {', '.join(keys)}{hint}"
+        self.findings.add(where=where, given=f"the key {key}", required=required, fix=fix)
+
+    def entries(self, values: object, section: str, found: dict[str, Entry]) -> None:
+        """The entries of ``modules`` or ``parameters``, added to those found before."""
+        if not isinstance(values, Mapping):
+            example = f'{section}:\n  "*.c_attn": {{tp: column, parts: 3}}'
+            where = self.source.where((section,))
+            self.findings.add(
+                where=where, given=flow(values), required="a glob with its entry, a line each", fix=example
+            )
+            return
+        for glob, value in values.items():
+            path = (section, str(glob))
+            if not isinstance(glob, str) or not glob.strip():
+                required = "the name of a module or parameter, or a glob of such names"
+                fix = f'"{str(glob).strip() or "*"}": {flow(value)}'
+                self.findings.add(where=self.source.where(path, key=True), given=flow(glob), required=required, fix=fix)
+                continue
+            entry = self.entry(value, path)
+            if before := found.get(glob):
+                self.both(before, entry, path)
+                entry = before | entry
+            found[glob] = entry
+
+    def entry(self, value: object, path: KeyPath) -> Entry:
+        values = value.settings() if isinstance(value, Entry) else value
+        said = {
+            key: self.value(ENTRY[key], item, (*path, key))
+            for key, item in self.section(values, path, ENTRY, "an entry").items()
+        }
+        if isinstance(said.get("parts"), list):
+            said["parts"] = tuple(said["parts"])
+        return Entry(**said)
+
+    def both(self, before: Entry, entry: Entry, path: KeyPath) -> None:
+        """A glob that stands in both sections may not be said two things."""
+        for key, value in entry.settings().items():
+            first = before.settings().get(key, value)
+            if first != value:
+                given = f"{key}: {flow(value)}, and {key}: {flow(first)} under modules"
+                where = self.source.where((*path, key))
+                self.findings.add(where=where, given=given, required="one of them", fix=f"{key}: {flow(first)}")
+
+    def value(self, kind: Kind, value: Any, path: KeyPath) -> Any:
+        if not kind.accepts(value):
+            near = nearest(value, kind.words, most=1) if isinstance(value, str) else ()
+            required = kind.required + "".join(f"; did you mean {word}?" for word in near)
+            fix = self.source.fix(path, flow(near[0] if near else _meant(value, kind)))
+            where = self.source.where(path)
+            self.findings.add(where=where, given=flow(value), required=required, fix=fix)
+            return None
+        return value
+
+
+def _line_and_column(finding: Finding) -> tuple[int, int]:
+    """Where in a file a finding is; before everything, if in none."""
+    match = re.search(r":(\d+):(\d+)(?: \(|$)", finding.where)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _meant(value: object, kind: Kind) -> object:
+    """What a value of the wrong type most likely meant: ``"4"`` is 4, ``4.0`` is 4, ``"yes"`` is true."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    elif isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return kind.example
+    return value if kind.accepts(value) else kind.example

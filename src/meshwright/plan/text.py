@@ -1,0 +1,152 @@
+"""YAML, with the place of everything. The safe loader, node by node: no tag makes an object, no alias unfolds without end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from meshwright.errors import Findings
+from meshwright.plan.source import WIDE, KeyPath, Source, example
+
+
+class _Dumper(yaml.SafeDumper):
+    """Line separators of Unicode are escaped: read back unquoted, they would be spaces."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted)
+
+
+def written(values: object) -> str:
+    """Plain values as YAML, which reads back the same."""
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=WIDE)
+
+
+def read_file(path: str) -> Source:
+    """The plain values in a YAML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        source = Source(None)
+        source.places[()] = path
+        source.findings.add(where=path, given=given, required="a YAML file that can be read", fix=example())
+        return source
+    return compose(text, path)
+
+
+def compose(text: str, name: str, findings: Findings | None = None) -> Source:
+    """The plain values in a YAML text, and the place of each as ``name:line:column``, both from 1.
+
+    What is not YAML, or not plain, is noted in the findings. Keys are text, whatever they look like.
+    """
+    source = Source(None, findings)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        source.places[()] = f"{name}:1:1"
+        source.values = None if node is None else _Values(name, source).of(node, ())
+    except yaml.YAMLError as error:
+        _not_yaml(error, text, name, source.findings)
+    except RecursionError:
+        source.findings.add(where=f"{name}:1:1", given="brackets within brackets", required="a plan", fix=example())
+    return source
+
+
+class _Values:
+    """Builds plain values from YAML nodes. A node that an alias names again is built once."""
+
+    def __init__(self, name: str, source: Source) -> None:
+        self.name = name
+        self.source = source
+        self.built: dict[int, object] = {}
+
+    def of(self, node: yaml.Node, path: KeyPath) -> object:
+        self.source.places[path] = self.place(node)
+        if id(node) in self.built:
+            return self.built[id(node)]
+        self.built[id(node)] = None  # until it is built: an alias within itself finds nothing
+        if isinstance(node, yaml.MappingNode):
+            value: object = self.mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self.of(item, (*path, str(i))) for i, item in enumerate(node.value)]
+        else:
+            value = self.scalar(node)
+        self.built[id(node)] = value
+        return value
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in node.value:
+            place = self.place(key)
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                given = "a merge" if isinstance(key, yaml.ScalarNode) else "a key of several values"
+                self.source.findings.add(where=place, given=given, required="a name as key", fix="name: value")
+                continue
+            here = (*path, key.value)
+            if key.value in found:
+                given = f"the key {key.value} again, after {self.source.keys[here]}"
+                fix = f"leave out one of the two {key.value}"
+                self.source.findings.add(where=place, given=given, required="each key once", fix=fix)
+                continue
+            self.source.keys[here] = place
+            found[key.value] = self.of(value, here)
+        return found
+
+    def scalar(self, node: yaml.Node) -> object:
+        try:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            given = f"{node.tag} {node.value}" if isinstance(error, yaml.YAMLError) else str(node.value)
+            required = "a plain value: text, a number, true or false"
+            self.source.findings.add(where=self.place(node), given=given, required=required, fix=f'"{node.value}"')
+            return None
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+
+def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -> None:
+    """The finding for text that is not YAML: the line that is wrong, and as it was most likely meant."""
+    reason, index = str(error), 0
+    if isinstance(error, yaml.MarkedYAMLError):
+        reason = error.problem or reason
+        mark, opened = error.problem_mark or error.context_mark, error.context_mark
+        if mark and opened and opened.line < mark.line and _OPENS.search(error.context or ""):
+            mark = opened  # what is never closed is noticed lines later: what counts is where it opened
+        index = mark.index if mark else 0
+    elif isinstance(error, yaml.reader.ReaderError):
+        reason, index = error.reason, error.position
+    before = text[:index].splitlines(keepends=True) or [""]
+    if before[-1].endswith("\n"):
+        before.append("")
+    line = before[-1] + text[index:].partition("\n")[0]
+    given = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.strip()) or "nothing"
+    where = f"{name}:{len(before)}:{len(before[-1]) + 1}"
+    findings.add(where=where, given=given, required=f"YAML: {reason}", fix=_mended(line))
+
+
+_OPENS = re.compile("flow|quoted|simple key")
+
+
+def _mended(line: str) -> str:
+    """A line that is not YAML, as it was most likely meant."""
+    if "\t" in line:
+        return line.expandtabs(2)
+    line = "".join(c for c in line if c.isprintable()).strip()
+    if match := re.fullmatch(r"(\*[^:\s]*)(:.*)", line):  # a bare glob reads as an alias
+        return f'"{match[1]}"{match[2]}'
+    for quote in "\"'":
+        if line.count(quote) % 2:
+            return line + quote
+    for start, end in ("{}", "[]"):
+        if (missing := line.count(start) - line.count(end)) > 0:
+            return line + end * missing
+    if match := re.fullmatch(r"([\w.]+)\s*[:=]?\s*([^:]+)", line):
+        return f"{match[1]}: {match[2]}"
+    return example()

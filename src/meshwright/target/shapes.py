@@ -1,0 +1,30 @@
+"""A model run for its shapes: parameters have none but these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Shapes:
+    """The model of a build without values, made when it is first asked; it leaves the generators as they were."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build = build
+        self._model: nn.Module | None = None
+
+    def __call__(self, batch: dict[str, Any], method: str = "forward") -> Any:
+        """The output of the model, or of another of its methods. Raises what the model raises."""
+        import torch
+
+        from meshwright.planning.shadow import Meeting, Shadow
+        from meshwright.run.init import record
+
+        with torch.random.fork_rng(devices=[]):
+            if self._model is None:
+                self._model = record(self._build, draw=False).module
+            with torch.no_grad(), Shadow(), Meeting():
+                return getattr(self._model, method)(**batch)
