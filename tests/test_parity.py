@@ -270,7 +270,7 @@ def test_a_gradient_of_another_shape_than_planned_is_an_error_not_a_crash() -> N
     recipe = mw.make_recipe(Small, "dp_shard=2", batch())
     p = nn.Parameter(torch.zeros(16, 8))
     p.grad = torch.zeros(16, 8)
-    job: Any = SimpleNamespace(recipe=recipe, groups=SimpleNamespace(rank=1))
+    job: Any = SimpleNamespace(recipe=recipe, rank=1)
     job.named_parameters = lambda: [("up.weight", p)]
     with pytest.raises(RuntimeError, match=r"up\.weight.*\(16, 8\).*\(8, 8\)"):
         gradients_as_planned(job)

@@ -86,7 +86,7 @@ def _errors(
 
 def _worse_elsewhere(
     rank: int,
-    found: Mapping[str, Tensor | None],
+    found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     errors: dict[str, float],
     words: dict[tuple[str, str], str],

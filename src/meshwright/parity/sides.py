@@ -80,7 +80,7 @@ class Outcome:
     recipe: Recipe
     fallbacks: tuple[tuple[int, str], ...]
     collectives: dict[str, tuple[int, int]]  # kind → calls, bytes
-    buffers: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)  # of other ranks, where not rank 0's
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of other ranks, where they are not the facts'
 
 
 # --- one device -----------------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ def _generators() -> tuple[Any, ...]:
 # --- the job --------------------------------------------------------------------------------------------------------
 
 
-def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor | None]:
-    """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that are not rank 0's."""
+def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
+    """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
     job = parallelize(
         Quiet(case.build, case.training), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype, transform=perturbed,
@@ -181,17 +181,19 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor | None]:
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
     rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
     outcome = _trained(job, case, take_rows(everything, *rows))
-    own = {n: b for n, b in job.module.named_buffers() if job.recipe.owns_buffer(n, job.rank)}
-    others = unlike_rank_0(outcome.facts.buffers if dist.get_rank() == 0 else own)
-    return outcome if dist.get_rank() == 0 else {n: b for n, b in others.items() if job.recipe.owns_buffer(n, job.rank)}
+    others = _unlike(outcome.facts.buffers, job)
+    return outcome if dist.get_rank() == 0 else others
 
 
-def unlike_rank_0(buffers: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """This rank's buffers that differ from rank 0's in any bit, and None for those that it lacks. Collective."""
-    told = [{name: digest(b) for name, b in buffers.items()}]
-    dist.broadcast_object_list(told, src=0)
-    found: dict[str, Tensor | None] = {name: b for name, b in buffers.items() if told[0].get(name) != digest(b)}
-    return found | dict.fromkeys(told[0].keys() - buffers.keys())
+def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
+    """This rank's buffers that differ in any bit from those that rank 0 tells of. Collective.
+
+    Of a pipeline's ranks, those that run the stage which changes a buffer.
+    """
+    digests = [{name: digest(b) for name, b in told.items()}]
+    dist.broadcast_object_list(digests, src=0)
+    own = {name: b for name, b in job.module.named_buffers() if job.recipe.owns_buffer(name, job.rank)}
+    return {name: _copy(b) for name, b in own.items() if digest(b) != digests[0].get(name)}
 
 
 def _trained(job: Job, case: Case, batch: Any) -> Outcome:
