@@ -265,6 +265,38 @@ def test_batches_of_other_shapes(workers):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+class Fickle(torch.nn.Module):
+    """What it does between its blocks follows from a value of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, flag):
+        for block in self.blocks:
+            x = block(x)
+            if flag.any():
+                x = x * 2
+        return x.square().mean()
+
+
+def fickle():
+    x, found = torch.ones(4, 8), []
+    job = mw.parallelize(Fickle, {"mesh": {"pp": 2}, "rows": "split"}, batch=(x, torch.zeros(4)))
+    for flags in ([0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0] * 4):
+        found.append(job.step((x, torch.tensor(flags))).item())
+    return found
+
+
+def test_a_path_that_follows_from_the_batch_is_recorded_for_each_batch(workers):
+    torch.manual_seed(0)
+    model, x = Fickle(), torch.ones(4, 8)
+    rows = [model(x[:1], torch.tensor([flag])).item() for flag in (0.0, 1.0)]
+    expected = [rows[0], rows[1], sum(rows) / 2, rows[0]]
+    for found in workers.run(fickle, ranks=2):
+        assert found == pytest.approx(expected)
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -100,8 +100,9 @@ class Planned:
             cast(self._model, dtype)
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss, self._precision = loss, plan.precision
-        rows = batch if whole_batch else None
-        self.recipe = resolve(self._model, plan, lambda model: loss(called(model, batch)), rows)
+        self.recipe = resolve(
+            self._model, plan, lambda model: loss(called(model, batch)), batch, whole_batch=whole_batch
+        )
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""

@@ -33,8 +33,10 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
     forwards = Forwards(model)
     try:
         recorder = Recorder(model)
-        with torch.enable_grad(), recorder.cost, Shadow(), Meeting(), forwards.followed(recorder):
+        shadow, meeting = Shadow(), Meeting()
+        with torch.enable_grad(), recorder.cost, shadow, meeting, forwards.followed(recorder):
             result = run(model)
+        recorder.graph.of_this_batch = shadow.known + meeting.known > 0
         recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
         return recorder.graph
     finally:

@@ -49,13 +49,14 @@ class Names:
         return Names({name: (p, tuple(aliases)) for name, p, aliases in found.values()})
 
 
-def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe:
+def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_batch: bool = False) -> Recipe:
     """The recipe for ``model`` (parameters on meta) under ``plan``.
 
     Args:
         model: with parameters on the meta device, buffers real.
         run: runs the model's forward on the sample batch, and the loss on its output.
         batch: the sample, for its number of rows.
+        whole_batch: whether these are the rows of all data ranks together.
 
     Raises:
         PlanError: with every problem.
@@ -63,7 +64,8 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     findings = Findings()
     names = Names.of(model)
     entries = _entries(model, names, plan, findings)
-    _check_rows(plan, batch, findings)
+    if whole_batch:
+        _check_rows(plan, batch, findings)
     _check_cuts(plan, names, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
@@ -97,7 +99,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         units=units,
         recompute=recompute,
         sequence=sequence,
-        microbatches=plan.microbatches or max(1, min(plan.pieces, (rows_of(batch) or 1) // plan.mesh.data_size)),
+        microbatches=plan.microbatches or _microbatches(plan, rows_of(batch) or 1, whole_batch),
         precision=plan.precision,
         reshard_after_forward=_reshards(plan),
         rows=plan.rows,
@@ -305,6 +307,11 @@ def _line(
         unit=owner,
         reason=cuts.reasons.get(name, "") if cuts else "",
     )
+
+
+def _microbatches(plan: Plan, rows: int, whole_batch: bool) -> int:
+    """What the plan says, or else as many as are of use, with a row each."""
+    return plan.microbatches or max(1, min(plan.pieces, rows // (plan.mesh.data_size if whole_batch else 1)))
 
 
 def _reshards(plan: Plan) -> bool:

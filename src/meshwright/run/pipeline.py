@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.graph import ROOT, ModelGraph
+from meshwright.graph import ROOT, ModelGraph, spelled
 from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.counts import Shares
@@ -31,7 +31,7 @@ from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
-from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
+from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
 from meshwright.view.structure import map_tensors
 from meshwright.view.walk import Forwards
 from meshwright.view.work import whole
@@ -110,6 +110,7 @@ class Pipeline:
         self.stages = [s.index for s in recipe.stages if recipe.stage_rank[s.index] == self.rank]
         self.has_loss = recipe.stage_rank[-1] == self.rank
         self._programs: dict[Any, Program] = {}
+        self._paths: dict[Any, Program] = {}
         self._schedules: dict[Any, Schedule] = {}
         self.bytes_sent = self.sends = 0
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
@@ -152,18 +153,23 @@ class Pipeline:
             loss is None,
             tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
         )
-        if key not in self._programs:
+        known = self._programs.get(key)
+        if known is None or known.graph.of_this_batch:
             graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
-            cuts = [graph.positions.get(s.first) for s in self.recipe.stages[1:]]
-            if None in cuts or sorted(cuts) != cuts:  # type: ignore[type-var]
-                missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c is None), "")
-                raise StageError(
-                    f"with a batch of these shapes the forward takes another path than with the sample: "
-                    f"{missing or 'a cut'} is not where it was. Give parallelize a sample of this kind"
-                )
-            crossing = crossings(graph, cuts, whole_output=loss is None)  # type: ignore[arg-type]
-            self._programs[key] = Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
+            same = self._paths.get((key, graph.signature))
+            self._programs[key] = self._paths[key, graph.signature] = same or self._program(graph, loss is None)
         return self._programs[key]
+
+    def _program(self, graph: ModelGraph, whole_output: bool) -> Program:
+        cuts = [graph.positions.get(s.first, -1) for s in self.recipe.stages[1:]]
+        if -1 in cuts or sorted(cuts) != cuts:
+            missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c < 0), "a cut")
+            raise StageError(
+                f"with this batch the forward takes another path than with the sample: {missing} is not where it was. "
+                "Give parallelize a sample of this kind"
+            )
+        crossing = crossings(graph, cuts, whole_output=whole_output)
+        return Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
 
     def schedule(
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
@@ -267,7 +273,17 @@ class _Step:
         self.sent = [(w, t) for w, t in self.sent if not w.is_completed()]
 
     def _send_f(self, action: Action, flight: Flight) -> None:
-        self._send(action, [flight.outputs[n] for n in self._numbers(action)])
+        program, found = self.programs[action.microbatch], []
+        for n in self._numbers(action):
+            value, t = program.graph.values[n], flight.outputs[n]
+            if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
+                event = program.graph.events[value.position]
+                raise PathError(
+                    f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, where {value.shape} "
+                    f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
+                )
+            found.append(t)
+        self._send(action, found)
 
     def _send_b(self, action: Action, flight: Flight) -> None:
         self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
