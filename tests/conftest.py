@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from meshwright.run.workers import LocalWorkers, local_workers
 
-# The same examples on every run: what passes on one machine passes on the next. `--hypothesis-seed` tries others.
-settings.register_profile("fixed", derandomize=True)
+# The same examples on every run: what passes on one machine passes on the next, which
+# may be slower. `--hypothesis-seed` tries others.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 
 

@@ -82,6 +82,7 @@ class Stage:
         where: the same for a person: ``layers.2``.
         modules: the modules that run wholly in it, outermost only.
         flops, moved: of its forward: operations, and bytes read and written; for the sample batch.
+        work: what stages are balanced by: both, in operations.
         sends: bytes of the values that leave it, for the sample batch.
         parameters: elements it holds, over all ranks of it.
     """
@@ -92,6 +93,7 @@ class Stage:
     modules: tuple[str, ...]
     flops: int
     moved: int
+    work: int
     sends: int
     parameters: int
 
@@ -141,6 +143,11 @@ class Recipe:
     def stage_rank(self) -> tuple[int, ...]:
         """The rank of the pipeline axis that each stage lives on."""
         return stage_ranks(self.mesh.axis_size("pp"), max(len(self.stages), 1))
+
+    def stage_ranks_of(self, stage: int) -> list[int]:
+        """The ranks that a stage lives on."""
+        place = self.stage_rank[stage]
+        return [rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank).get("pp", 0) == place]
 
     def holds(self, parameter: ParameterRecipe, rank: int) -> bool:
         """Whether a stage on this rank uses the parameter."""

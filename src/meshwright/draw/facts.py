@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -59,6 +59,7 @@ class ParameterFacts:
         reason: why it is cut as it is, or left whole.
         bytes: of the whole parameter.
         requires_grad: whether it is trained.
+        stages: the pipeline stages that use it; without a pipeline stage 0.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ParameterFacts:
     reason: str
     bytes: int
     requires_grad: bool
+    stages: tuple[int, ...] = (0,)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; layouts as words."""
@@ -83,6 +85,7 @@ class ParameterFacts:
             "reason": self.reason,
             "bytes": self.bytes,
             "requires_grad": self.requires_grad,
+            "stages": list(self.stages),
         }
 
 
@@ -166,7 +169,11 @@ class ShardMap:
             KeyError: no such parameter.
             ValueError: no such rank.
         """
-        return self.recipe.held(self.recipe.by_name[name], rank)
+        return _slices(self.recipe.by_name[name], rank, self.recipe)
+
+    def holds(self, name: str, rank: int) -> bool:
+        """Whether a stage on this rank uses the parameter: else it holds nothing of it."""
+        return self.recipe.holds(self.recipe.by_name[name], rank)
 
     def held_by(self, name: str) -> tuple[tuple[tuple[int, ...], Slices], ...]:
         """(ranks, what each of them holds) for each distinct slice of a parameter, by first rank."""
@@ -210,13 +217,16 @@ class ShardMap:
             "numel": self.numel,
             "bytes": self.bytes,
             "bytes_per_rank": {"least": lowest, "most": highest, "of": {r: self.bytes_by_rank[r] for r in self.ranks}},
+            "stages": [
+                {**asdict(stage), "ranks": self.recipe.stage_ranks_of(stage.index)} for stage in self.recipe.stages
+            ],
             "units": [unit.name for unit in self.recipe.units],
             "notes": list(self.recipe.notes),
         }
 
     def _held(self, name: str) -> list[dict[str, Any]]:
         together: dict[Slices, list[int]] = {}
-        for rank in self.ranks:
+        for rank in filter(lambda rank: self.holds(name, rank), self.ranks):
             together.setdefault(_or_nothing(self.slices(name, rank)), []).append(rank)
         return [
             {"ranks": ranks, "slices": [[list(r) for r in ranges] for ranges in slices]}
@@ -228,7 +238,7 @@ class ShardMap:
         """One parameter of each kind that is cut alike, and how many there are."""
         found: dict[Any, list[ParameterRecipe]] = {}
         for line in self.recipe.parameters:
-            found.setdefault((line.shape, line.dtype, line.tp, line.data), []).append(line)
+            found.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages), []).append(line)
         return {lines[0]: len(lines) for lines in found.values()}
 
 
@@ -246,20 +256,26 @@ def _facts(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
         reason=line.reason,
         bytes=line.numel * itemsize(line.dtype),
         requires_grad=line.requires_grad,
+        stages=line.stages,
     )
 
 
 def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
     layouts = recipe.layouts(line)
-    copies = [axis for axis, layout in layouts.items() if not isinstance(layout, Cut)]
+    copies = [axis for axis, layout in layouts.items() if axis != "pp" and not isinstance(layout, Cut)]
     together: dict[Slices, list[int]] = {}
     for group in recipe.mesh.groups(*copies):  # ranks that differ on axes which do not cut it hold the same
-        together.setdefault(_or_nothing(recipe.held(line, group[0])), []).extend(group)
+        if recipe.holds(line, group[0]):
+            together.setdefault(_or_nothing(recipe.held(line, group[0])), []).extend(group)
     return tuple((tuple(sorted(ranks)), slices) for slices, ranks in together.items())
 
 
 def _bytes_at(line: ParameterRecipe, rank: int, recipe: Recipe) -> int:
-    return elements(recipe.held(line, rank)) * itemsize(line.dtype)
+    return elements(recipe.held(line, rank)) * itemsize(line.dtype) if recipe.holds(line, rank) else 0
+
+
+def _slices(line: ParameterRecipe, rank: int, recipe: Recipe) -> Slices:
+    return recipe.held(line, rank) if recipe.holds(line, rank) else ((),) * len(line.shape)
 
 
 def _or_nothing(slices: Slices) -> Slices:
@@ -299,7 +315,16 @@ def _kind(facts: ParameterFacts) -> Any:
     """What parameters of one row share."""
     names = tuple(_pattern(name) for name in (facts.name, *facts.aliases))
     layout = tuple(facts.layout.values())
-    return names, _pattern(facts.unit), facts.shape, facts.dtype, layout, facts.reason, facts.requires_grad
+    return (
+        names,
+        _pattern(facts.unit),
+        facts.shape,
+        facts.dtype,
+        layout,
+        facts.reason,
+        facts.requires_grad,
+        facts.stages,
+    )
 
 
 def _pattern(name: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from meshwright.draw.facts import FEW_RANKS, ParameterFacts, Row, ShardMap, elements
+from meshwright.draw.stages import stages, stages_text
 from meshwright.layout import Cut, Interval, Layout
 from meshwright.recipe import Slices
 
@@ -61,7 +62,7 @@ def render(
     rows = shard_map.rows if parameter is None else shard_map.matching(parameter)
     drawn = (0 if parameter is None else 3) if pictures is None else pictures
     above = () if parameter is not None else (heading(shard_map, shown), Text())
-    below = () if parameter is not None else notes(shard_map)
+    below = () if parameter is not None else (*stages(shard_map.recipe), *notes(shard_map))
     return Group(*above, _Listing(shard_map, rows, shown, width), *below, *_drawings(shard_map, rows, rank, drawn))
 
 
@@ -177,8 +178,12 @@ class _Columns:
 
     def cells(self, row: Row) -> list[str]:
         facts = row.first
-        layouts = [layout_text(facts.layout[axis], len(facts.shape)) for axis in self.axes]
-        return [shape_text(facts), *layouts, slices_text(self.map.slices(facts.name, self.rank), facts.shape)]
+        layouts = [
+            stages_text(facts.stages) if axis == "pp" else layout_text(facts.layout[axis], len(facts.shape))
+            for axis in self.axes
+        ]
+        held = slices_text(self.map.slices(facts.name, self.rank), facts.shape)
+        return [shape_text(facts), *layouts, held if self.map.holds(facts.name, self.rank) else "nothing"]
 
     def tree(self) -> Tree:
         titles = self.titles()[: -1 if self.below else None]

@@ -98,14 +98,6 @@ class Recorder(Walk):
         self._buffers = {id(b): n for n, b in model.named_buffers()}
         self._alive: list[Any] = []  # storages are told apart by their address
 
-    def number(self, t: Tensor) -> int | None:
-        """The number of a tensor's value."""
-        token, number = getattr(t, "_mw_value", (None, None))
-        return number if token is self else None
-
-    def known(self, t: Tensor) -> bool:
-        return self.number(t) is not None
-
     def entered(
         self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -184,7 +176,7 @@ class Recorder(Walk):
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
             t.element_size(), t.requires_grad, place, storage,
         )  # fmt: skip
-        t._mw_value = (self, len(self.graph.values))  # type: ignore[attr-defined]
+        self.name_value(t, len(self.graph.values))
         self.graph.values.append(value)
         self._alive.append(t)
 

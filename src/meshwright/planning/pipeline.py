@@ -196,10 +196,11 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
             Stage(
                 index=k,
                 first=(event.path, event.index),
-                where=_name(graph, start),
+                where=next((c.module for c in inside if c.start == start), _name(graph, start)),
                 modules=tuple(dict.fromkeys(outermost)),
                 flops=sum(e.flops for e in graph.events[start:stop]),
                 moved=sum(e.moved for e in graph.events[start:stop]),
+                work=costs.work[stop] - costs.work[start],
                 sends=costs.crossing[stop] if k < len(ends) - 2 else 0,
                 parameters=sum(prod(shapes[n]) for n in names),
             )

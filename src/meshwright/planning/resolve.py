@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -121,7 +122,7 @@ def _entries(model: nn.Module, names: Names, plan: Plan, findings: Findings) -> 
     parameters = [n for name, (_, aliases) in names.parameters.items() for n in (name, *aliases)]
     found: dict[str, Entry] = {}
     for glob, entry in plan.modules.items():
-        matched = [n for n in (*modules, *parameters) if fnmatchcase(n, glob)]
+        matched = [n for n in (*modules, *parameters) if _named(n, glob)]
         if not matched:
             known = [n for n in (*modules, *parameters) if n]
             near = nearest(glob, known) or tuple(known[:3])
@@ -134,6 +135,26 @@ def _entries(model: nn.Module, names: Names, plan: Plan, findings: Findings) -> 
         for name in matched:
             found[name] = found.get(name, Entry()) | entry
     return found
+
+
+def _named(name: str, glob: str) -> bool:
+    """Whether a glob names it; ``layers.0-5`` is layers.0 to layers.5."""
+    if fnmatchcase(name, glob):
+        return True
+    parts, patterns = name.split("."), glob.split(".")
+    if len(parts) != len(patterns) or not any(map(_RANGE.fullmatch, patterns)):
+        return False
+    return all(_in_range(part, pattern) for part, pattern in zip(parts, patterns, strict=True))
+
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def _in_range(part: str, pattern: str) -> bool:
+    ends = _RANGE.fullmatch(pattern)
+    if ends is None:
+        return fnmatchcase(part, pattern)
+    return part.isdigit() and int(ends[1]) <= int(part) <= int(ends[2])
 
 
 def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style]) -> dict[str, Style]:

@@ -41,7 +41,7 @@ class Elsewhere(Tensor):
     def __new__(cls: type[Elsewhere], like: Tensor, walk: StageWalk, number: int) -> Elsewhere:
         strides = like.stride() if like.layout is torch.strided else None
         self = wrapper(cls, like, like.shape, strides=strides, device=walk.device, requires_grad=like.requires_grad)
-        self._mw_value = (walk, number)
+        walk.name_value(self, number)
         return self
 
     @classmethod
@@ -66,15 +66,19 @@ class Elsewhere(Tensor):
 
 def _unavailable(func: Any, values: Any) -> RuntimeError:
     found = next(t for t in pytree.tree_leaves(values) if isinstance(t, Elsewhere))
-    walk, number = found._mw_value
-    return walk.unavailable(number, getattr(func, "__name__", str(func)), "")
+    mark, number = found._mw_value
+    name, walk = getattr(func, "__name__", str(func)), mark.walk()
+    if walk is None:
+        return PathError(f"{name} takes a tensor of a forward that has ended; its value lives on other ranks")
+    return walk.unavailable(number, name, "")
 
 
 def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
-    walk, _ = getattr(before, "_mw_value", (None, None))
-    if isinstance(walk, StageWalk):
-        walk.keep(now, before._mw_value[1])  # type: ignore[attr-defined]
+    mark, number = getattr(before, "_mw_value", (None, None))
+    walk = mark.walk() if mark is not None else None
+    if isinstance(walk, StageWalk) and number is not None:
+        walk.keep(now, number)
 
 
 class PathError(RuntimeError):
@@ -185,16 +189,9 @@ class StageWalk(Walk):
 
     # --- values -----------------------------------------------------------------------------------------------------
 
-    def number(self, t: Tensor) -> int | None:
-        walk, number = getattr(t, "_mw_value", (None, None))
-        return number if walk is self else None
-
-    def known(self, t: Tensor) -> bool:
-        return self.number(t) is not None
-
     def keep(self, t: Tensor, number: int) -> None:
         """``t`` is what stands for a value from now on."""
-        t._mw_value = (self, number)  # type: ignore[attr-defined]
+        self.name_value(t, number)
         self._values[number] = t
 
     def _gave(self, t: Tensor, number: int | None) -> None:
@@ -342,10 +339,10 @@ class StageWalk(Walk):
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
             self.closed += 1
             return result
-        if target is not None:
+        if target is not None and event.written is not None:
             self._gave(args[0], event.written)
             if target is not args[0]:  # the model goes on with its own name for it
-                target._mw_value = (self, event.written)
+                self.name_value(target, event.written)
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if len(given) != len(event.outputs):
             raise PathError(
@@ -359,7 +356,7 @@ class StageWalk(Walk):
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
         """An event of another stage."""
         if event.written is not None and args and isinstance(args[0], Tensor):
-            args[0]._mw_value = (self, event.written)  # type: ignore[attr-defined]
+            self.name_value(args[0], event.written)
         recorded = self.graph.outputs[event.path, event.index]
         numbers = iter(event.outputs)
 

@@ -11,6 +11,7 @@ that both mean the same by the n-th event of a call:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,11 +90,25 @@ class Forwards:
             self.walk = before
 
 
+class Mark:
+    """What a value is marked with, besides its number: whose it is.
+
+    Not the walk itself: tensors that autograd has saved are held where Python's collector does not see, and a walk that
+    holds them would live as long as they, and they as long as it.
+    """
+
+    __slots__ = ("walk",)
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = weakref.ref(walk)
+
+
 class Walk(TorchFunctionMode):
     """Follows one forward. Subclasses say what becomes of calls, events and facts."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.mark = Mark(self)
         self.frames = [Frame(())]
         self.closed = 0  # how many calls that are not looked into are running
 
@@ -145,11 +160,22 @@ class Walk(TorchFunctionMode):
         finally:
             self.frames.pop()
 
-    # --- for subclasses ---------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a tensor's value in this walk."""
+        mark, number = getattr(t, "_mw_value", (None, None))
+        return number if mark is self.mark else None
 
     def known(self, t: Tensor) -> bool:
         """Whether a tensor is a value: an event gave it."""
-        raise NotImplementedError
+        return self.number(t) is not None
+
+    def name_value(self, t: Tensor, number: int) -> None:
+        """Marks a tensor as a value."""
+        t._mw_value = (self.mark, number)  # type: ignore[attr-defined]
+
+    # --- for subclasses ---------------------------------------------------------------------------------------------
 
     def entered(
         self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,105 @@
+"""The stages of a pipeline and the timeline of its schedule, for the terminal.
+
+stage  ranks  from                to                  work  parameters  sends
+0      0, 1   model.embed_tokens  model.layers.{0…3}   49 %        1.6M  64 KiB
+1      2, 3   model.layers.4      lm_head              51 %        1.6M  –
+
+1f1b, 4 microbatches; time goes right, a backward takes two forwards
+rank 0   0 1 0…  2 1…  3 2…  3…
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.recipe import Recipe
+from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
+
+_MOST = 16  # ranks whose line is drawn, and stages in the table
+_COLUMNS = 120
+_STYLES = {"F": "cyan", "B": "green", "I": "green", "W": "magenta"}
+
+
+def stages(recipe: Recipe) -> Iterator[RenderableType]:
+    """The table of stages and the timeline; nothing without a pipeline."""
+    if not recipe.stages:
+        return
+    yield Text()
+    yield _table(recipe)
+    yield Text()
+    yield drawn(recipe)
+
+
+def stages_text(indices: Sequence[int]) -> str:
+    """``stage 1``, ``stages 0, 2``."""
+    return f"stage{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+
+
+def _table(recipe: Recipe) -> Table:
+    from meshwright.draw.terminal import count_text, ranks_text, size_text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("stage", "ranks", "from", "to"):
+        table.add_column(title, no_wrap=True)
+    for title in ("work", "parameters", "sends"):
+        table.add_column(title, justify="right", no_wrap=True)
+    whole = sum(stage.work for stage in recipe.stages) or 1
+    for stage in recipe.stages[:_MOST]:
+        last = stage.modules[-1] if stage.modules else "–"
+        sends = size_text(stage.sends) if stage.sends else "–"
+        table.add_row(
+            str(stage.index), ranks_text(recipe.stage_ranks_of(stage.index)), stage.where, last,
+            f"{100 * stage.work / whole:.0f} %", count_text(stage.parameters), sends,
+        )  # fmt: skip
+    if len(recipe.stages) > _MOST:
+        table.add_row("…", *[""] * 6)
+    return table
+
+
+def drawn(recipe: Recipe) -> Text:
+    """The timeline: a line a rank of the pipeline axis, a column a forward's time; each action begins with its microbatch."""
+    ranks, count = recipe.mesh.axis_size("pp"), recipe.microbatches
+    schedule = make_schedule(recipe.schedule, ranks, len(recipe.stages), count)
+    spans = timeline(schedule)
+    bubble = idle(spans)
+    text = Text(f"{recipe.schedule}, {count} microbatch{'es' * (count > 1)} a step", style="bold")
+    text.append("; time goes right, a backward takes two forwards\n", style="not bold")
+    width = max(len(str(count - 1)), 1) + 1 + (len(recipe.stages) > ranks)
+    for rank, line in groupby(sorted(spans, key=lambda s: (s.rank, s.start)), key=lambda s: s.rank):
+        if rank >= _MOST:
+            text.append(f"… and {ranks - _MOST} more ranks\n", style="dim")
+            break
+        text.append(f"pp {rank:<3} ")
+        text.append_text(_line(list(line), width, len(recipe.stages) > ranks))
+        text.append("\n")
+    text.append("F forward", style=_STYLES["F"])
+    text.append("  ")
+    text.append("B backward", style=_STYLES["B"])
+    if recipe.schedule == "zero_bubble":
+        text.append("  W of weights, later", style=_STYLES["W"])
+    text.append(f"\nidle: {100 * bubble:.0f} % of the ranks' time")
+    if recipe.schedule in ("gpipe", "1f1b") and len(recipe.stages) == ranks:
+        text.append(f" = (p−1)/(m+p−1) = {ranks - 1}/{count + ranks - 1}")
+    text.append(f"; rank 0 holds the activations of at most {most_in_flight(schedule, 0)} microbatches")
+    return text
+
+
+def _line(spans: list[Span], width: int, staged: bool) -> Text:
+    """``F0 F1 B0···``: kind and microbatch (and stage, where a rank has several), as wide as it is long."""
+    line, at = Text(), 0.0
+    for span in spans:
+        line.append(" " * int((span.start - at) * (width + 1)))
+        name = f"{span.action.kind.replace('I', 'B')}{span.action.microbatch}"
+        name = f"{span.action.stage}{name}" if staged else name
+        cells = int((span.stop - span.start) * (width + 1))
+        line.append(name.ljust(cells - 1, "·")[: max(cells - 1, len(name))] + " ", style=_STYLES[span.action.kind])
+        at = span.stop
+        if len(line) > _COLUMNS:
+            return line[:_COLUMNS] + Text("…")
+    return line
