@@ -163,7 +163,7 @@ class _Maker:
             yield (frames, *self.image())
         yield self.image()
         if self.kind == "captions":
-            yield from ((1, *self.image()), (5, *self.image()))
+            yield from ((count, *self.image()) for count in (1, 4, 16, 64))
 
     def videos(self) -> Iterator[_Shape]:
         yield next(self.images())
