@@ -9,6 +9,7 @@ of the weight. Left out of the plan, the forward itself finds the pair.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,17 +38,19 @@ class MLP(nn.Module):
 
 def redistributed(rows: int, columns: int) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """Runs on every rank: the local shapes along column → row → whole, and what moved; twice, to the same values."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     whole, rank = torch.arange(float(rows * columns)).view(rows, columns), mesh.get_local_rank()
-    by_column, by_row = cut(1, columns, 2), cut(0, rows, 2)
+    by_column, by_row = cut(1, columns, size), cut(0, rows, size)
 
     # PyTorch's DTensor, as on the slides: a layout is asked for, the collective follows
-    theirs = DTensor.from_local(by_column.take(whole, rank), mesh, [Shard(1)])
+    mine, of_the_whole = by_column.take(whole, rank), {"shape": whole.shape, "stride": whole.stride()}
+    theirs = DTensor.from_local(mine, mesh, [Shard(1)], **of_the_whole)  # shares may be uneven
     as_row = theirs.redistribute(mesh, [Shard(0)])
     dtensors = [theirs.to_local(), as_row.to_local(), as_row.redistribute(mesh, [Replicate()]).to_local()]
 
     # the moves of this library's view, each with its conjugate as backward
-    axis = Axis("tp", 2, rank, mesh.get_group(), ledger := Ledger())
+    axis = Axis("tp", size, rank, mesh.get_group(), ledger := Ledger())
     ours = [by_column.take(whole, rank)]
     ours.append(moves.exchange(ours[-1], axis, by_column, by_row))
     ours.append(moves.gather(ours[-1], axis, by_row))

@@ -1,10 +1,10 @@
-"""``make demo``: a small decoder, trained on real text over 2 × 2 processes of this machine, and checked against one.
+"""``make demo``: a small decoder, trained on real text over 2 × 2 × 2 processes of this machine, and checked against one.
 
 The model is Llama of Hugging Face, unedited, with random weights. It reads the documentation that comes with Python,
-byte by byte. The mesh is data parallel with sharded parameters (FSDP) × tensor parallel.
+byte by byte. The mesh is two pipeline stages × data parallel with sharded parameters (FSDP) × tensor parallel.
 
     1  who holds what of one block      from the plan alone, before anything is started
-    2  training                         4 local processes; loss falls well below what byte frequencies alone give
+    2  training                         8 local processes; loss falls well below what byte frequencies alone give
     3  the check                        loss, every gradient, every updated parameter, against one process, in float64
 """
 
@@ -26,7 +26,7 @@ from meshwright.draw.terminal import count_text, render, size_text
 from meshwright.run import loop
 from meshwright.run.workers import LocalWorkers, report
 
-PLAN = {"mesh": {"dp_shard": 2, "tp": 2}}
+PLAN = {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "microbatches": 2}
 STEPS, ROWS, LENGTH, HELD_OUT = 80, 16, 128, 64
 WELL_BELOW = 0.5  # nats a byte
 
@@ -106,7 +106,7 @@ def trained(workers: LocalWorkers, steps: int, console: Console) -> float:
             if now.step in (1, steps) or now.step % 20 == 0:
                 bar.console.print(f"step {now.step:3}  {told}")
 
-        return float(workers.run(train, steps, ranks=4, on_report=show, timeout=300)[0])
+        return float(workers.run(train, steps, ranks=8, on_report=show, timeout=300)[0])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from meshwright import cli
 from meshwright.cli import processes
-from meshwright.run.workers import LocalWorkers
+from meshwright.errors import Finding, PlanError
+from meshwright.run.workers import LocalWorkers, WorkerError
 
 FILE = """
 from types import SimpleNamespace
@@ -305,3 +307,11 @@ def test_a_gpu_that_is_not_there_is_told(file: str, monkeypatch: pytest.MonkeyPa
 def test_a_worker_that_fails_is_told_once(file: str) -> None:
     text = meshwright("train", f"{file}:broken", "--mesh", "dp_shard=2", "--steps", "2", code=1).stderr
     assert text.count("RuntimeError: this one breaks") == 2  # the headline, and the end of its traceback
+
+
+def test_a_plan_error_of_a_worker_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    error = PlanError([Finding("mesh.tpp", "tpp", "an axis", "tp: 2")])
+    with pytest.raises(typer.Exit) as raised, processes.told():
+        raise WorkerError(1, "rank 1 of 2 failed: PlanError", str(error), error)
+    assert raised.value.exit_code == 2
+    assert capsys.readouterr().err.strip() == str(error)

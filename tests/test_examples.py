@@ -113,6 +113,19 @@ def test_column_row_and_pairwise_cuts_and_a_tensor_moved_between_them(
     assert shapes == [(888, 944), (444, 1888), (888, 1888)] and calls == {"all_to_all": 1, "all_gather": 1}
 
 
+UNEVEN = {2: [[(7, 3), (4, 5)], [(7, 2), (3, 5)]], 3: [[(7, 2), (3, 5)], [(7, 2), (3, 5)], [(7, 1), (1, 5)]]}
+
+
+@pytest.mark.parametrize("ranks", UNEVEN)
+def test_a_tensor_in_uneven_shares_is_moved_from_column_to_row_to_whole(
+    ranks: int, example: object, workers: LocalWorkers
+) -> None:
+    module = example("cuts")  # type: ignore[operator]
+    for rank, (shapes, calls) in enumerate(workers.run(module.redistributed, 7, 5, ranks=ranks)):
+        assert shapes == [*UNEVEN[ranks][rank], (7, 5)]
+        assert calls == {"all_to_all": 1, "all_gather": 1}
+
+
 # --- (d) a ViT on digits ----------------------------------------------------------------------------------------------
 
 

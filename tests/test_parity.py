@@ -72,7 +72,7 @@ class Small(nn.Module):
         out = out + self.shift * (2 if fault == "shift" else 1)
         if fault == "used":
             out = out + 0 * self.spare
-        if fault == "buffer":
+        if fault == "buffer" or (fault == "buffer of rank 1" and os.environ["RANK"] == "1"):
             self.seen += 1
         loss = F.mse_loss(out, y)
         return Output(scaled(loss, 2.0) if fault == "loss gradient" else loss)
@@ -234,6 +234,33 @@ def test_buffers_are_compared(check: Check) -> None:
     assert "1 of 1 buffers" in str(report)
 
 
+@pytest.mark.parametrize("mesh", [TP, DATA])
+def test_buffers_are_compared_on_every_rank(check: Check, mesh: str) -> None:
+    report = check(partial(Small, "buffer of rank 1"), batch(), mesh)
+    assert not report
+    assert report.errors["buffers"] == {"seen": 3.0} and report.worst == ("buffers", "seen", 3.0)
+    assert report.words == {("buffers", "seen"): "on rank 1"}
+    assert "seen" in str(report) and "on rank 1" in str(report)
+
+
+class Normed(Small):
+    """Batch statistics: those of a rank's own rows where the plan says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        return super().forward(self.norm(x), y)
+
+
+def test_running_statistics_that_go_apart_are_named(check: Check) -> None:
+    report = check(Normed, batch(), {"mesh": DATA, "rows": "split"})
+    wrong = {name for name, error in report.errors["buffers"].items() if error > 1e-9}
+    assert wrong == {"norm.running_mean", "norm.running_var"}
+    assert check(Normed, batch(), DATA), "with all rows on every rank they stay those of one device"
+
+
 def test_the_tolerance_decides(check: Check) -> None:
     assert not check(Small, batch(), TP, tolerance=0.0)
     assert check(partial(Small, "gradient"), batch(), TP, tolerance=1e3)
@@ -243,7 +270,7 @@ def test_a_gradient_of_another_shape_than_planned_is_an_error_not_a_crash() -> N
     recipe = mw.make_recipe(Small, "dp_shard=2", batch())
     p = nn.Parameter(torch.zeros(16, 8))
     p.grad = torch.zeros(16, 8)
-    job: Any = SimpleNamespace(recipe=recipe, groups=SimpleNamespace(rank=1))
+    job: Any = SimpleNamespace(recipe=recipe, rank=1)
     job.named_parameters = lambda: [("up.weight", p)]
     with pytest.raises(RuntimeError, match=r"up\.weight.*\(16, 8\).*\(8, 8\)"):
         gradients_as_planned(job)
@@ -323,6 +350,7 @@ def test_a_plan_error_of_the_workers_is_raised_here(check: Check) -> None:
     with pytest.raises(mw.PlanError) as raised:
         check(Small, batch(), mw.Plan(mesh={"tp": 2}, modules={"upp": {"tp": "whole"}}))
     assert len(raised.value.findings) == 1 and "upp" in str(raised.value)
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__, "told once, without a traceback"
     assert check(Small, batch(), TP), "the pool is usable afterwards"
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
@@ -18,6 +17,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply, cast
 from meshwright.run.counts import LabelCounter
@@ -100,8 +100,9 @@ class Planned:
             cast(self._model, dtype)
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss, self._precision = loss, plan.precision
-        rows = batch if whole_batch else None
-        self.recipe = resolve(self._model, plan, lambda model: loss(called(model, batch)), rows)
+        self.recipe = resolve(
+            self._model, plan, lambda model: loss(called(model, batch)), batch, whole_batch=whole_batch
+        )
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""

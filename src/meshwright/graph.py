@@ -106,13 +106,25 @@ ROOT: Path = (("", 0),)
 
 @dataclass
 class ModelGraph:
-    """A forward, recorded. ``returned``: the values in what the loss function gave."""
+    """A forward, recorded.
+
+    Attributes:
+        returned: the values in what the loss function gave.
+        of_this_batch: whether values of the batch were read, so that another batch may take another path.
+    """
 
     events: list[Event] = field(default_factory=list)
     calls: dict[Path, Call] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     returned: tuple[int, ...] = ()
+    of_this_batch: bool = False
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)  # what each event gave, without values
+
+    @cached_property
+    def signature(self) -> int:
+        """The same for forwards that took the same path with the same shapes."""
+        shapes = tuple((v.shape, v.stride, v.dtype, v.requires_grad) for v in self.values)
+        return hash((tuple((e.path, e.index, e.function, e.inputs, e.outputs) for e in self.events), shapes))
 
     @cached_property
     def positions(self) -> Mapping[tuple[Path, int], int]:

@@ -150,6 +150,10 @@ class Recipe:
         """The ranks of the pipeline axis whose stages use the parameter, in order."""
         return tuple(sorted({self.stage_rank[s] for s in parameter.stages}))
 
+    def owns_buffer(self, name: str, rank: int) -> bool:
+        """Whether the stage whose copy of a buffer counts is on this rank."""
+        return self.stage_rank[dict(self.buffers).get(name, 0)] == self.mesh.coordinate(rank).get("pp", 0)
+
     def buffer_owner(self, name: str) -> int:
         """The first rank whose copy of a buffer is the one that the forward changes."""
         stage = dict(self.buffers).get(name, 0)

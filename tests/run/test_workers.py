@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright.run.workers as workers_module
+from meshwright.errors import Finding, PlanError
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
 
 
@@ -195,6 +197,37 @@ def test_a_raise_is_told_once_and_peers_are_not_blamed(workers: LocalWorkers) ->
     assert text.count("Traceback") == 1 and 'raise ValueError("this one")' in text
     assert "rank 1 was here" in text and "rank 0 was here" not in text
     assert workers.run(rank_times, 1) == [0, 1, 2]
+
+
+def refuses(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise PlanError([Finding("mesh.tpp", "tpp", "an axis", "tp: 2")])
+
+
+def test_a_plan_error_comes_back_as_it_is_and_is_told_once(workers: LocalWorkers) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers.run(refuses, 1)
+    error = caught.value.plan_error
+    assert error is not None and error.findings[0].where == "mesh.tpp"
+    assert str(caught.value) == f"rank 1 of 3 failed: PlanError: 1 problem in this plan\n\n{error}"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.plan_error.findings == error.findings
+    with pytest.raises(WorkerError) as other:
+        workers.run(raises, 1)
+    assert other.value.plan_error is None
+
+
+class Counted:
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+
+def test_what_is_kept_is_made_once_a_pool() -> None:
+    with local_workers(1) as pool, local_workers(1) as other:
+        assert pool.kept(Counted) is pool.kept(Counted) is not other.kept(Counted)
+    assert Counted.made == 2
 
 
 def test_the_first_failure_counts_and_who_comes_back_soon_is_kept(workers: LocalWorkers) -> None:

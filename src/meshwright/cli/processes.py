@@ -25,7 +25,8 @@ def told(*, quiet: bool = False) -> Iterator[None]:
 
     try:
         yield
-    except (PlanError, WorkerError) as error:
+    except (PlanError, WorkerError) as raised:
+        error = getattr(raised, "plan_error", None) or raised
         if not quiet:
             console(stderr=True).print(Text(str(error)), soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, PlanError) else 1) from None

@@ -17,21 +17,19 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import Findings, PlanError
+from meshwright.errors import Findings
 from meshwright.parity.compare import KINDS, compare
 from meshwright.parity.report import Report
-from meshwright.parity.sides import Case, Outcome, Reference, distributed, reference
+from meshwright.parity.sides import Case, Outcome, Reference, digest, distributed, reference
 from meshwright.plan import Plan, PlanLike
 from meshwright.run.job import Loss, output_loss
 from meshwright.run.parcel import MainReachedWorkers, main_is_loading, pack
@@ -96,6 +94,8 @@ def check(
             case, notes, side = one.case, (*one.notes, *_notes(plan, one.case)), "the job"
             outcome = _outcome(pool, case, plan, timeout)
         except WorkerError as error:
+            if error.plan_error is not None:
+                raise error.plan_error from None
             return Report(
                 passed=False, plan=plan, tolerance=_tolerance(tolerance, case), dtype=_name(case.dtype),
                 steps=steps, seconds=time.monotonic() - started, notes=notes, failure=f"{side}: {error}",
@@ -145,34 +145,36 @@ def _name(dtype: torch.dtype) -> str:
 # --- the two runs ---------------------------------------------------------------------------------------------------
 
 
+class References:
+    """What one device found, by case: the last few, for as long as a pool lives."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, Reference] = {}
+
+    def get(self, case: Case, *, narrow: bool, run: Callable[[], Reference]) -> Reference:
+        """The reference of a case; ``run`` makes it where it is not known."""
+        key = _key((case, narrow))
+        if key not in self._found:
+            self._found[key] = run()
+            for old in list(self._found)[:-_KEPT]:
+                del self._found[old]
+        return self._found[key]
+
+
 def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) -> Reference:
     """One device's side; of the pool's own, where it has run this case before."""
-    kept: dict[bytes, Reference] = vars(pool).setdefault("_references", {})
-    key = _key((case, narrow))
-    if key not in kept:
-        (found,) = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)
-        kept[key] = found
-        for old in list(kept)[:-_KEPT]:
-            del kept[old]
-    return kept[key]
+
+    def run() -> Reference:
+        found: Reference = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)[0]
+        return found
+
+    return pool.kept(References).get(case, narrow=narrow, run=run)
 
 
 def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outcome:
     plan = plan.replace(precision=_name(case.dtype))
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as refused:
-        try:
-            found = pool.run(distributed, case, plan, refused, ranks=plan.mesh.size, timeout=timeout)
-        except WorkerError:
-            for file in sorted(Path(refused).iterdir()):
-                raise _refusal(file) from None
-            raise
-    outcome: Outcome = found[0]
-    return outcome
-
-
-def _refusal(file: Path) -> PlanError:
-    error: PlanError = pickle.loads(file.read_bytes())
-    return error
+    outcome, *others = pool.run(distributed, case, plan, ranks=plan.mesh.size, timeout=timeout)
+    return replace(outcome, buffers={rank: found for rank, found in enumerate(others, 1) if found})
 
 
 def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
@@ -211,13 +213,10 @@ def _must_pickle(name: str, value: Any, findings: Findings) -> None:
 
 
 class _Digest(pickle.Pickler):
-    """Pickles tensors as digests of their values: torch's own pickle of equal tensors differs."""
+    """Pickles tensors as digests of their values."""
 
     def persistent_id(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return None
-        values = x.detach().cpu().contiguous().flatten().view(torch.uint8) if x.numel() else x.new_empty(0)
-        return str(x.dtype), tuple(x.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        return digest(x) if isinstance(x, Tensor) else None
 
 
 def _key(value: Any) -> bytes:

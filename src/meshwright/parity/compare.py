@@ -3,7 +3,7 @@
     loss         max over steps   |l − l'| / max(1, |l'|)
     gradients    max|g − g'| / max over all parameters of |g'|         some are zero but for rounding
     parameters   max|p − p'| / max over all parameters of |p' − start|
-    buffers      max|b − b'| / max(1, max|b'|)
+    buffers      max|b − b'| / max(1, max|b'|)                         of every rank, the worst
 
 A value that is not a number, or is missing on one side, is an error without bound.
 """
@@ -54,6 +54,8 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
         parameters=_errors("parameters", job.parameters, one.parameters, _size(moved) or 1.0, words),
         buffers=_errors("buffers", job.buffers, one.buffers, None, words),
     )
+    for rank, buffers in sorted(outcome.buffers.items()):
+        _worse_elsewhere(rank, buffers, one.buffers, errors["buffers"], words)
     return Findings(errors, words, tuple(_hints(errors, one, outcome, tolerance)))
 
 
@@ -80,6 +82,21 @@ def _errors(
         if said := _words(a, b):
             words[kind, name] = said
     return errors
+
+
+def _worse_elsewhere(
+    rank: int,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    errors: dict[str, float],
+    words: dict[tuple[str, str], str],
+) -> None:
+    """Puts in a rank's errors where they are above those of the ranks before it, and says whose they are."""
+    said: dict[tuple[str, str], str] = {}
+    for name, error in _errors("buffers", found, {n: wanted[n] for n in found if n in wanted}, None, said).items():
+        if not error <= errors.get(name, 0.0):
+            errors[name] = error
+            words["buffers", name] = ", ".join(filter(None, [f"on rank {rank}", said.get(("buffers", name))]))
 
 
 def _error(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:

@@ -11,24 +11,22 @@ to float32 casts to float64, which both sides run under and which computes nothi
 from __future__ import annotations
 
 import copy
-import pickle
+import hashlib
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.api import parallelize
-from meshwright.errors import PlanError
 from meshwright.plan import Plan
+from meshwright.private import pytree, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
@@ -82,6 +80,7 @@ class Outcome:
     recipe: Recipe
     fallbacks: tuple[tuple[int, str], ...]
     collectives: dict[str, tuple[int, int]]  # kind → calls, bytes
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of other ranks, where they are not the facts'
 
 
 # --- one device -----------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def _model(case: Case) -> tuple[nn.Module, int]:
     torch.manual_seed(case.seed)
     model = case.build()
     silenced = silence(model)
-    model._apply(lambda t: cast(t, case.dtype, case.device))
+    replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(perturbed(name, p.cpu()))
@@ -173,21 +172,28 @@ def _generators() -> tuple[Any, ...]:
 # --- the job --------------------------------------------------------------------------------------------------------
 
 
-def distributed(case: Case, plan: Plan, refused: str) -> Outcome | None:
-    """The job's side, on every rank; rank 0 has the outcome. A PlanError goes to the file ``refused`` as well."""
-    try:
-        job = parallelize(
-            Quiet(case.build, case.training), plan, batch=case.batch, loss=case.loss, device=case.device,
-            dtype=case.dtype, transform=perturbed,
-        )  # fmt: skip
-    except PlanError as error:
-        # What a worker raises reaches the parent as text; this one is to be raised there as it is.
-        Path(refused, str(dist.get_rank())).write_bytes(pickle.dumps(error))
-        raise
+def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
+    """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
+    job = parallelize(
+        Quiet(case.build, case.training), plan, batch=case.batch, loss=case.loss, device=case.device,
+        dtype=case.dtype, transform=perturbed,
+    )  # fmt: skip
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
     rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
     outcome = _trained(job, case, take_rows(everything, *rows))
-    return outcome if dist.get_rank() == 0 else None
+    others = _unlike(outcome.facts.buffers, job)
+    return outcome if dist.get_rank() == 0 else others
+
+
+def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
+    """This rank's buffers that differ in any bit from those that rank 0 tells of. Collective.
+
+    Of a pipeline's ranks, those that run the stage which changes a buffer.
+    """
+    digests = [{name: digest(b) for name, b in told.items()}]
+    dist.broadcast_object_list(digests, src=0)
+    own = {name: b for name, b in job.module.named_buffers() if job.recipe.owns_buffer(name, job.rank)}
+    return {name: _copy(b) for name, b in own.items() if digest(b) != digests[0].get(name)}
 
 
 def _trained(job: Job, case: Case, batch: Any) -> Outcome:
@@ -337,6 +343,12 @@ def _drops(x: Any) -> list[str]:
 
 def _is_on(value: Any) -> bool:
     return isinstance(value, float) and 0 < value <= 1
+
+
+def digest(x: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of equal bits: torch's own pickle of equal tensors differs."""
+    values = x.detach().cpu().contiguous().flatten().view(torch.uint8) if x.numel() else x.new_empty(0)
+    return str(x.dtype), tuple(x.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

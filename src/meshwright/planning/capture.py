@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import meshwright
 from meshwright.graph import Call, Event, ModelGraph, Path, Value
 from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import TorchDispatchMode, pytree
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import tensors_of
@@ -34,8 +33,10 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
     forwards = Forwards(model)
     try:
         recorder = Recorder(model)
-        with torch.enable_grad(), recorder.cost, Shadow(), Meeting(), forwards.followed(recorder):
+        shadow, meeting = Shadow(), Meeting()
+        with torch.enable_grad(), recorder.cost, shadow, meeting, forwards.followed(recorder):
             result = run(model)
+        recorder.graph.of_this_batch = shadow.known + meeting.known > 0
         recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
         return recorder.graph
     finally:
@@ -78,7 +79,7 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
             self.moved += sum(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
@@ -24,8 +23,9 @@ from meshwright.plan import Entry, Plan
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.planning.tensor import Cuts, Style, infer_cuts
+from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
+from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
 from meshwright.view.sequence import cutting_inputs
 
@@ -49,13 +49,14 @@ class Names:
         return Names({name: (p, tuple(aliases)) for name, p, aliases in found.values()})
 
 
-def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe:
+def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_batch: bool = False) -> Recipe:
     """The recipe for ``model`` (parameters on meta) under ``plan``.
 
     Args:
         model: with parameters on the meta device, buffers real.
         run: runs the model's forward on the sample batch, and the loss on its output.
         batch: the sample, for its number of rows.
+        whole_batch: whether these are the rows of all data ranks together.
 
     Raises:
         PlanError: with every problem.
@@ -63,13 +64,16 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
     findings = Findings()
     names = Names.of(model)
     entries = _entries(model, names, plan, findings)
-    _check_rows(plan, batch, findings)
+    if whole_batch:
+        _check_rows(plan, batch, findings)
     _check_cuts(plan, names, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
     units, recompute = _units(model, blocks, plan, entries)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
     cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run)
+    _check_refused(cuts, names, findings)
+    findings.raise_if_any()
     routed = plan.mesh.data_size > 1 and (cuts is None or cuts.reads > 0)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
@@ -95,7 +99,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         units=units,
         recompute=recompute,
         sequence=sequence,
-        microbatches=plan.microbatches or max(1, min(plan.pieces, (rows_of(batch) or 1) // plan.mesh.data_size)),
+        microbatches=plan.microbatches or _microbatches(plan, rows_of(batch) or 1, whole_batch),
         precision=plan.precision,
         reshard_after_forward=_reshards(plan),
         rows=plan.rows,
@@ -269,9 +273,10 @@ def _cuts(
     except Exception as error:  # whatever a model may raise on tensors without values
         notes.append(
             f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
-            "no cuts were found from it; name them in the plan"
+            "over tp is cut what the plan names, and nothing else"
         )
-        return None, None, notes
+        said = cuts_as_said(model, size=size, styles=styles, names=ids) if size > 1 else None
+        return said, None, notes
     if size > 1 and not cuts.layouts:
         reasons = sorted({r for r in cuts.reasons.values() if r})
         notes.append(
@@ -302,6 +307,11 @@ def _line(
         unit=owner,
         reason=cuts.reasons.get(name, "") if cuts else "",
     )
+
+
+def _microbatches(plan: Plan, rows: int, whole_batch: bool) -> int:
+    """What the plan says, or else as many as are of use, with a row each."""
+    return plan.microbatches or max(1, min(plan.pieces, rows // (plan.mesh.data_size if whole_batch else 1)))
 
 
 def _reshards(plan: Plan) -> bool:
@@ -455,4 +465,15 @@ def _check_cuts(plan: Plan, names: Names, findings: Findings) -> None:
             given=f"tp={size}, larger than every dim that could be cut: the largest dim of a parameter is {largest}",
             required=f"tp of at most {largest}",
             fix=f"mesh: {{dp_shard: {plan.mesh.size}}}",
+        )
+
+
+def _check_refused(cuts: Cuts | None, names: Names, findings: Findings) -> None:
+    for name, reason in (cuts.refused if cuts else {}).items():
+        shape = tuple(names.parameters[name][0].shape)
+        findings.add(
+            where=f"modules, what is said of {name}",
+            given=f"a cut over tp of a parameter of shape {shape}: {reason}",
+            required="at least one piece for each rank of tp",
+            fix=f"{name}: {{tp: whole}}",
         )

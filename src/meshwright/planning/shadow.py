@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -29,17 +29,19 @@ class Shadow(TorchDispatchMode):
 
     Attributes:
         reads: how many values were read, assumed or real.
+        known: how many of them were real: the path that was taken is that of this batch.
     """
 
     def __init__(self, *, contrary: bool = False) -> None:
         super().__init__()
-        self.contrary, self.reads = contrary, 0
+        self.contrary, self.reads, self.known = contrary, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func in _ASSUMED:
             self.reads += 1
+            self.known += not tensors[0].is_meta
             if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in _CONTRARY:
                 return _CONTRARY[func](func, *args, **kwargs)
         if not any(t.is_meta for t in tensors):
@@ -117,8 +119,14 @@ class Meeting(TorchFunctionMode):
     Some functions compare devices first (RNNs, ``cdist``), and ``tolist`` and ``numpy`` read past the dispatcher.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = 0
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.tolist, Tensor.numpy):
+            self.known += not args[0].is_meta
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
             return func(torch.ones(args[0].shape, dtype=args[0].dtype))
         name = getattr(func, "__name__", "")

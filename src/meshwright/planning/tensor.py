@@ -11,6 +11,10 @@ tensor knows the parameters its cut comes from), and what does not fit teaches a
 
 Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the parameters whose names
 differ in numbers only, which is to say the same parameter of every repeated block.
+
+The plan's word is obeyed whatever the forward makes of it: a cut that does not fit is gathered where it is used. Where
+it says column or row of a parameter that no product takes as it is (``weight_norm``, ``scale * weight``), the dims are
+tried, for the one whose cut a product first meets in that part.
 """
 
 from __future__ import annotations
@@ -53,12 +57,16 @@ class Style:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read."""
+    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read.
+
+    ``refused``: parameter name → why it cannot be cut as the plan says.
+    """
 
     layouts: Mapping[str, Cut]
     reasons: Mapping[str, str]
     ledger: Ledger
     reads: int
+    refused: Mapping[str, str]
 
 
 def family(name: str) -> str:
@@ -76,7 +84,6 @@ def infer_cuts(
     names: Mapping[int, str],
     seeds: Callable[[Work], Any] | None = None,
     uses: Uses | None = None,
-    passes: int = 400,
 ) -> Cuts:
     """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
 
@@ -86,6 +93,61 @@ def infer_cuts(
         names: ``id(parameter)`` → name.
         seeds: a context manager that cuts block inputs over the sequence, given the view's work.
     """
+
+    def follow(styles: Mapping[str, Style]) -> Followed:
+        return _followed(model, run, axis, size, styles, names, seeds, uses)
+
+    found = follow(styles)
+    dims = {names[id(p)]: p.dim() for p in model.parameters() if id(p) in names}
+    for group in _unheeded(found.work, dims):
+        kind, said = styles[group[0]].kind, styles
+        tried = {}
+        for dim in dims_of_style(kind, dims[group[0]]):
+            styles = {**said, **{name: replace(said[name], kind="cut", dim=dim) for name in group}}
+            tried[dim] = styles, follow(styles)
+            if kind in tried[dim][1].work.roles.get(group[0], [kind]):  # where no product met it, the first will do
+                break
+        else:
+            dim = next(iter(tried))
+        styles, found = tried[dim]
+    work = found.work
+    return Cuts(work.layouts, work.reasons(), work.ledger, found.reads, work.refused)
+
+
+def dims_of_style(kind: str, rank: int) -> list[int]:
+    """The dims that ``column`` or ``row`` may mean of a parameter, as torch lays out weights: (output, input, …)."""
+    dims = list(range(rank))
+    return dims if kind == "column" else [*dims[1:2], *dims[:1], *dims[2:]]
+
+
+def _unheeded(work: PlanningWork, dims: Mapping[str, int]) -> list[list[str]]:
+    """The parameters that the plan wants cut by column or row, and that are whole: by family. Vectors follow weights."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, style in work.styles.items():
+        if style.forced and style.kind in ("column", "row") and name not in work.layouts and dims.get(name, 0) > 1:
+            groups.setdefault((family(name), style.kind), []).append(name)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A forward that was followed to its end, with nothing new learnt."""
+
+    work: PlanningWork
+    reads: int
+
+
+def _followed(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    axis: str,
+    size: int,
+    styles: Mapping[str, Style],
+    names: Mapping[int, str],
+    seeds: Callable[[Work], Any] | None,
+    uses: Uses | None,
+    passes: int = 400,
+) -> Followed:
     learnt: dict[str, Style] = {}
     news: dict[str, int] = {}
     rows = max((p.numel() for p in model.parameters()), default=0) // 8
@@ -106,10 +168,51 @@ def infer_cuts(
                 run(model)
         except _Learnt:
             continue
-        return Cuts(work.layouts, work.reasons(), ledger, shadow.reads)
+        return Followed(work, shadow.reads)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
 
 
+def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Cut | str:
+    """The cut of a dim of ``size`` elements in the blocks and pieces of a style; or why there is none."""
+    blocks = style.blocks or (size,)
+    if isinstance(blocks, int):
+        if size % blocks:
+            return f"dim {dim} ({size}) is not {blocks} equal parts"
+        blocks = (size // blocks,) * blocks
+    blocks = blocks if sum(blocks) == size else (size,)
+    units = min((gcd(style.units, b) if style.units else b for b in blocks), default=0)
+    if units < ranks:
+        what = f"{units} piece{'s' * (units != 1)} that may not be broken"
+        return f"{what} in dim {dim} ({size}) for {ranks} ranks of tp"
+    return cut(dim, blocks, ranks, style.units)
+
+
+def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]) -> Cuts:
+    """The cuts that the plan names, and no others: for a forward that cannot be followed without values."""
+    layouts: dict[str, Cut] = {}
+    refused: dict[str, str] = {}
+    for p in model.parameters():
+        name = names[id(p)]
+        style = styles[name]
+        if not style.forced or (dim := _dim_as_said(style, p.dim())) is None:
+            continue
+        found = cut_in_style(style, dim, p.shape[dim], size)
+        if isinstance(found, Cut):
+            layouts[name] = found
+        else:
+            refused[name] = found
+    reasons = {n: AS_SAID if n in layouts or (s.forced and s.kind == "whole") else s.reason for n, s in styles.items()}
+    return Cuts(layouts, reasons, Ledger(), 1, refused)
+
+
+def _dim_as_said(style: Style, rank: int) -> int | None:
+    """The dim that a style cuts of a parameter with ``rank`` dims; None for a vector beside its weight."""
+    if style.kind == "cut":
+        return style.dim if style.dim is not None and style.dim < rank else None
+    return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None
+
+
+AS_SAID = "as the plan says"
 _PATIENCE = 12  # times that a family's constraints may change before it is left whole
 
 
@@ -139,6 +242,8 @@ class PlanningWork(Work):
         super().__init__(axis, ledger, {id(m): n for n, m in model.named_modules()})
         self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
         self.layouts: dict[str, Cut] = {}
+        self.roles: dict[str, list[str]] = {}
+        self.refused: dict[str, str] = {}
         self.frames: list[_Frame] = []
         self.uses: Uses | None = None
 
@@ -171,17 +276,16 @@ class PlanningWork(Work):
     def layout_for(self, name: str, size: int, dim: int) -> Cut | None:
         """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
         style = self.style(name)
-        blocks = style.blocks or (size,)
-        if isinstance(blocks, int):
-            blocks = (size // blocks,) * blocks
-        blocks = blocks if sum(blocks) == size else (size,)
-        units = min((gcd(style.units, b) if style.units else b for b in blocks), default=0)
-        if units < self.axis.size:
-            what = f"{units} piece{'s' * (units != 1)} that may not be broken"
-            reason = f"{what} in dim {dim} ({size}) for {self.axis.size} ranks of {self.axis.name}"
-            self.learn([name], replace(style, kind="whole", reason=reason))
-            return None
-        return cut(dim, blocks, self.axis.size, style.units)
+        found = cut_in_style(style, dim, size, self.axis.size)
+        if isinstance(found, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
+            style = self.styles[name]
+            found = cut_in_style(style, dim, size, self.axis.size)
+        if isinstance(found, Cut):
+            return found
+        if style.forced:
+            self.refused[name] = found
+        self.learn([name], replace(style, kind="whole", reason=found))
+        return None
 
     def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Cut) -> Any:
         if layout.dim not in dims:
@@ -209,7 +313,7 @@ class PlanningWork(Work):
         if isinstance(parameter, View) and parameter._mw_parameter is not None and parameter.dim() == 2:
             style = self.style(parameter._mw_parameter[0])
             large = parameter.numel() >= self.large and parameter.shape[0] >= 2 * parameter.shape[1]
-            if large or style.kind == "row":
+            if style.kind == "row" or (large and not style.forced):
                 return self._decide(parameter, 0, ("auto", "row", "column"), None)
         return parameter
 
@@ -314,16 +418,25 @@ class PlanningWork(Work):
                 if not later:
                     raise _Learnt
 
+    def used_as(self, x: Any, role: str) -> None:
+        """Notes in which part a cut first met a product; of a parameter itself, every one."""
+        for name in x._mw_sources:
+            if x._mw_parameter is not None or name not in self.roles:
+                self.roles.setdefault(name, []).append(role)
+
     def reasons(self) -> dict[str, str]:
-        """Why each parameter that was met is as it is."""
-        found = {}
-        for name in set(self.parameters.values()):
-            style, layout = self.style(name), self.layouts.get(name)
-            if layout is None:
-                found[name] = style.reason or ("as the plan says" if style.forced else "")
-            elif style.forced:
-                found[name] = "as the plan says"
-        return found
+        """Why each parameter is as it is."""
+        return {name: self._reason(name) for name in set(self.parameters.values())}
+
+    def _reason(self, name: str) -> str:
+        style = self.style(name)
+        if name in self.layouts:
+            return AS_SAID if style.forced else ""
+        if style.kind == "whole":
+            return AS_SAID if style.forced else style.reason
+        if style.forced:  # what is not refused: a vector, named with the weights beside it
+            return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
+        return f"{style.reason}, which no product that it meets allows" if style.reason else ""
 
 
 def _views(value: Any) -> list[View]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.graph import ModelGraph
 from meshwright.layout import Cut
+from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.counts import LabelCounter
 from meshwright.run.data import needs_fsdp, shard_units
@@ -84,7 +85,7 @@ def apply(
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts floating parameters and buffers; complex and integer ones stay (``Module.to`` would make complex real)."""
-    model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    replace_tensors(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _values(

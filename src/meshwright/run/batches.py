@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
+from meshwright.private import pytree
 from meshwright.run.step import bounds
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from meshwright.private import pytree
 from meshwright.view.losses import mean_target
 
 SLOTS = 16  # how many losses of a forward can be counted: the same number on every rank, whatever its path

@@ -6,12 +6,14 @@ All reductions are sums: the mean is taken once, in the loss (run/step.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from meshwright.private import without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
 from meshwright.view.stage import Elsewhere, replaced
@@ -36,15 +38,14 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         if unit.name and not any(p.unit == unit.name for p in own):
             continue  # it runs on other stages
         module = modules[unit.name]
-        before = _hooks(module)
-        fully_shard(
-            module,
-            mesh=_mesh(unit, groups),
-            reshard_after_forward=recipe.reshard_after_forward and bool(unit.name),
-            mp_policy=_policy(recipe, unit),
-            ignored_params=others or None,
-        )
-        _without_view(module, before)
+        with _hooks_without_view(module):
+            fully_shard(
+                module,
+                mesh=_mesh(unit, groups),
+                reshard_after_forward=recipe.reshard_after_forward and bool(unit.name),
+                mp_policy=_policy(recipe, unit),
+                ignored_params=others or None,
+            )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         if groups.device.type == "cpu":  # gloo has no pre-multiplied sum
@@ -80,6 +81,27 @@ def parameter_groups(module: FSDPModule) -> Iterator[Any]:
     return (group for group in groups if group is not None)
 
 
+def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
+    """``act`` on each parameter of a group, after the backward of its unit and before its gradients are reduced."""
+    reduce = group.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        if group.reduce_grads:
+            for fsdp_param in group.fsdp_params:
+                act(fsdp_param)
+        return reduce(*args)
+
+    group.post_backward = post_backward
+
+
+def without_gradient(fsdp_param: Any) -> Tensor | None:
+    """The gathered parameter, where it should have a gradient by now and has none."""
+    p: Tensor | None = getattr(fsdp_param, "_unsharded_param", None)
+    if p is None or not p.requires_grad or p.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+        return None
+    return p
+
+
 def _mesh(unit: Unit, groups: Groups) -> Any:
     mesh = groups.of(unit.data)
     names = [n for n in ("dp_replicate", "dp_shard") if n == "dp_shard" or mesh[n].size() > 1]
@@ -95,21 +117,21 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
     )
 
 
-def _hooks(module: nn.Module) -> set[int]:
-    return {*module._forward_pre_hooks, *module._forward_hooks}
-
-
-def _without_view(module: nn.Module, before: set[int]) -> None:
+@contextmanager
+def _hooks_without_view(module: nn.Module) -> Iterator[None]:
     """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
 
-    There is no public way to order a hook against a function mode; its hooks are the ones that appeared.
+    There is no public way to order a hook against a function mode; its hooks are the ones that appear meanwhile.
     """
-    for table in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [k for k in table if k not in before]:
-            table[key] = _locally(table[key])
+    tables = module._forward_pre_hooks, module._forward_hooks
+    before = [set(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        for key in [k for k in table if k not in known]:
+            table[key] = _locally(table[key], before=table is tables[0])
 
 
-def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
     """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view.
 
     FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
@@ -119,16 +141,16 @@ def _locally(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(module: nn.Module, *values: Any) -> Any:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
-        subject = (*given, last) if hook.__name__ == "_pre_forward" else last
+        subject = (*given, last) if before else last
         tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
         plain = [t._mw_local if isinstance(t, View) else t for t in tensors]
-        with torch._C.DisableTorchFunction():
-            if hook.__name__ == "_pre_forward":
+        with without_modes():
+            if before:
                 (new,), _ = hook(module, (plain,), {})
             else:
                 new = hook(module, (), plain)
         if all(a is b for a, b in zip(plain, new, strict=True)):
-            return subject if hook.__name__ == "_pre_forward" else None
+            return subject if before else None
         back = iter(zip(tensors, new, strict=True))
         return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
 

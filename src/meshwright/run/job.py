@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
+from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
@@ -71,6 +71,7 @@ class Job:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
+        self._row: Any = None
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
@@ -256,10 +257,13 @@ class Job:
                 stack.enter_context(Shares(shares))
             yield
 
-    def _some_rows(self, batch: Any) -> Any:
-        """A piece without rows takes part as one row of zeros, which weighs nothing."""
+    def _stand_in(self, batch: Any) -> Any:
+        """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
+        away whole, and give no finite loss; in a last batch without rows, one of the batch before."""
         if rows_of(batch):
-            return batch
+            self._row = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, take_rows(batch, 0, 1))
+        if self._row is not None:
+            return self._row
         return pytree.tree_map(
             lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t, batch
         )
@@ -278,7 +282,8 @@ class Job:
         scale, shares = weights(split, self._counter, self._copies, self.groups.device)
         if self.rows == SUM:
             scale = [1.0 if rows_of(p) else 0.0 for p in split]
-        return [self._some_rows(p) for p in split], scale, shares
+        row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
+        return [p if rows_of(p) else row for p in split], scale, shares
 
     def _how_rows_combine(self, batch: Any) -> str:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from meshwright.private import pytree
 from meshwright.run.job import Job
 from meshwright.run.step import bounds, rows_of, take_rows
 

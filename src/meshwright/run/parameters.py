@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.layout import Cut
+from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
 from meshwright.run.groups import Groups
 
@@ -60,13 +61,13 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> No
     held = {line.name for line in recipe.parameters if recipe.holds(line, groups.rank)}
     elsewhere = {id(p) for name, _, _, p in places(model) if recipe.by_name[name].name not in held}
     for _, module, key, p in list(places(model)):
-        # Module._apply would untie plain ones: it makes each place anew.
+        # replace_tensors would untie plain ones: it makes each place anew.
         if p.is_meta and not isinstance(p, DTensor) and id(p) not in elsewhere:
             if id(p) not in made:
                 made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
                 made[id(p)].__dict__.update(p.__dict__)
             setattr(module, key, made[id(p)])
-    model._apply(lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
+    replace_tensors(model, lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for line in recipe.parameters:

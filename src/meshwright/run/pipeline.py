@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from meshwright.graph import ROOT, ModelGraph
+from meshwright.graph import ROOT, ModelGraph, spelled
+from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
@@ -31,7 +31,7 @@ from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
-from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
+from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
 from meshwright.view.structure import map_tensors
 from meshwright.view.walk import Forwards
 from meshwright.view.work import whole
@@ -63,6 +63,7 @@ class Flight:
     """A microbatch in one stage, from its forward to the end of its backward."""
 
     received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf that collects its gradient
+    arrived: list[tuple[int, Tensor]] = field(default_factory=list)  # values, then gradients, from other ranks
     back: dict[int, Tensor] = field(default_factory=dict)  # value → that gradient, until it is sent
     outputs: dict[int, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -103,12 +104,13 @@ class Pipeline:
         view: GlobalView | None,
         loss: Callable[[Any], Tensor],
     ) -> None:
-        self._forwards, self._recipe, self._groups = forwards, recipe, groups
+        self.forwards, self.recipe, self.groups = forwards, recipe, groups
         self._graph, self._view, self._loss = graph, view, loss
         self.rank = groups.mesh.coordinate(groups.rank)["pp"]
         self.stages = [s.index for s in recipe.stages if recipe.stage_rank[s.index] == self.rank]
         self.has_loss = recipe.stage_rank[-1] == self.rank
         self._programs: dict[Any, Program] = {}
+        self._paths: dict[Any, Program] = {}
         self._schedules: dict[Any, Schedule] = {}
         self.bytes_sent = self.sends = 0
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
@@ -151,32 +153,37 @@ class Pipeline:
             loss is None,
             tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
         )
-        if key not in self._programs:
+        known = self._programs.get(key)
+        if known is None or known.graph.of_this_batch:
             graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
-            cuts = [graph.positions.get(s.first) for s in self._recipe.stages[1:]]
-            if None in cuts or sorted(cuts) != cuts:  # type: ignore[type-var]
-                missing = next((s.where for s, c in zip(self._recipe.stages[1:], cuts, strict=True) if c is None), "")
-                raise StageError(
-                    f"with a batch of these shapes the forward takes another path than with the sample: "
-                    f"{missing or 'a cut'} is not where it was. Give parallelize a sample of this kind"
-                )
-            crossing = crossings(graph, cuts, whole_output=loss is None)  # type: ignore[arg-type]
-            self._programs[key] = Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
+            same = self._paths.get((key, graph.signature))
+            self._programs[key] = self._paths[key, graph.signature] = same or self._program(graph, loss is None)
         return self._programs[key]
+
+    def _program(self, graph: ModelGraph, whole_output: bool) -> Program:
+        cuts = [graph.positions.get(s.first, -1) for s in self.recipe.stages[1:]]
+        if -1 in cuts or sorted(cuts) != cuts:
+            missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c < 0), "a cut")
+            raise StageError(
+                f"with this batch the forward takes another path than with the sample: {missing} is not where it was. "
+                "Give parallelize a sample of this kind"
+            )
+        crossing = crossings(graph, cuts, whole_output=whole_output)
+        return Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
 
     def schedule(
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
     ) -> Schedule:
         key = (microbatches, edges, back, backward)
         if key not in self._schedules:
-            ranks, stages = self._recipe.mesh.axis_size("pp"), len(self._recipe.stages)
-            plain = make_schedule(self._recipe.schedule, ranks, stages, microbatches, backward=backward)
+            ranks, stages = self.recipe.mesh.axis_size("pp"), len(self.recipe.stages)
+            plain = make_schedule(self.recipe.schedule, ranks, stages, microbatches, backward=backward)
             self._schedules[key] = with_transfers(plain, edges, back)
         return self._schedules[key]
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""
-        rank, mesh = self._recipe.stage_rank[stage], self._recipe.mesh
+        rank, mesh = self.recipe.stage_rank[stage], self.recipe.mesh
         ranks = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank]
         shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         return f"stage {stage} ({shown})"
@@ -208,21 +215,22 @@ class _Step:
         self.sent: list[tuple[Any, Tensor]] = []
         self.losses: list[Tensor] = []
         self.result: Any = None
-        self.group = pipeline._groups.pipeline
+        self.group = pipeline.groups.pipeline
 
     def perform(self) -> None:
         """Every action of this rank, in order."""
         self.p.spans = []
         for action in self.schedule.ranks[self.p.rank]:
-            start = time.perf_counter()
             try:
+                self._wait(action)
+                start = time.perf_counter()
                 self._perform(action)
                 self.p.spans.append((action, start, time.perf_counter()))
             except (StageError, KeyboardInterrupt):
                 raise
             except Exception as error:
                 raise StageError(
-                    f"rank {self.p._groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
+                    f"rank {self.p.groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
                     f"{self._peer(action)}: {type(error).__name__}: {error}"
                 ) from error
         for work, _ in self.sent:
@@ -257,7 +265,7 @@ class _Step:
         return program.crossing.values[edge] if action.kind.endswith("F") else program.differentiable(edge)
 
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
-        home = self.p._recipe.stage_rank[action.other or 0]
+        home = self.p.recipe.stage_rank[action.other or 0]
         for t in tensors:
             t = t.detach().contiguous()
             self.sent.append((dist.isend(t, group=self.group, group_dst=home), t))
@@ -265,17 +273,27 @@ class _Step:
         self.sent = [(w, t) for w, t in self.sent if not w.is_completed()]
 
     def _send_f(self, action: Action, flight: Flight) -> None:
-        self._send(action, [flight.outputs[n] for n in self._numbers(action)])
+        program, found = self.programs[action.microbatch], []
+        for n in self._numbers(action):
+            value, t = program.graph.values[n], flight.outputs[n]
+            if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
+                event = program.graph.events[value.position]
+                raise PathError(
+                    f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, where {value.shape} "
+                    f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
+                )
+            found.append(t)
+        self._send(action, found)
 
     def _send_b(self, action: Action, flight: Flight) -> None:
         self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
 
     def _recv(self, action: Action) -> None:
-        home, values = self.p._recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
+        home, values = self.p.recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
         found = []
         for n in self._numbers(action):
             value = values[n]
-            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p._groups.device)
+            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p.groups.device)
             found.append((n, buffer, dist.irecv(buffer, group=self.group, group_src=home)))
         self.arriving[action] = found
 
@@ -285,18 +303,23 @@ class _Step:
     def _recv_b(self, action: Action, flight: Flight) -> None:
         self._recv(action)
 
-    def _arrived(self, action: Action, kind: str) -> Iterator[tuple[int, Tensor]]:
-        """What was to be received before an action can run, once it is there."""
-        for waiting in [a for a in self.arriving if a.kind == kind and (a.stage, a.microbatch) == action[::2][:2]]:
+    def _wait(self, action: Action) -> None:
+        """Until everything is there that an action needs of other ranks."""
+        if action.kind in TRANSFERS or action.kind == "W":
+            return
+        flight, kind = self.flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
+        ours = [a for a in self.arriving if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)]
+        for waiting in ours:
             for n, buffer, work in self.arriving[waiting]:
                 work.wait()
-                yield n, buffer
+                flight.arrived.append((n, buffer))
             del self.arriving[waiting]
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _inputs(self, action: Action) -> Iterator[tuple[int, Tensor]]:
-        yield from self._arrived(action, "RECV_F")
+    def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
+        yield from flight.arrived
+        flight.arrived = []
         program, stage, m = self.programs[action.microbatch], action.stage, action.microbatch
         for source, numbers in program.stages[stage].incoming.items():
             if (source, m) in self.flights:  # another stage of this rank
@@ -306,14 +329,14 @@ class _Step:
     def _forward(self, action: Action, flight: Flight) -> None:
         program, m = self.programs[action.microbatch], action.microbatch
         stage, received = program.stages[action.stage], {}
-        for n, value in self._inputs(action):
+        for n, value in self._inputs(action, flight):
             flight.received[n] = leaf = value.requires_grad_(self.backward and program.graph.values[n].requires_grad)
             received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
         shares, before = Shares(self.shares[m]), program.graph.losses_before
         walk = StageWalk(
             stage,
             received,
-            device=self.p._groups.device,
+            device=self.p.groups.device,
             name=self.p.describe,
             send=whole,
             at_position=lambda position: shares.at(before[position]),
@@ -321,8 +344,8 @@ class _Step:
         if self.split:
             flight.later = LaterWeights()
         with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares:
-            with self.p._forwards.followed(walk):
-                output = self.call(self.p._forwards.model, self.pieces[m])
+            with self.p.forwards.followed(walk):
+                output = self.call(self.p.forwards.model, self.pieces[m])
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
                 flight.outputs = dict(zip(stage.out, output, strict=True))
             elif self.loss is None:
@@ -336,7 +359,7 @@ class _Step:
 
     def _backward(self, action: Action, flight: Flight) -> None:
         program, m = self.programs[action.microbatch], action.microbatch
-        for n, buffer in self._arrived(action, "RECV_B"):
+        for n, buffer in flight.arrived:
             flight.grads.setdefault(n, []).append(buffer)
         for taker in program.stages[action.stage].outgoing:
             if (taker, m) in self.flights:  # another stage of this rank
@@ -347,7 +370,7 @@ class _Step:
             with flight.later or nullcontext(), self.p.view():
                 BACKWARD(roots, grads)
         flight.back = {n: _gradient(leaf) for n, leaf in flight.received.items() if leaf.requires_grad}
-        flight.received, flight.outputs, flight.loss, flight.grads = {}, {}, None, {}
+        flight.received, flight.outputs, flight.loss, flight.grads, flight.arrived = {}, {}, None, {}, []
 
 
 def _call(model: nn.Module, given: Any) -> Any:

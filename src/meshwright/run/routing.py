@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.run.data import parameter_groups
+from meshwright.private import without_modes
+from meshwright.run.data import before_reduction, parameter_groups, without_gradient
 from meshwright.run.groups import Groups
 
 
@@ -31,25 +32,11 @@ class Routed:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in parameter_groups(module):
-                    self._watch(group)
-
-    def _watch(self, group: Any) -> None:
-        reduce = group.post_backward
-
-        def post_backward(*args: Any) -> Any:
-            if group.reduce_grads:
-                for fsdp_param in group.fsdp_params:
-                    self._fill(fsdp_param)
-            return reduce(*args)
-
-        group.post_backward = post_backward
+                    before_reduction(group, self._fill)
 
     def _fill(self, fsdp_param: Any) -> None:
-        p = getattr(fsdp_param, "_unsharded_param", None)
-        if p is None or not p.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
-            return
-        if p.grad is None:
-            with torch._C.DisableTorchFunction():  # a backward may run under the view, to make activations again
+        if (p := without_gradient(fsdp_param)) is not None:
+            with without_modes():  # a backward may run under the view, to make activations again
                 p.grad = torch.zeros_like(p)
             self._filled.add(id(fsdp_param))
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from meshwright.private import pytree
 from meshwright.run.counts import SLOTS, LabelCounter
 from meshwright.view.work import python_body
 

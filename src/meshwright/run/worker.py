@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from meshwright.errors import PlanError
 from meshwright.run.channel import Channel, Message
 from meshwright.run.parcel import Names, pack, unpack
 
@@ -142,7 +143,9 @@ class _Worker:
         frames = error.__traceback__
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        self.channel.send(("failed", when, summary, details))
+        # A person's mistake is told as it is. Other errors go as text alone: not all can be made anew elsewhere.
+        mistake = pack(error)[0] if type(error) is PlanError else b""
+        self.channel.send(("failed", when, summary, details), mistake)
         # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None
@@ -236,6 +239,14 @@ def _caches(package: str) -> Iterator[Any]:
                     yield inner
 
 
+def _count_groups_from(number: int) -> None:
+    """Names of groups start again with each default group. A name that some cache kept from an earlier run must not find
+    a group of this one, with other ranks: so names count on. Private: there is no public way to name a mesh's groups."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count += number
+
+
 @contextlib.contextmanager
 def _process_group(task: Task) -> Iterator[None]:
     import torch
@@ -255,9 +266,7 @@ def _process_group(task: Task) -> Iterator[None]:
     # The pool watches the time and knows more: let it speak first.
     timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
-    # Group names start again with each default group. A name that some cache kept from an earlier run must
-    # not find a group of this one, with other ranks: so names count on.
-    dist.distributed_c10d._world.group_count += task.run * _GROUP_NAMES_A_RUN
+    _count_groups_from(task.run * _GROUP_NAMES_A_RUN)
     try:
         yield
     finally:

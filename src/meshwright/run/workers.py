@@ -30,13 +30,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from meshwright.errors import PlanError
 from meshwright.run.parcel import MainReachedWorkers, Names, main_is_loading, pack, unpack
 from meshwright.run.process import Echo, WorkerProcess, exchange, stacks_of
 from meshwright.run.worker import Task, report
 
 __all__ = ["LocalWorkers", "WorkerError", "local_workers", "report"]
+
+T = TypeVar("T")
 
 TIMEOUT = 120.0  # seconds a run may go without an answer or a report
 START_TIMEOUT = 120.0  # seconds workers may take to start: importing torch is slow on a busy machine
@@ -49,16 +52,20 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|pair closure|
 
 
 class WorkerError(RuntimeError):
-    """A run failed on a rank: `rank`, `reason` (a line) and `details` (traceback, stacks, output)."""
+    """A run failed on a rank: `rank`, `reason` (a line) and `details` (traceback, stacks, output).
 
-    def __init__(self, rank: int, reason: str, details: str = "") -> None:
+    `plan_error`: the `PlanError` that the rank raised, if that is what failed; its text is all of the details then.
+    """
+
+    def __init__(self, rank: int, reason: str, details: str = "", plan_error: PlanError | None = None) -> None:
         super().__init__(f"{reason}\n\n{details}" if details else reason)
         self.rank = rank
         self.reason = reason
         self.details = details
+        self.plan_error = plan_error
 
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str]]:
-        return WorkerError, (self.rank, self.reason, self.details)
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, PlanError | None]]:
+        return WorkerError, (self.rank, self.reason, self.details, self.plan_error)
 
 
 def local_workers(
@@ -93,6 +100,7 @@ class LocalWorkers:
         self._children: dict[int, WorkerProcess] = {}
         self._lock = threading.Lock()
         self._runs = 0
+        self._kept: dict[Any, Any] = {}
 
     def run(
         self,
@@ -142,6 +150,13 @@ class LocalWorkers:
         with self._lock:
             self._start(self.ranks if ranks is None else ranks)
 
+    def kept(self, kind: Callable[[], T]) -> T:
+        """The one `kind()` of this pool, made when it is first asked for: for what is to live as long as the pool."""
+        if kind not in self._kept:
+            self._kept[kind] = kind()
+        value: T = self._kept[kind]
+        return value
+
     def pids(self) -> list[int]:
         """The processes that live now, by rank."""
         children = [child for _, child in sorted(self._children.items())]
@@ -153,6 +168,7 @@ class LocalWorkers:
 
     def close(self) -> None:
         """End all workers; the ones that are idle leave by themselves."""
+        self._kept.clear()
         for child in self._children.values():
             child.channel.close()
         deadline = time.monotonic() + GRACE
@@ -248,6 +264,7 @@ class _Failure:
     when: float  # time.monotonic(), which all processes of a machine share
     reason: str
     details: str
+    plan_error: PlanError | None = None
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -297,8 +314,10 @@ class _Run:
         if not self._failures:
             return None
         first = min(self._failures, key=lambda failure: failure.order)
-        details = [first.details, self.children[first.rank].output()]
         reason = f"rank {first.rank} of {len(self.children)} {first.reason}"
+        if first.plan_error is not None:
+            return WorkerError(first.rank, reason, str(first.plan_error), first.plan_error)
+        details = [first.details, self.children[first.rank].output()]
         return WorkerError(first.rank, reason, "\n\n".join(part for part in details if part))
 
     def lost(self, keep_failed: bool) -> list[WorkerProcess]:
@@ -323,7 +342,8 @@ class _Run:
                     child.channel.post(("finish",))
             elif kind == "failed":
                 _, when, summary, details = head
-                self._failures.append(_Failure(child.rank, when, f"failed: {summary}", details))
+                mistake = unpack(body) if body else None
+                self._failures.append(_Failure(child.rank, when, f"failed: {summary}", details, mistake))
             elif kind == "idle":
                 self._idle.add(child.rank)
             elif kind == "died":

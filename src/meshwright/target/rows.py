@@ -8,7 +8,8 @@ from typing import Any
 def with_rows(batch: Any, rows: int) -> Any:
     """A batch with at least so many rows, for its shapes: the rows there are, again and again."""
     from torch import Tensor
-    from torch.utils import _pytree as pytree
+
+    from meshwright.private import pytree
 
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
     given = len(tensors[0]) if tensors else 0

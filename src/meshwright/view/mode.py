@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.layout import Cut
+from meshwright.private import pytree
 from meshwright.view.functions import custom_functions
 from meshwright.view.tensor import View, first_view
 from meshwright.view.work import Work

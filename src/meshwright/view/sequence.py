@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Cut, cut
+from meshwright.private import without_modes
 from meshwright.view.stage import Elsewhere, replaced
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
@@ -53,7 +53,7 @@ def cut_input(work: Work, x: Tensor) -> Tensor:
     if isinstance(x, Elsewhere) or isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
         return x
     layout = cut(DIM, x.shape[DIM], work.axis.size)
-    with torch._C.DisableTorchFunction():  # none of this is the model's
+    with without_modes():  # none of this is the model's
         local = work.cut(x, layout)
         found = work.view(local if isinstance(x, View) else local.clone(), layout)
     replaced(x, found)

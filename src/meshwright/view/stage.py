@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
+from meshwright.private import pytree, without_subclasses, wrapper
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.walk import Walk, is_fact
 
@@ -39,21 +39,15 @@ class Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls: type[Elsewhere], like: Tensor, walk: StageWalk, number: int) -> Elsewhere:
-        self: Elsewhere = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride() if like.layout is torch.strided else None,
-            dtype=like.dtype,
-            device=walk.device,
-            requires_grad=like.requires_grad,
-        )
+        strides = like.stride() if like.layout is torch.strided else None
+        self = wrapper(cls, like, like.shape, strides=strides, device=walk.device, requires_grad=like.requires_grad)
         self._mw_value = (walk, number)
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_fact(func) or func is Tensor.__deepcopy__:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **(kwargs or {}))
         raise _unavailable(func, (args, kwargs))
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from meshwright.private import pytree
 
 _DEPTH = 6  # how far into plain objects to look
 

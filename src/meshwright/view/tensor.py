@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from meshwright.layout import Cut, Layout
+from meshwright.private import pytree, without_subclasses, wrapper
 
 if TYPE_CHECKING:
     from meshwright.view.work import Work
@@ -53,10 +53,7 @@ class View(Tensor):
         shape = list(local.shape)
         if isinstance(layout, Cut):
             shape[layout.dim] = layout.size
-        # The wrapper has a global shape and no data; the class method is torch's documented way to make one.
-        self: View = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
-        )
+        self = wrapper(cls, local, shape)
         self._mw_local, self._mw_layout, self._mw_work = local, layout, work
         self._mw_memo, self._mw_sources, self._mw_parameter, self._mw_origin = {}, sources, parameter, None
         return self
@@ -66,7 +63,7 @@ class View(Tensor):
         kwargs = kwargs or {}
         view = first_view((args, kwargs))
         if view is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         return view._mw_work.call(func, args, kwargs)
 

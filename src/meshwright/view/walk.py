@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.graph import Path
+from meshwright.private import pytree
 from meshwright.view.functions import custom_functions
 from meshwright.view.rules import FACTS
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import meshwright
 from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
+from meshwright.private import pytree, version, without_subclasses
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.rules import FACTS, RULES, aliases, ordered, writes
@@ -50,7 +50,7 @@ class Work:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` as one device would give it; cut tensors come back as Views."""
         if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         args, kwargs = ordered(func, args, kwargs)
         target = args[0] if args and writes(func, args, kwargs) else None
@@ -107,7 +107,7 @@ class Work:
     def _alias(self, local: Tensor, base: View, select: Callable[[Tensor], Tensor]) -> View:
         alias = View(local, WHOLE, self)
         alias._mw_origin = (base, select)
-        alias._mw_memo["origin"] = _version(base._mw_local)
+        alias._mw_memo["origin"] = version(base._mw_local)
         return alias
 
     def _refresh(self, alias: View) -> None:
@@ -116,9 +116,9 @@ class Work:
         base, select = alias._mw_origin
         if base._mw_origin is not None:
             self._refresh(base)
-        version = _version(base._mw_local)
-        if version is None or alias._mw_memo.get("origin") != version:
-            alias._mw_local, alias._mw_memo = select(self.whole(base)), {"origin": version}
+        written = version(base._mw_local)
+        if written is None or alias._mw_memo.get("origin") != written:
+            alias._mw_local, alias._mw_memo = select(self.whole(base)), {"origin": written}
 
     def _write_through(self, func: Any, target: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
@@ -193,7 +193,7 @@ class Work:
             return local
         if isinstance(have, Partial):
             memo = x._mw_memo.get("whole")
-            if memo is None or local.is_inference() or memo[0] != local._version:
+            if memo is None or memo[0] != version(local):
                 return moves.reduce_scatter(local, self.axis, layout)
         if isinstance(have, Cut):
             self.regathered(x, layout)
@@ -218,9 +218,9 @@ class Work:
         """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
         memos = x._mw_memo if isinstance(x, View) else x.__dict__
         local = x._mw_local if isinstance(x, View) else x
-        if local.is_inference():  # such tensors do not count their writes
+        if (written := version(local)) is None:
             return move(local)
-        key = (local._version, torch.is_grad_enabled() and local.requires_grad)
+        key = (written, torch.is_grad_enabled() and local.requires_grad)
         memo = memos.get(kind)
         if memo is None or memo[:2] != key:
             memo = memos[kind] = (*key, move(local))
@@ -247,6 +247,9 @@ class Work:
     def table(self, parameter: Any) -> Any:
         """A parameter is looked up by rows: planning may cut the rows."""
         return parameter
+
+    def used_as(self, x: Any, role: str) -> None:
+        """The cut of ``x`` is a product's ``column`` (its own dim of the result), ``row`` (summed over) or ``batch``."""
 
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
         """The cut dim of ``x`` turns out to be fused blocks of these sizes."""
@@ -285,11 +288,6 @@ def whole(x: Any) -> Any:
 
 def _no(*_: Any) -> bool:
     return False
-
-
-def _version(local: Tensor) -> int | None:
-    """How often a tensor has been written; tensors of inference mode do not count."""
-    return None if local.is_inference() else local._version
 
 
 def _piece(select: Callable[[Tensor], Any], i: int, value: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.private import TorchDispatchMode, without_modes
 from meshwright.run.init.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
 from meshwright.run.init.memory import address_of, bytes_of, reserve, storage_over
 from meshwright.run.init.operation import Changed, changed_by, foreseen_by, is_view, mapped, schema_of, tensors_in
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._aside:
             return func(*args, **kwargs or {})
-        with torch._C.DisableTorchFunction():  # what we do is not for `Readers`, or a default device, to see
+        with without_modes():  # what we do is not for `Readers`, or a default device, to see
             return self._dispatched(func, types, args, kwargs or {})
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -74,6 +74,10 @@ def _cut_label(work: Any, operands: list[Any], labels: list[Labels], out: Labels
     if not found:
         return None, None
     _, label, pieces = max(found, key=lambda entry: entry[0])
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(layout := work.layout(x), Cut) and names[layout.dim] == label:
+            shared = sum(label in other for other in labels) > 1
+            work.used_as(x, "row" if label not in out else "batch" if shared else "column")
     return label, pieces
 
 

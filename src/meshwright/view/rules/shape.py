@@ -89,7 +89,7 @@ def squeeze(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return moved(work, x, x._mw_local.squeeze(gone), [d for d in range(x.dim()) if d not in gone])
 
 
-@rule("reshape", "view", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
+@rule("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
 def reshape(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, shape = args[0], _target_shape(func, args, kwargs)
     if shape is None or not isinstance(x, View):

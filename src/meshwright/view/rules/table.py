@@ -30,6 +30,7 @@ def embedding(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             return functional.embedding(work.whole(index), work.whole(weight), padding)
         return work.view(functional.embedding(index._mw_local, work.varying(weight), padding), place)
     index = work.whole(index)
+    work.used_as(weight, "column" if layout.dim == 1 else "row")
     if layout.dim == 1:
         return work.view(functional.embedding(index, weight._mw_local, padding), layout.on(index.dim()))
     if layout.parts != 1:

@@ -1,0 +1,67 @@
+"""Several hosts on one machine: network namespaces, joined by a bridge, with torchrun on each.
+
+    python examples/hosts.py 4 2 examples/four_nodes.py      4 hosts × 2 processes; needs Linux, iproute2 and root
+
+Each host has a loopback and an address of its own, so that what reaches another goes through the bridge, and what would only
+work within one host does not work. A link can be cut: ``ip -n mwhost2 link set eth0 down``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+PORT = 29777
+BRIDGE, HOST, LINK = "mwbridge", "mwhost{}", "mwlink{}"
+
+
+def allowed() -> bool:
+    """Whether this process may make network namespaces."""
+    if not shutil.which("ip") or not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return False
+    made = subprocess.run(["ip", "netns", "add", "mwtrial"], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", "mwtrial"], capture_output=True, check=False)
+    return made
+
+
+def launch(hosts: int, processes: int, command: list[str], timeout: float = 240) -> int:
+    """Runs a script under torchrun on every host; the largest exit status. Hosts and links are gone afterwards."""
+    launched: list[subprocess.Popen[bytes]] = []
+    try:
+        _ip(f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up")
+        for n in range(hosts):
+            host, link = HOST.format(n), LINK.format(n)
+            _ip(f"netns add {host}", f"link add {link} type veth peer name eth0 netns {host}")
+            _ip(f"link set {link} master {BRIDGE} up", f"-n {host} addr add 10.77.0.{n + 1}/24 dev eth0")
+            _ip(f"-n {host} link set eth0 up", f"-n {host} link set lo up")
+        for n in range(hosts):
+            torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --node-rank {n} --master-addr 10.77.0.1 \
+                --master-port {PORT}"
+            words = ["ip", "netns", "exec", HOST.format(n), sys.executable, "-m", "torch.distributed.run"]
+            env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            launched.append(subprocess.Popen([*words, *torchrun.split(), *command], env=env))
+        return max(abs(p.wait(timeout=timeout)) for p in launched)
+    finally:
+        for process in launched:
+            process.terminate()
+        for n in range(hosts):
+            subprocess.run(["ip", "netns", "del", HOST.format(n)], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
+
+
+def _ip(*commands: str) -> None:
+    for words in commands:
+        subprocess.run(["ip", *words.split()], check=True)
+
+
+def main() -> int:
+    if len(sys.argv) < 4 or not allowed():
+        print(__doc__)
+        return 2
+    return launch(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

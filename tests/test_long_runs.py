@@ -1,0 +1,62 @@
+"""What a long run must not pile up: tensors and graphs from step to step, threads from check to check."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.run.workers import LocalWorkers
+from meshwright.view.tensor import View
+from zoo import ZOO
+
+
+def alive() -> tuple[int, int]:
+    """How many Views there are, and how many other tensors that hold a graph."""
+    kinds = [(type(o), o) for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    views = sum(kind is View for kind, _ in kinds)
+    return views, sum(kind is not View and x.grad_fn is not None for kind, x in kinds)
+
+
+def alive_after_each_step(name: str, plan: str, steps: int) -> list[tuple[int, int]]:
+    job = mw.parallelize(ZOO[name].build, plan, batch=ZOO[name].batch())
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.01)
+    found = []
+    gc.disable()  # so that a cycle counts too: memory that waits for the collector is missing elsewhere
+    try:
+        for _ in range(steps):
+            job.step(ZOO[name].batch())
+            job.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(alive())
+    finally:
+        gc.enable()
+    return found
+
+
+# Tensors used again: by q, k and v; by every layer (a block called thrice, an encoder's states); after the forward
+# (stashed); by a later write (slices that a fallback made); by a recomputation.
+@pytest.mark.parametrize("name", ["nanogpt", "albert", "encoder_decoder", "stash", "in_place", "checkpointed"])
+def test_no_tensor_of_a_step_outlives_the_next(name: str, workers: LocalWorkers) -> None:
+    for counts in workers.run(alive_after_each_step, name, "tp=2", 12, ranks=2):
+        assert set(counts[1:]) == {counts[1]}, counts
+        assert name == "stash" or counts[-1] == (0, 0), "only what a model keeps itself"
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_workers_have_no_more_threads_after_twenty_checks(workers: LocalWorkers) -> None:
+    entry, counts = ZOO["mlp"], []
+    for number in range(20):
+        report = mw.check(entry.build, entry.batch(), ["dp_shard=2,tp=2", "tp=4"][number % 2], workers=workers, steps=1)
+        assert report, report
+        counts.append(workers.run(threads, ranks=4))
+    assert counts[-1] == counts[3], counts

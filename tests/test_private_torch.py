@@ -1,0 +1,597 @@
+"""Torch's private parts, one test each: what of ours rests on it is in the name, what it must do in the body.
+
+Where a new torch fails one of these, the function of ours that uses the part is to be changed; the table below says where
+it stands. A private part that is in no line of the table fails the first test.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import time
+import weakref
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import meshwright
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import (
+    TorchDispatchMode,
+    pytree,
+    replace_tensors,
+    version,
+    without_modes,
+    without_subclasses,
+    wrapper,
+)
+from meshwright.run import data, groups, init, worker
+from meshwright.run.init import operation
+from meshwright.run.step import BACKWARD
+from meshwright.view.rules import FACTS, RULES
+from meshwright.view.rules.registry import functions
+from meshwright.view.work import python_body
+
+SOURCES = Path(meshwright.__file__).parent
+aten = torch.ops.aten
+
+USES = {
+    "private.py": "_C _apply _make_wrapper_subclass _python_dispatch _pytree _version",
+    "planning/capture.py": "_cdata _getframe",
+    "planning/resolve.py": "_tp_plan",  # of transformers
+    "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
+    "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
+        _root_post_backward_final_callback _unsharded_param",
+    "run/groups.py": "_set_pg_timeout",
+    "run/init/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
+    "run/init/log.py": "_neg_view",
+    "run/init/operation.py": "_schema",
+    "run/parameters.py": "_parameters",
+    "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
+    "view/functions.py": "_SingleLevelFunction",
+    "view/rules/registry.py": "_C _VF _nn",
+    "view/work.py": "_getframe",  # of sys
+}
+
+
+def test_every_private_part_that_is_used_stands_in_the_table_above() -> None:
+    found = {
+        str(file.relative_to(SOURCES)): names for file in SOURCES.rglob("*.py") if (names := _private_names_in(file))
+    }
+    assert found == {file: set(names.split()) for file, names in USES.items()}
+
+
+def _private_names_in(file: Path) -> set[str]:
+    """Names with one underscore in front that are not the file's own: of another object's attributes, and of imports."""
+    names: set[str] = set()
+    imported: set[str] = set()
+    own: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                own.add(name)
+            case ast.Attribute(attr=name):
+                names.add(name)
+            case ast.ImportFrom(module=str(module)) if module.startswith("torch"):
+                imported.update(module.split("."), (alias.name for alias in node.names))
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                names.add(name)
+    return {n for n in (names - own) | imported if n.startswith("_") and not n.startswith(("__", "_mw_"))}
+
+
+class Seen(TorchFunctionMode):
+    """Notes every torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+DISPATCHED = torch.tensor(7.0)  # what a Wrapper answers below torch functions
+
+
+class Wrapper(Tensor):
+    """As the view's: a shape without data, whose functions are answered in Python."""
+
+    calls: list[Any] = []  # noqa: RUF012  (of this class alone)
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> Wrapper:
+        return wrapper(cls, torch.empty(0, dtype=torch.float64), shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        return "answered"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return DISPATCHED
+
+
+# --- functions and modes ----------------------------------------------------------------------------------------------
+
+
+def test_a_view_rests_on_wrappers_that_have_a_shape_and_no_memory() -> None:
+    with without_subclasses():
+        wrapper = Wrapper(10**6, 10**6)  # 8 TB, were it real
+        assert (wrapper.shape, wrapper.dtype, wrapper.device.type) == ((10**6, 10**6), torch.float64, "cpu")
+        assert wrapper.numel() == 10**12 and not wrapper.requires_grad
+        assert wrapper + 1 is DISPATCHED
+    wrapper._mw_anything = 3
+    assert wrapper._mw_anything == 3, "attributes of our own"
+
+
+def test_facts_of_a_view_rest_on_getters_that_are_the_same_object_each_time() -> None:
+    wrapper = Wrapper(2, 3)
+    for name in ("shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "_version", "T", "data"):
+        Wrapper.calls.clear()
+        assert getattr(wrapper, name) == "answered"
+        assert Wrapper.calls == [getattr(Tensor, name).__get__], name
+        assert hash(Wrapper.calls[0]) == hash(getattr(Tensor, name).__get__)
+    assert Tensor.shape.__get__ in FACTS and Tensor.requires_grad.__get__ in RULES
+
+
+def test_rules_and_fsdp_rest_on_the_two_ways_to_turn_torch_functions_off() -> None:
+    wrapper, x = Wrapper(2), torch.ones(2)
+    with Seen() as mode:
+        with without_subclasses():
+            torch.neg(x)
+            assert torch.neg(wrapper) is DISPATCHED, "a subclass is not asked"
+        assert mode.functions == [torch.neg, torch.neg], "a mode is"
+        with without_modes():
+            torch.neg(x)
+            assert torch.neg(wrapper) is DISPATCHED
+        assert len(mode.functions) == 2, "neither is"
+        torch.neg(x)
+        assert len(mode.functions) == 3
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def test_custom_functions_get_whole_tensors_through_the_class_that_apply_ends_up_in() -> None:
+    base: Any = torch.autograd.function._SingleLevelFunction
+    kept, seen = Doubled.apply, []
+    assert issubclass(Doubled, base) and "apply" not in vars(base), "the one of C++ is below it"
+
+    def apply(function: Any, *args: Any) -> Any:
+        seen.append((function, args))
+        return super(base, function).apply(*args)
+
+    x = torch.ones(2, requires_grad=True)
+    base.apply = classmethod(apply)
+    try:
+        for call in (Doubled.apply, kept):
+            call(x).sum().backward()
+    finally:
+        del base.apply
+    assert [function for function, _ in seen] == [Doubled, Doubled] and seen[0][1][0] is x
+    assert x.grad is not None and x.grad.tolist() == [4.0, 4.0]
+    Doubled.apply(x)
+    assert len(seen) == 2, "as it was"
+    # FSDP2's and our own are told by their module's name
+    functions_of_torch = [c for c in base.__subclasses__()[0].__subclasses__() if "fsdp" in c.__module__]
+    assert all(c.__module__.startswith("torch.distributed.") for c in functions_of_torch)
+
+
+def test_functions_without_a_rule_rest_on_bodies_whose_hand_over_can_be_answered_with_no() -> None:
+    x, body = torch.ones(2, 3), python_body(functional.layer_norm)
+    with Seen() as mode:
+        functional.layer_norm(x, [3])
+        body(x, [3])
+    assert mode.functions == [functional.layer_norm, torch.layer_norm], (
+        "handed over as one; the body hands over its own"
+    )
+    places = (functional, torch.functional, torch.autograd, Tensor)
+    written = {f for place in places for f in vars(place).values() if isinstance(f, FunctionType)}
+    handing = [f for f in written if f.__module__ != "torch" and "handle_torch_function" in f.__code__.co_names]
+    asked = {f: [n for n in f.__code__.co_names if n.startswith("has_torch_function")] for f in handing}
+    assert len(asked) >= 100 and sum(not names for names in asked.values()) <= 2, "two of `unique` have no body"
+    for f, names in asked.items():
+        body = python_body(f)
+        assert body is not None and not any(body.__globals__[name](Wrapper(1)) for name in names), f
+
+
+def test_recompute_under_the_view_rests_on_the_body_of_backward() -> None:
+    assert BACKWARD is not torch.autograd.backward
+    x = torch.ones(2, requires_grad=True)
+    for backward, again in ((BACKWARD, True), (Tensor.backward, False)):
+        with Seen() as mode:
+            loss = checkpoint(lambda t: torch.sin(t) * 2, x, use_reentrant=False).sum()
+            mode.functions.clear()
+            backward(loss)
+        assert (torch.sin in mode.functions) == again
+
+
+def test_rules_rest_on_the_places_where_builtin_functions_live() -> None:
+    lstm, x = nn.LSTM(2, 2), torch.ones(1, 2)
+    calls = {
+        "gelu": lambda: functional.gelu(x),
+        "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(x, x, x),
+        "linear": lambda: functional.linear(x, x),
+        "lstm": lambda: lstm(x),
+        "erfc": lambda: torch.special.erfc(x),
+        "vector_norm": lambda: torch.linalg.vector_norm(x),
+        "avg_pool2d": lambda: functional.avg_pool2d(torch.ones(1, 1, 4, 4), 2),
+    }
+    for name, call in calls.items():
+        with Seen() as mode:
+            call()
+        assert any(f in set(functions(name)) for f in mode.functions), name
+
+
+def test_the_rule_of_softmax_rests_on_where_its_arguments_stand() -> None:
+    x = torch.rand(2, 3)
+    for name in ("softmax", "log_softmax"):
+        in_python, builtin = getattr(functional, name), getattr(torch, name)
+        assert list(inspect.signature(in_python).parameters)[:4] == ["input", "dim", "_stacklevel", "dtype"]
+        assert in_python(x, -1, 3, torch.float64).dtype == builtin(x, -1, torch.float64).dtype == torch.float64
+        torch.testing.assert_close(getattr(torch, f"_{name}")(x, 1, False), builtin(x, 1))
+
+
+def test_moves_made_once_rest_on_versions_that_count_every_write() -> None:
+    x = torch.zeros(4)
+    for write in (
+        lambda: x.add_(1),
+        lambda: x[:2].mul_(2),
+        lambda: x.detach().fill_(3),
+        lambda: x.copy_(torch.ones(4)),
+    ):
+        before = version(x)
+        write()
+        assert before is not None and version(x) == before + 1
+    assert version(x + 0) == 0, "another tensor counts its own"
+    with torch.inference_mode():
+        assert version(torch.zeros(1)) is None
+        with pytest.raises(RuntimeError):
+            _ = torch.zeros(1)._version
+
+
+# --- modules and parameters -------------------------------------------------------------------------------------------
+
+
+def test_ties_rest_on_the_table_of_a_modules_parameters() -> None:
+    module = nn.Linear(2, 2)
+    assert list(module._parameters) == ["weight", "bias"] and module._parameters["weight"] is module.weight
+    other = nn.Parameter(torch.zeros(2, 2))
+    module.weight = other
+    assert module._parameters["weight"] is other
+    assert nn.Linear(2, 2, bias=False)._parameters["bias"] is None
+
+
+def test_casting_and_filling_rest_on_replacing_tensors_in_place_but_not_across_devices() -> None:
+    module = nn.BatchNorm1d(2)
+    module.weight.grad = torch.ones(2)
+    weight = module.weight
+    replace_tensors(module, lambda t: t.double() if t.is_floating_point() else t)
+    assert module.weight is weight and weight.dtype == weight.grad.dtype == torch.float64
+    assert module.running_mean.dtype == torch.float64 and module.num_batches_tracked.dtype == torch.int64
+    meta = nn.Linear(2, 2, device="meta")
+    meta.tied = meta.weight
+    replace_tensors(meta, lambda t: torch.empty_like(t, device="cpu"))
+    assert meta.tied is not meta.weight, "each place anew: `fill` ties plain parameters itself"
+
+
+def test_fsdp_without_the_view_rests_on_hooks_that_appear_in_the_modules_tables(workers: Any) -> None:
+    assert workers.run(_hooks_of_fsdp, ranks=2) == [["args: 1, kwargs: ['scale']", "output: Tensor"]] * 2
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+def _hooks_of_fsdp() -> list[str]:
+    module, seen = Scaled(4, 4), []
+    module.register_forward_hook(lambda *_: None)
+    before = set(module._forward_pre_hooks), set(module._forward_hooks)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    (pre,), (post,) = (
+        set(table) - known
+        for table, known in zip((module._forward_pre_hooks, module._forward_hooks), before, strict=True)
+    )
+    pre_hook, post_hook = module._forward_pre_hooks[pre], module._forward_hooks[post]
+
+    def before_forward(given: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append(f"args: {len(args)}, kwargs: {list(kwargs)}")
+        (new,), rest = pre_hook(given, ([args[0]],), {})  # a flat list instead, as `_locally` gives
+        assert rest == {} and isinstance(new, list)
+        return (new[0], *args[1:]), kwargs
+
+    def after_forward(given: nn.Module, args: Any, output: Any) -> Any:
+        seen.append(f"output: {type(output).__name__}")
+        (new,) = post_hook(given, (), [output])
+        return new
+
+    module._forward_pre_hooks[pre], module._forward_hooks[post] = before_forward, after_forward
+    module(torch.ones(1, 4), scale=2.0).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    return seen
+
+
+def test_routed_gradients_rest_on_fsdps_groups_and_on_when_they_reduce(workers: Any) -> None:
+    for told in workers.run(_groups_of_fsdp, ranks=2):
+        assert told == {
+            "not the last": [],  # microbatch: nothing is reduced
+            "the last": [("weight", "has one"), ("bias", "has one"), ("unused", "has none")],
+            "after": [True, True, True],  # zeros were filled in and reduced
+        }
+
+
+class Unused(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.unused = nn.Parameter(torch.ones(4))
+
+
+def _groups_of_fsdp() -> dict[str, Any]:
+    module = Unused()
+    names = {id(p): n for n, p in module.named_parameters()}
+    order = [n for n in names.values() if n != "unused"] + ["unused"]
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    assert isinstance(module, FSDPModule)
+    (group,) = data.parameter_groups(module)
+    assert len(group.fsdp_params) == 3 and all(isinstance(p.sharded_param, DTensor) for p in group.fsdp_params)
+    seen: list[Any] = []
+
+    def act(fsdp_param: Any) -> None:
+        name = next(n for n, p in module.named_parameters() if p is fsdp_param._unsharded_param)
+        missing = data.without_gradient(fsdp_param)
+        seen.append((name, "has one" if missing is None else "has none"))
+        if missing is not None:
+            missing.grad = torch.zeros_like(missing)
+
+    data.before_reduction(group, act)
+    told = {}
+    for last in (False, True):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+        module(torch.ones(1, 4)).sum().backward()
+        told["the last" if last else "not the last"] = sorted(seen, key=lambda s: order.index(s[0]))
+        seen.clear()
+    told["after"] = [fsdp_param.sharded_param.grad is not None for fsdp_param in group.fsdp_params]
+    return told
+
+
+def test_the_end_of_a_pipelines_step_rests_on_reducing_what_backwards_have_added_up(workers: Any) -> None:
+    for rank, gradient in enumerate(workers.run(_reduced_at_the_end, ranks=2)):
+        assert gradient == [[3.0 * 2 * 2] * 4] * 2, f"two backwards on two ranks, mean of none: rank {rank}"
+
+
+def _reduced_at_the_end() -> list[list[float]]:
+    module = nn.Linear(4, 4, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_requires_gradient_sync(False)
+    module.set_is_last_backward(False)
+    for _ in range(2):
+        module(torch.full((3, 4), 1.0)).sum().backward()
+    assert module.weight.grad is None, "nothing is reduced yet"
+    module.set_requires_gradient_sync(True)
+    module.set_is_last_backward(True)
+    data.reduce_gradients(module)
+    assert isinstance(module.weight, DTensor) and module.weight.device_mesh.ndim == 1
+    return module.weight.grad.to_local().tolist()
+
+
+def test_a_hang_is_told_in_time_because_a_groups_timeout_can_be_set(workers: Any) -> None:
+    assert workers.run(_timeout_of_a_group, ranks=2, timeout=50) == [True] * 2
+
+
+def _timeout_of_a_group() -> bool:
+    group = dist.new_group()
+    groups._set_timeout(group, 1.0)
+    if dist.get_rank() == 1:
+        return True
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        dist.all_reduce(torch.ones(1), group=group)
+    return time.monotonic() - started < 20
+
+
+def test_what_a_rank_holds_rests_on_fsdp_cutting_what_tp_left_and_gathering_to_the_tp_mesh(workers: Any) -> None:
+    for rank, (held, dims, gathered, placements) in enumerate(workers.run(_held_under_fsdp_and_tp, ranks=4)):
+        shard, tp = divmod(rank, 2)
+        mine = torch.arange(12.0).chunk(2)[tp].chunk(2)[shard]
+        assert held == mine.tolist(), "tp cuts first, FSDP what is left: Recipe.held"
+        assert dims == (2, 1), "at rest on (dp_shard, tp), gathered on tp alone: LocalParameters tells them apart so"
+        assert gathered == torch.arange(12.0).chunk(2)[tp].tolist()
+        assert placements == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+
+
+def _held_under_fsdp_and_tp() -> tuple[Any, ...]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    module = nn.Module()
+    local = torch.arange(12.0).chunk(2)[mesh["tp"].get_local_rank()]
+    module.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False))
+    fully_shard(module, mesh=mesh["dp_shard"])
+    at_rest = module.weight
+    held, placements = at_rest.to_local().tolist(), str(at_rest.placements)
+    assert at_rest.full_tensor().tolist() == list(range(12))
+    module.unshard()
+    gathered = module.weight
+    return held, (at_rest.device_mesh.ndim, gathered.device_mesh.ndim), gathered.to_local().tolist(), placements
+
+
+def test_a_parameters_local_part_shares_its_memory_and_its_gradient_is_a_dtensor(workers: Any) -> None:
+    assert workers.run(_local_part, ranks=2) == [(True, [2], True)] * 2
+
+
+def _local_part() -> tuple[bool, list[int], bool]:
+    p = nn.Parameter(distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (2,)), [Replicate()]))
+    p.grad = torch.zeros_like(p)
+    p.grad.to_local().detach().add_(1)  # what the job does to reduce parameters without dims
+    uneven = DTensor.from_local(
+        torch.zeros(2 - dist.get_rank()), p.device_mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,)
+    )
+    return p.grad.to_local().tolist() == [1.0] * 3, [p.dim() + 1], tuple(uneven.shape) == (3,)
+
+
+# --- recording and planning -------------------------------------------------------------------------------------------
+
+
+def test_deferred_parameters_rest_on_swapping_what_a_tensor_is() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    weak, tied = weakref.ref(parameter), [parameter]
+    parameter.mark = "kept"
+    calls: list[Any] = []
+    parameter.register_hook(calls.append)
+    init._to_meta(parameter)
+    assert tied[0] is parameter and weak() is parameter and parameter.mark == "kept"
+    assert parameter.is_meta and parameter.shape == (2, 3) and parameter.requires_grad and parameter.is_leaf
+    (parameter * 2).sum().backward()
+    assert len(calls) == 1 and calls[0].shape == (2, 3), "its hooks came along"
+
+
+def test_recorded_views_rest_on_negative_and_conjugate_views() -> None:
+    z = torch.complex(torch.tensor([1.0]), torch.tensor([2.0]))
+    imaginary = z.conj().imag
+    assert imaginary.is_neg() and not imaginary.is_conj() and imaginary.tolist() == [-2.0]
+    again = torch._neg_view(torch.tensor([2.0]))
+    assert again.is_neg() and again.tolist() == [-2.0]
+
+
+def test_what_an_op_writes_rests_on_its_schema() -> None:
+    x = torch.zeros(2)
+    assert [v is x for _, v in operation.changed_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
+    assert [v is x for _, v in operation.changed_by(aten.add.out, (x, x), {"out": x})] == [True]
+    assert operation.changed_by(aten.add.Tensor, (x, x), {}) == []
+    assert operation.is_view(aten.view.default) and operation.is_view(aten.split.Tensor)
+    assert not operation.is_view(aten.add_.Tensor) and not operation.is_view(aten.add.Tensor)
+    written = operation.schema_of(aten.add_.Tensor)
+    assert next(iter(written.arguments[0].alias_info.before_set)) == next(
+        iter(written.returns[0].alias_info.before_set)
+    )
+
+
+def test_recorded_randomness_rests_on_tags_of_ops_and_on_one_default_generator() -> None:
+    seeded = torch.Tag.nondeterministic_seeded
+    for op in (aten.normal_.default, aten.uniform_.default, aten.randn.default, aten.randperm.default):
+        assert seeded in op.tags, op
+    assert seeded not in aten.add.Tensor.tags
+    assert torch.Tag.data_dependent_output in aten._local_scalar_dense.default.tags
+    assert torch.Tag.dynamic_output_shape in aten.nonzero.default.tags
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = torch.empty(5).normal_()
+    torch.set_rng_state(state)
+    assert torch.equal(torch.empty(5).normal_(), first)
+
+
+def test_planning_rests_on_the_ops_that_read_values() -> None:
+    meta = torch.empty(2, 3, device="meta")
+    with Shadow() as shadow, Meeting():
+        assert meta.sum().item() == 1.0 and float(meta.sum()) == 1.0 and bool(meta.sum() > 0)
+        assert int(meta.long().sum()) == 1 and shadow.reads == 4
+        assert meta.nonzero().shape == (6, 2) and meta.masked_select(meta > 0).shape == (6,)
+        assert torch.equal(meta, meta) and shadow.reads == 7
+        assert meta.tolist() == [[1.0] * 3] * 2
+        assert meta[meta > 0].shape == (6,) and meta[torch.ones(2, dtype=torch.bool)].shape == (2, 3)
+        assert meta.to("cpu").is_meta and meta.to(torch.float64).dtype == torch.float64
+        assert (meta + torch.ones(3)).is_meta and torch.arange(3, device=meta.device).device.type == "cpu"
+    with Shadow(contrary=True):
+        assert not (meta.sum() > 0) and meta.nonzero().shape == (0, 2)
+
+
+def test_recording_and_planning_rest_on_modes_that_see_every_op_below_autograd() -> None:
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Ops():
+        functional.linear(torch.ones(2, 3), torch.ones(4, 3)).sum().item()
+    assert seen[-1] is aten._local_scalar_dense.default and aten.sum.default in seen
+    assert not any(op is aten.linear.default for op in seen), "composite functions come as their parts"
+
+
+def test_batches_and_outputs_rest_on_which_containers_are_known() -> None:
+    Pair = namedtuple("Pair", "a b")
+
+    @dataclass
+    class Plain:
+        a: int
+
+    value = {"x": [1, (2, None)], "y": Pair(3, Plain(4))}
+    leaves, spec = pytree.tree_flatten(value)
+    assert leaves == [1, 2, None, 3, Plain(4)], "None and what is not registered are leaves"
+    assert pytree.tree_unflatten(leaves, spec) == value and {spec: 1}[pytree.tree_flatten(value)[1]] == 1
+    assert pytree.tree_map_only(int, str, value)["y"] == Pair("3", Plain(4))
+
+
+def test_values_that_share_memory_are_told_by_their_storage() -> None:
+    x = torch.empty(4, device="meta")
+    same, other = x[1:].untyped_storage()._cdata, torch.empty(4, device="meta").untyped_storage()._cdata
+    assert x.untyped_storage()._cdata == same != other
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_stay_alive_rest_on_what_dtensor_remembers_being_forgotten(workers: Any) -> None:
+    for alive in [workers.run(_meshes_alive, ranks=2) for _ in range(3)][1:]:
+        assert alive == [[], []], "the meshes of earlier runs are gone, and with them their groups and threads"
+
+
+_MESHES: list[weakref.ref] = []  # of a worker, from run to run
+
+
+def _meshes_alive() -> list[str]:
+    alive = [str(mesh()) for mesh in _MESHES if mesh() is not None]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    _MESHES[:] = [weakref.ref(mesh), weakref.ref(mesh["a"])]
+    x = distribute_tensor(torch.ones(4), mesh["a"], [Shard(0)])
+    (x + x).redistribute(mesh["a"], [Replicate()])
+    assert list(worker._caches("torch.distributed")), "what is to be cleared is found by its class"
+    return alive
+
+
+def test_names_of_groups_of_one_run_are_not_those_of_another(workers: Any) -> None:
+    first, second = (int(workers.run(_next_group_name, ranks=2)[0]) for _ in range(2))
+    assert second - first >= worker._GROUP_NAMES_A_RUN > 0
+
+
+def _next_group_name() -> str:
+    count = dist.distributed_c10d._world.group_count
+    name: str = dist.new_group().group_name
+    assert name == str(count), "a group is named by the count"
+    return name
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cuts_of_hugging_face_models_rest_on_their_tp_plan() -> None:
+    pytest.importorskip("transformers")
+    from zoo import build_llama
+
+    plan = build_llama()._tp_plan
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
