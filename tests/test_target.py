@@ -201,6 +201,11 @@ STAGES = {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]}
         # two at once
         ("clip", "CLIPModel", {"input_ids", "pixel_values", "return_loss"}, {**PARTS, **PICTURE}),
         ("llava", "LlavaForConditionalGeneration", {"input_ids", "pixel_values", "labels"}, {**PARTS, **PICTURE}),
+        ("smolvlm", "SmolVLMForConditionalGeneration", {"input_ids", "pixel_values", "labels"}, {**PARTS, **PICTURE}),
+        (
+            "llava_next", "LlavaNextForConditionalGeneration", {"input_ids", "pixel_values", "image_sizes", "labels"},
+            {**PARTS, **PICTURE, "image_grid_pinpoints": [[16, 32], [32, 16]]},
+        ),
     ],
 )  # fmt: skip
 def test_the_class_with_a_loss_its_batch_and_the_loss(
@@ -308,7 +313,7 @@ def test_mistakes_in_a_config_are_told() -> None:
     assert "whole number" in problem("hf:llama", {"seq_len": "long"}).required
     assert "no file" in problem("hf:nowhere/config.json").given
     assert "no such class" in problem("hf:detr").given
-    assert "no batch that could be made up" in problem("hf:llava_next", {**PARTS, **PICTURE}).given
+    assert "no batch that could be made up" in problem("hf:qwen2_vl", {"text_config.vocab_size": 64}).given
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,10 @@ class _Maker:
     def __init__(self, config: Any, cls: Any, kind: str, shapes: Shapes, rows: int, length: int) -> None:
         import torch
 
-        self.config, self.kind, self.shapes, self.rows, self.length = config, kind, shapes, rows, length
+        self.config, self.cls, self.kind, self.shapes = config, cls, kind, shapes
+        self.rows, self.length = rows, length
         self.taken = set(inspect.signature(cls.forward).parameters)
-        self.main = cls.main_input_name
+        self.main: str = cls.main_input_name
         self.generator = torch.Generator().manual_seed(0)
 
     def batch(self) -> dict[str, Any]:
@@ -66,8 +67,7 @@ class _Maker:
         return self.tried([self.main], {"labels": self.classes(self.rows)})
 
     def with_map(self) -> dict[str, Any]:
-        *_, image = self.images()
-        return self.tried([self.main], {"labels": self.classes(self.rows, *image[-2:])})
+        return self.tried([self.main], {"labels": self.classes(self.rows, *self.image()[-2:])})
 
     def with_pairs(self) -> dict[str, Any]:
         return self.tried([name for name in ("input_ids", *_SIZES) if name in self.taken], {"return_loss": True})
@@ -86,7 +86,10 @@ class _Maker:
         """Texts that open with as many tokens for the image as the model makes of it."""
         import torch
 
-        images = self.tried(["pixel_values"], {}, "get_image_features")
+        asked = inspect.signature(self.cls.get_image_features).parameters.get("image_sizes")
+        sized = asked is not None and asked.default is inspect.Parameter.empty
+        sizes = {"image_sizes": torch.tensor([self.image()[-2:]] * self.rows)} if sized else {}
+        images = self.tried(["pixel_values"], sizes, "get_image_features")
         found = self.shapes(images, "get_image_features")
         found = getattr(found, "pooler_output", found)
         features = found if isinstance(found, tuple | list) else [found]
@@ -145,18 +148,22 @@ class _Maker:
 
     # --- sizes of a row, one after the other to be tried -------------------------------------------------------------
 
-    def images(self) -> Iterator[_Shape]:
+    def image(self) -> _Shape:
         """Channels, height and width."""
         config = getattr(self.config, "vision_config", None) or self.config
         size = getattr(config, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
-        image = (_size(config, "num_channels") or 3, height, width)
+        return _size(config, "num_channels") or 3, height, width
+
+    def images(self) -> Iterator[_Shape]:
+        """An image; or the frames of a film; or, where texts are read too, several images, or one in several tiles."""
+        config = getattr(self.config, "vision_config", None) or self.config
         frames = _size(config, "num_frames") or _size(config, "frames_per_clip")
         if frames:
-            yield (frames, *image)
+            yield (frames, *self.image())
+        yield self.image()
         if self.kind == "captions":
-            yield (1, *image)
-        yield image
+            yield from ((count, *self.image()) for count in (1, 4, 16, 64))
 
     def videos(self) -> Iterator[_Shape]:
         yield next(self.images())
