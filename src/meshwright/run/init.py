@@ -32,14 +32,14 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.private import TorchDispatchMode, without_modes
+from meshwright.private import TorchDispatchMode, without_modes, written_by
 
 _aten = torch.ops.aten
 
@@ -336,13 +336,6 @@ def _is_view(func: Any) -> bool:
 _Changed = list[tuple[Any, Any]]
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Changed:
-    """(schema argument, value) for each argument that the op writes."""
-    arguments = _schema(func).arguments
-    pairs = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(arguments)]
-    return [(a, value) for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
-
-
 def _foreseen(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The outputs on the meta device; None if values, or other kinds of output, are needed to know them."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
@@ -479,7 +472,7 @@ class _Recorder(TorchDispatchMode):
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Log the op; return deferred outputs."""
-        changed = _changed(func, args, kwargs)
+        changed = written_by(func, args, kwargs)
         overwrites = func.overloadpacket in _OVERWRITES
         for argument, value in changed:
             for tensor in _tensors([value]):
@@ -540,7 +533,7 @@ class _Recorder(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the op on values."""
-        changed = {id(tensor) for _, value in _changed(func, args, kwargs) for tensor in _tensors([value])}
+        changed = {id(tensor) for _, value in written_by(func, args, kwargs) for tensor in _tensors([value])}
         for tensor in _tensors((args, kwargs)):
             if id(tensor) in changed:
                 self.fill(tensor)

@@ -311,7 +311,7 @@ class _Step:
             send=whole,
             at_position=lambda position: shares.at(before[position]),
         )
-        with torch.set_grad_enabled(self.backward), self.p.view(), shares:
+        with torch.set_grad_enabled(self.backward), self.p.view(), shares.on():
             with self.p._forwards.followed(walk):
                 output = self.call(self.p._forwards.model, self.pieces[m])
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
