@@ -31,8 +31,10 @@ import meshwright
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
+    python_body,
     pytree,
     replace_tensors,
+    storage_of,
     version,
     without_modes,
     without_subclasses,
@@ -41,16 +43,23 @@ from meshwright.private import (
 from meshwright.run import data, groups, init, worker
 from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
+from meshwright.view.functions import (
+    giving,
+    outside_transforms,
+    recomputations,
+    scripted_functions,
+    transforming,
+    transforms,
+)
 from meshwright.view.rules import FACTS, RULES
 from meshwright.view.rules.registry import functions
-from meshwright.view.work import python_body
 
 SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _make_wrapper_subclass _python_dispatch _pytree _version",
-    "planning/capture.py": "_cdata _getframe",
+    "private.py": "_C _apply _cdata _make_wrapper_subclass _python_dispatch _pytree _schema _version",
+    "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
     "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
@@ -61,7 +70,8 @@ USES = {
     "run/init/operation.py": "_schema",
     "run/parameters.py": "_parameters",
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
-    "view/functions.py": "_SingleLevelFunction",
+    "view/functions.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active \
+        _checkpoint_without_reentrant_generator _functorch _wrap_tensor_for_grad",
     "view/rules/registry.py": "_C _VF _nn",
     "view/work.py": "_getframe",  # of sys
 }
@@ -87,7 +97,9 @@ def _private_names_in(file: Path) -> set[str]:
                 names.add(name)
             case ast.ImportFrom(module=str(module)) if module.startswith("torch"):
                 imported.update(module.split("."), (alias.name for alias in node.names))
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "_replaced"), args=[_, ast.Constant(value=str(name)), *_]
+            ):
                 names.add(name)
     return {n for n in (names - own) | imported if n.startswith("_") and not n.startswith(("__", "_mw_"))}
 
@@ -197,6 +209,93 @@ def test_custom_functions_get_whole_tensors_through_the_class_that_apply_ends_up
     # FSDP2's and our own are told by their module's name
     functions_of_torch = [c for c in base.__subclasses__()[0].__subclasses__() if "fsdp" in c.__module__]
     assert all(c.__module__.startswith("torch.distributed.") for c in functions_of_torch)
+
+
+def test_what_a_custom_function_gives_rests_on_a_subclass_of_it_being_the_same_function() -> None:
+    given: list[Any] = []
+
+    def noted(x: Any) -> Any:
+        given.append(x)
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    made = giving(Doubled, noted)
+    assert made is giving(Doubled, noted) and made.__name__ == "Doubled" and made.__module__ == Doubled.__module__
+    made.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0] and [g.tolist() for g in given] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_transforms_get_whole_tensors_by_the_functions_that_wrap_what_they_are_given() -> None:
+    seen: list[Tensor] = []
+
+    def noted(t: Tensor) -> Tensor:
+        with outside_transforms():
+            assert not transforming()
+            seen.append(t)
+            return t * 2 if t is x else t  # of the outermost level, whatever runs
+
+    x = torch.ones(3, requires_grad=True)
+    square = lambda t: (t * t).sum()  # noqa: E731
+    calls = {
+        "vmap": lambda: torch.vmap(torch.sin)(x),
+        "grad": lambda: torch.func.grad(square)(x),
+        "vjp": lambda: torch.func.vjp(square, x)[0],
+        "jvp": lambda: torch.func.jvp(square, (x,), (torch.ones(3),))[0],
+        "jacrev": lambda: torch.func.jacrev(square)(x),
+        "jacfwd": lambda: torch.func.jacfwd(square)(x),
+        "hessian": lambda: torch.func.hessian(square)(x),
+    }
+    expected = {"vmap": torch.full((3,), 2.0).sin(), "grad": torch.full((3,), 4.0), "vjp": torch.tensor(12.0)}
+    for name, call in calls.items():
+        seen.clear()
+        with transforms(noted):
+            result = call()
+        assert any(t is x for t in seen), name
+        if name in expected:
+            torch.testing.assert_close(result, expected[name])
+    assert torch.func.grad(square)(x).tolist() == [2.0] * 3 and not transforming(), "as it was"
+    with transforms(noted):
+        torch.vmap(torch.sin)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.full((3,), 2.0).cos(), msg="the graph goes on outside")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_keeps_and_runs_again_can_be_other_than_what_it_ran(reentrant: bool) -> None:
+    runs: list[str] = []
+
+    def segment(x: Tensor, factor: float) -> Tensor:
+        runs.append("first")
+        return torch.sin(x) * factor
+
+    def handler(function: Any, args: Any) -> Any:
+        assert function is segment and args[1] == 3.0
+
+        def again(y: Tensor, factor: float) -> Tensor:
+            runs.append("again")
+            return torch.sin(y if reentrant else y / 2) * factor
+
+        return again, (args[0] * 2, args[1])
+
+    x = torch.ones(2, requires_grad=True)
+    with recomputations(handler):
+        loss = checkpoint(segment, x, 3.0, use_reentrant=reentrant).sum()
+    assert runs == ["first"]
+    loss.backward()
+    assert runs == ["first", "again"]
+    torch.testing.assert_close(x.grad, 3 * torch.ones(2).cos())
+    checkpoint(segment, x, 3.0, use_reentrant=reentrant).sum().backward()
+    assert runs == ["first", "again", "first", "first"], "as it was"
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_scripted_functions_get_whole_tensors_by_the_class_that_calls_them() -> None:
+    with scripted_functions(lambda x: x * 10):
+        assert scripted(torch.ones(1)).item() == 11.0
+    assert scripted(torch.ones(1)).item() == 2.0
 
 
 def test_functions_without_a_rule_rest_on_bodies_whose_hand_over_can_be_answered_with_no() -> None:
@@ -480,9 +579,9 @@ def test_recorded_views_rest_on_negative_and_conjugate_views() -> None:
 
 def test_what_an_op_writes_rests_on_its_schema() -> None:
     x = torch.zeros(2)
-    assert [v is x for _, v in operation.changed_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
-    assert [v is x for _, v in operation.changed_by(aten.add.out, (x, x), {"out": x})] == [True]
-    assert operation.changed_by(aten.add.Tensor, (x, x), {}) == []
+    assert [v is x for _, v in written_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
+    assert [v is x for _, v in written_by(aten.add.out, (x, x), {"out": x})] == [True]
+    assert written_by(aten.add.Tensor, (x, x), {}) == []
     assert operation.is_view(aten.view.default) and operation.is_view(aten.split.Tensor)
     assert not operation.is_view(aten.add_.Tensor) and not operation.is_view(aten.add.Tensor)
     written = operation.schema_of(aten.add_.Tensor)
@@ -548,9 +647,8 @@ def test_batches_and_outputs_rest_on_which_containers_are_known() -> None:
 
 
 def test_values_that_share_memory_are_told_by_their_storage() -> None:
-    x = torch.empty(4, device="meta")
-    same, other = x[1:].untyped_storage()._cdata, torch.empty(4, device="meta").untyped_storage()._cdata
-    assert x.untyped_storage()._cdata == same != other
+    x, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert storage_of(x) == storage_of(x[1:]) == storage_of(x.detach()) == storage_of(x.data) != storage_of(other)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

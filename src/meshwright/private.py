@@ -6,7 +6,9 @@ there, which fails where a new torch means something else by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -39,6 +41,18 @@ def version(local: Tensor) -> int | None:
     return None if local.is_inference() else local._version
 
 
+def storage_of(t: Tensor) -> int:
+    """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it."""
+    return t.untyped_storage()._cdata
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
+    arguments = op._schema.arguments  # there is no public way to what an overload aliases and writes
+    pairs = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(arguments)]
+    return [(a, value) for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
+
+
 def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Gives every parameter and buffer of a module, and its gradient, the value ``fn`` makes of it.
 
@@ -47,12 +61,42 @@ def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     module._apply(fn)
 
 
+def python_body(func: Any) -> Callable[..., Any] | None:
+    """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
+
+    Those functions open with ``if has_torch_function(…): return handle_torch_function(…)``; the copy made here has
+    globals in which the question is answered with no. There is no public way past that line.
+    """
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    return _body(func)
+
+
+@functools.cache
+def _body(func: types.FunctionType) -> Callable[..., Any] | None:
+    no = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    if not no:
+        return None
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
 __all__ = [
     "TorchDispatchMode",
+    "python_body",
     "pytree",
     "replace_tensors",
+    "storage_of",
     "version",
     "without_modes",
     "without_subclasses",
     "wrapper",
+    "written_by",
 ]

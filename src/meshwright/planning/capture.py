@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 import meshwright
 from meshwright.graph import Call, Event, ModelGraph, Path, Value
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import TorchDispatchMode, pytree
+from meshwright.private import TorchDispatchMode, pytree, storage_of
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import tensors_of
@@ -169,9 +169,8 @@ class Recorder(Walk):
             return
         storage = 0
         if t.layout is torch.strided:
-            memory = t.untyped_storage()
-            storage = memory._cdata
-            self._alive.append(memory)
+            storage = storage_of(t)
+            self._alive.append(t.untyped_storage())
         value = Value(
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
             t.element_size(), t.requires_grad, place, storage,

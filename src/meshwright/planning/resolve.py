@@ -68,6 +68,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     if whole_batch:
         _check_rows(plan, batch, findings)
     _check_cuts(plan, names, findings)
+    _check_scripted(model, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
     units, recompute = _units(model, blocks, plan, entries)
@@ -79,6 +80,11 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
     schedule = plan.schedule
+    written = uses.written if uses is not None else set()
+    if written and plan.mesh.data_size > 1:
+        more.append(
+            f"the forward writes {', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}: whole on every data rank"
+        )
     stages: tuple[Stage, ...] = ()
     buffers: tuple[tuple[str, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
@@ -91,7 +97,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         more += why + parted + _shared(homes)
     owners = _owners(model, units)
     lines = tuple(
-        replace(_line(name, p, aliases, cuts, units, owners.get(id(p), "")), stages=homes[name])
+        replace(_line(name, p, aliases, cuts, units, owners.get(id(p), ""), written), stages=homes[name])
         for name, (p, aliases) in names.parameters.items()
     )
     return Recipe(
@@ -234,10 +240,14 @@ def _units(
 def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str]) -> tuple[tuple[Unit, ...], list[str]]:
     """Units whose parameters are used inside their own forward only, and which run on every rank.
 
-    FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting.
+    FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting. And it frees what it
+    gathered when a backward has gone through a unit, though the forward that asked for that backward may go on.
     """
     if uses is None:
         return units, []
+    if uses.differentiates and len(units) > 1:
+        note = "the forward asks for gradients itself: the root is the only unit, gathered for the time of a step"
+        return tuple(u for u in units if not u.name), [note]
     open_ = dict(sorted(uses.outside))
     notes = [f"{u} is no unit of its own: {name} is used outside its forward" for u, name in open_.items()]
     notes += [f"{u} is no unit of its own: whether it runs depends on values" for u in sorted(skipped - set(open_))]
@@ -314,6 +324,7 @@ def _line(
     cuts: Cuts | None,
     units: tuple[Unit, ...],
     owner: str,
+    written: set[str],
 ) -> ParameterRecipe:
     tp = cuts.layouts.get(name, WHOLE) if cuts else WHOLE
     data = next(u.data for u in units if u.name == owner)
@@ -324,7 +335,7 @@ def _line(
         requires_grad=p.requires_grad,
         aliases=aliases,
         tp=tp,
-        data=data if p.dim() else "loose",
+        data="loose" if not p.dim() or name in written else data,
         unit=owner,
         reason=cuts.reasons.get(name, "") if cuts else "",
     )
@@ -498,3 +509,15 @@ def _check_refused(cuts: Cuts | None, names: Names, findings: Findings) -> None:
             required="at least one piece for each rank of tp",
             fix=f"{name}: {{tp: whole}}",
         )
+
+
+def _check_scripted(model: nn.Module, findings: Findings) -> None:
+    """A scripted module's parameters cannot be replaced by parts of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None:
+            findings.add(
+                where=f"the model's {name or 'root'}",
+                given="a module of torch.jit.script or trace, with parameters of its own",
+                required="a module in Python",
+                fix="build the model without torch.jit",
+            )

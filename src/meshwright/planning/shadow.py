@@ -7,13 +7,16 @@ then see another path than a run takes. That costs nothing but speed, since the 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from meshwright.private import TorchDispatchMode, pytree
+from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
+from meshwright.view.functions import transforming
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -30,15 +33,22 @@ class Shadow(TorchDispatchMode):
     Attributes:
         reads: how many values were read, assumed or real.
         known: how many of them were real: the path that was taken is that of this batch.
+        memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
+        written: the names of parameters that were written.
     """
 
     def __init__(self, *, contrary: bool = False) -> None:
         super().__init__()
         self.contrary, self.reads, self.known = contrary, 0, 0
+        self.memory: dict[int, str] = {}
+        self.written: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if self.memory:
+            targets = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
+            self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
         if func in _ASSUMED:
             self.reads += 1
             self.known += not tensors[0].is_meta
@@ -113,22 +123,37 @@ _CONTRARY: dict[Any, Any] = {
 }
 
 
+def gradients_without_values(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """What ``torch.autograd.grad`` gives, for its shapes: a gradient asked for within a forward."""
+    inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple(torch.empty_like(_to_meta(x)) for x in inputs)
+
+
 class Meeting(TorchFunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
     Some functions compare devices first (RNNs, ``cdist``), and ``tolist`` and ``numpy`` read past the dispatcher.
+
+    Attributes:
+        differentiates: whether the forward asked for gradients itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = 0
+        self.known, self.differentiates = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.differentiates |= transforming()
         if func in (Tensor.tolist, Tensor.numpy):
             self.known += not args[0].is_meta
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
             return func(torch.ones(args[0].shape, dtype=args[0].dtype))
+        if func in (Tensor.register_hook, Tensor.retain_grad) and args[0].is_meta:
+            return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None  # no backward follows
+        if func is torch.autograd.grad and any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
+            self.differentiates = True
+            return gradients_without_values(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))

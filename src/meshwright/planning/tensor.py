@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import WHOLE, Cut, cut
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
+from meshwright.private import storage_of
 from meshwright.view.axis import Ledger, PlannedAxis
 from meshwright.view.mode import GlobalView
 from meshwright.view.tensor import View
@@ -155,10 +156,11 @@ def _followed(
         work = PlanningWork(
             PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model
         )
-        mode, shadow = GlobalView(work, work.parameter), Shadow()
+        mode, shadow, meeting = GlobalView(work, work.parameter), Shadow(), Meeting()
+        shadow.memory = work.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
-                for context in (torch.no_grad(), shadow, Meeting(), mode.on()):
+                for context in (torch.no_grad(), shadow, meeting, mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
                     stack.enter_context(seeds(work))
@@ -168,6 +170,9 @@ def _followed(
                 run(model)
         except _Learnt:
             continue
+        if uses is not None:
+            uses.written |= shadow.written
+            uses.differentiates |= meeting.differentiates or work.differentiates
         return Followed(work, shadow.reads)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
 
@@ -244,6 +249,9 @@ class PlanningWork(Work):
         self.layouts: dict[str, Cut] = {}
         self.roles: dict[str, list[str]] = {}
         self.refused: dict[str, str] = {}
+        self.memory: dict[int, str] = {}
+        self.differentiates = False
+        self._alive: list[Tensor] = []  # memory is told by its address
         self.frames: list[_Frame] = []
         self.uses: Uses | None = None
 
@@ -293,8 +301,10 @@ class PlanningWork(Work):
         here = layout.on(dims.index(layout.dim))
         shape = list(x.shape)
         shape[here.dim] = here.local(self.axis.rank)
-        local = x._mw_local if isinstance(x, View) else x
-        return View(local.new_empty(shape), here, self, frozenset([name]), (name, dims))
+        local = (x._mw_local if isinstance(x, View) else x).new_empty(shape)
+        self.memory[storage_of(local)] = name
+        self._alive.append(local)
+        return View(local, here, self, frozenset([name]), (name, dims))
 
     def column(self, parameter: Any, dim: int) -> Any:
         return self._decide(parameter, dim, ("auto", "column"), None)
@@ -417,6 +427,10 @@ class PlanningWork(Work):
                 self.learnt[key] = style
                 if not later:
                     raise _Learnt
+
+    def engine(self, func: Any) -> Callable[..., Any]:
+        self.differentiates = True
+        return gradients_without_values if func is torch.autograd.grad else lambda **_: None
 
     def used_as(self, x: Any, role: str) -> None:
         """Notes in which part a cut first met a product; of a parameter itself, every one."""

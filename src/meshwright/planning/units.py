@@ -26,13 +26,23 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 class Uses:
-    """During a forward: for each parameter, whether every use of it was inside the forward of its own unit."""
+    """During a forward: for each parameter, whether every use of it was inside the forward of its own unit.
+
+    Attributes:
+        outside: (unit, parameter) where it was not.
+        seen: parameters that were used.
+        written: parameters that were written.
+        called: units that ran.
+        differentiates: whether the forward asked for gradients itself.
+    """
 
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
         self.active: list[str] = []
         self.outside: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
         self.called: set[str] = set()
+        self.written: set[str] = set()
+        self.differentiates = False
         self.candidates = candidates
         self.owners = {
             id(p): [n for n, m in candidates.items() if any(p is q for q in m.parameters())] for p in model.parameters()

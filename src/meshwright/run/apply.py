@@ -108,22 +108,36 @@ def _view(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger) -> G
     work = Work(axis, ledger, {id(m): n for n, m in model.named_modules()})
     modules = dict(model.named_modules())
     ExitStack().enter_context(cutting_inputs(work, [modules[n] for n in recipe.sequence]))
-    return GlobalView(work, LocalParameters(model, recipe, work))
+    local = LocalParameters(model, recipe, work)
+    return GlobalView(work, local, local.forget)
 
 
 class LocalParameters:
     """A parameter → its local part, for the view.
 
     FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
+    While the view is on, a parameter has one local part, so that a gradient by the parameter can be asked for.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, work: Work) -> None:
         self._model, self._recipe, self._work = model, recipe, work
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
+        self._parts: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def forget(self) -> None:
+        """The view goes off: the parts, and the graph that they are the beginning of, are not needed any more."""
+        self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes it is FSDP2's, at rest
+        key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled()
+        found = self._parts.get(key)
+        if found is None or found[0] is not x:
+            found = self._parts[key] = x, self._part(x, line)
+        return found[1]
+
+    def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
         local = local_part(x)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):

@@ -10,7 +10,8 @@ counts; each such loss is then scaled by its own share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.private import pytree
+from meshwright.view.functions import Segment, recomputations
 from meshwright.view.losses import mean_target
 
 SLOTS = 16  # how many losses of a forward can be counted: the same number on every rank, whatever its path
@@ -136,6 +138,28 @@ class Shares(TorchFunctionMode):
     def __init__(self, shares: list[float] | None) -> None:
         super().__init__()
         self._shares, self._i = shares, 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """For the time of a forward. What a checkpoint runs again has the shares that it had."""
+        if self._shares is None:
+            yield
+            return
+        with self, recomputations(self._again):
+            yield
+
+    def _again(self, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+        first = self._i
+
+        def again(*given: Any) -> Any:
+            before, self._i = self._i, first
+            try:
+                with self:
+                    return function(*given)
+            finally:
+                self._i = before
+
+        return again, args
 
     def at(self, count: int) -> None:
         """``count`` mean losses of the forward came before what runs next, here or on other ranks."""

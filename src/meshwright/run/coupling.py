@@ -11,15 +11,17 @@ mask, sums. So a few rows are run whole and in two halves, without gradients and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from meshwright.run.parameters import local_tensor
 from meshwright.run.step import rows_of, take_rows
 
 MEAN, SUM, COUPLED = "mean", "sum", "coupled"
@@ -28,23 +30,31 @@ MOST_ROWS = 8
 # By how much two ways to the same loss may differ, by the type that it is computed in.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
-Losses = Callable[[list[Any]], tuple[list[float], list[float]]]
+Trial = Callable[[], AbstractContextManager[None]]
+Losses = Callable[[list[Any], Trial], tuple[list[float], list[float]]]
 
 
-def how_rows_combine(batch: Any, model: nn.Module, losses: Losses, dtype: torch.dtype) -> str:
+def how_rows_combine(batch: Any, changed: Sequence[Tensor], losses: Losses, dtype: torch.dtype) -> str:
     """``mean``, ``sum`` or ``coupled``.
 
     Args:
         batch: at least two rows; as many on every rank.
-        losses: pieces of a batch → (the loss of each, its weight in their mean).
+        changed: what a forward may change: buffers, parameters that it writes.
+        losses: pieces of a batch, and a context for each forward → (the loss of each piece, its weight in their mean).
         dtype: what the model computes in.
     """
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     count = rows_of(rows)
     halves = [take_rows(rows, 0, count // 2), take_rows(rows, count // 2, count)]
-    with _undisturbed(model), torch.no_grad():
-        (whole,), _ = losses([rows])
-        parts, weights = losses(halves)
+    trial = partial(_undisturbed, changed)
+    try:
+        with torch.no_grad():
+            (whole,), _ = losses([rows], trial)
+            parts, weights = losses(halves, trial)
+    except _GradientsAskedError:
+        with torch.enable_grad():
+            (whole,), _ = losses([rows], trial)
+            parts, weights = losses(halves, trial)
     tolerance = _TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(whole))
     if abs(whole - sum(w * x for w, x in zip(weights, parts, strict=True))) <= tolerance:
         return MEAN
@@ -52,14 +62,16 @@ def how_rows_combine(batch: Any, model: nn.Module, losses: Losses, dtype: torch.
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random streams and buffers as they were before; no dropout meanwhile."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.random.fork_rng(), _NoDropout():
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+def _undisturbed(changed: Sequence[Tensor]) -> Iterator[None]:
+    """Random streams and what a forward changes as they were before; no dropout meanwhile."""
+    kept = [t.detach().clone() for t in changed]
+    try:
+        with torch.random.fork_rng(), _Trial():
+            yield
+    finally:
+        with torch.no_grad():
+            for t, before in zip(changed, kept, strict=True):
+                local_tensor(t).copy_(local_tensor(before))
 
 
 _DROPOUTS = {
@@ -68,9 +80,20 @@ _DROPOUTS = {
 }
 
 
-class _NoDropout(TorchFunctionMode):
+class _GradientsAskedError(BaseException):
+    """The forward asks for gradients (a penalty on them, a hook). Not an Exception, so that a model lets it through."""
+
+
+_OF_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.register_hook, Tensor.retain_grad)
+
+
+class _Trial(TorchFunctionMode):
+    """No dropout; and without gradients, an error where the forward asks for them."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _OF_GRADIENTS and not torch.is_grad_enabled():
+            raise _GradientsAskedError
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if getattr(func, "__name__", "") == "scaled_dot_product_attention":
@@ -90,4 +113,4 @@ def note(kind: str) -> str:
     )
 
 
-__all__ = ["COUPLED", "MEAN", "SUM", "how_rows_combine", "note"]
+__all__ = ["COUPLED", "MEAN", "SUM", "Trial", "how_rows_combine", "note"]

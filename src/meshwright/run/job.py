@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
-from meshwright.run.coupling import COUPLED, MEAN, SUM, how_rows_combine, note
+from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.parameters import local_tensor
@@ -110,8 +110,9 @@ class Job:
         found = []
         for i, piece in enumerate(pieces):
             self._sync(last=i == len(pieces) - 1)
-            with self._on(shares[i]):
-                loss = whole(self._loss(called(self.module, piece))) * scale[i]
+            with self._on():
+                with Shares(shares[i]).on():
+                    loss = whole(self._loss(called(self.module, piece))) * scale[i]
                 if backward and loss.requires_grad:
                     BACKWARD(loss)
             found.append(loss.detach())
@@ -136,7 +137,7 @@ class Job:
             output = self._pipeline.output(args, kwargs)
             self._reshard()
             return output
-        with self._on(None):
+        with self._on():
             output = map_tensors(whole, self.module(*args, **kwargs))
         if not torch.is_grad_enabled():
             self._reshard()
@@ -247,15 +248,9 @@ class Job:
 
     # --- within -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _on(self, shares: list[float] | None) -> Iterator[None]:
-        """The view, and the shares of uneven means, for a forward and backward."""
-        with ExitStack() as stack:
-            if self._view is not None:
-                stack.enter_context(self._view.on())
-            if shares is not None:
-                stack.enter_context(Shares(shares))
-            yield
+    def _on(self) -> AbstractContextManager[None]:
+        """The view, for a forward and backward."""
+        return nullcontext() if self._view is None else self._view.on()
 
     def _stand_in(self, batch: Any) -> Any:
         """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
@@ -294,19 +289,29 @@ class Job:
             return MEAN
         rows = take_rows(rows, 0, max(int(fewest), 4))
 
-        def losses(pieces: list[Any]) -> tuple[list[float], list[float]]:
+        def losses(pieces: list[Any], trial: Trial) -> tuple[list[float], list[float]]:
             scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
-            return [self._loss_alone(p, s) for p, s in zip(pieces, shares, strict=True)], scale
+            found = []
+            for piece, share in zip(pieces, shares, strict=True):
+                with trial():
+                    found.append(self._loss_alone(piece, share))
+            return found, scale
 
         kinds = (MEAN, SUM, COUPLED)
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
         if self.recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        combine = how_rows_combine(rows, self.module, losses, dtype)
+        combine = how_rows_combine(rows, self._changed(), losses, dtype)
         self._reshard()
         kind = torch.tensor(kinds.index(combine), device=self.groups.device)
         dist.all_reduce(kind, dist.ReduceOp.MAX)
         return kinds[int(kind)]
+
+    def _changed(self) -> list[Tensor]:
+        """What a forward may change: buffers, and the parameters that it writes, which are not FSDP's."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        held = [p for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)]
+        return [*self.module.buffers(), *(named[line.name] for line in held)]
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
         if self._pipeline is not None:
@@ -314,7 +319,7 @@ class Job:
             value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
             dist.all_reduce(value, group=self.groups.pipeline)
             return float(value)
-        with self._on(shares):
+        with self._on(), Shares(shares).on():
             return float(whole(self._loss(called(self.module, batch))))
 
     def _data_groups(self) -> list[dist.ProcessGroup]:

@@ -343,7 +343,7 @@ class _Step:
         )
         if self.split:
             flight.later = LaterWeights()
-        with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares:
+        with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares.on():
             with self.p.forwards.followed(walk):
                 output = self.call(self.p.forwards.model, self.pieces[m])
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.private import pytree
+from meshwright.private import python_body, pytree
 from meshwright.run.counts import SLOTS, LabelCounter
-from meshwright.view.work import python_body
 
 # backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
 # (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.

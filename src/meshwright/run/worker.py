@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -221,8 +222,10 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
-    for cache in _caches("torch.distributed"):
-        cache.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some names of torch warn where they are looked at
+        for cache in _caches("torch.distributed"):
+            cache.cache_clear()
     gc.collect()
     gc.freeze()  # what is left (modules, mostly) need not be looked through again after every run
 

@@ -1,33 +1,49 @@
-"""Custom ``autograd.Function`` s, which are not torch functions: no function mode sees them."""
+"""What goes round torch functions, so that no function mode sees it.
+
+    custom ``autograd.Function`` s     given Views, their graph would silently be lost
+    the transforms of ``torch.func``    vmap, grad, jvp …
+    scripted functions                  ``torch.jit.script``
+    what a checkpoint keeps             and runs again in a backward
+
+For none of them is there a public hook: for the time of a forward, the functions that they go through are ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._functorch import eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Function, forward_ad
+from torch.utils import checkpoint
+
+from meshwright.private import pytree
 
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
 def custom_functions(handler: Handler) -> Iterator[None]:
-    """While on, ``MyFunction.apply(*args)`` is ``handler(apply, MyFunction, args, kwargs)``.
+    """While on, ``MyFunction.apply(*args)`` is ``handler(apply, MyFunction, args, kwargs)``, with ``apply(MyFunction, *args)``.
 
-    There is no public hook: for the time of a forward the class method is ours. Contexts nest; the last is asked first.
+    Contexts nest; the last is asked first.
     """
     base: Any = torch.autograd.function._SingleLevelFunction  # where ``Function.apply``, kept by a model, ends up
     outer = base.__dict__.get("apply")
 
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            if outer is not None:
-                return outer.__func__(function, *args, **kwargs)
-            return super(base, function).apply(*args, **kwargs)
+    def plain(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if outer is not None:
+            return outer.__func__(function, *args, **kwargs)
+        return super(base, function).apply(*args, **kwargs)
 
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function.__module__.startswith(("torch.distributed.", "meshwright.")):
-            return plain(*args, **kwargs)
+            return plain(function, *args, **kwargs)
         return handler(plain, function, args, kwargs)
 
     base.apply = classmethod(apply)
@@ -38,3 +54,112 @@ def custom_functions(handler: Handler) -> Iterator[None]:
             del base.apply
         else:
             base.apply = outer
+
+
+def giving(function: Any, change: Callable[[Any], Any]) -> Any:
+    """The custom Function with ``change`` of all that its forward and backward give. Made once for a Function.
+
+    These may meet parameters that were not handed to them (a closure's, a checkpointed module's): then Views come out.
+    """
+    if "_mw_giving" not in vars(function):
+        names = [n for n in ("forward", "backward", "vjp", "jvp") if getattr(function, n) is not getattr(Function, n)]
+        own = {name: staticmethod(_changing(getattr(function, name), change)) for name in names}
+        function._mw_giving = type(function)(function.__name__, (function,), {**own, "__module__": function.__module__})
+    return function._mw_giving
+
+
+def _changing(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def changed(*args: Any) -> Any:
+        return pytree.tree_map_only(Tensor, change, method(*args))
+
+    return changed
+
+
+# Whether a transform of torch.func is running.
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# For the time of a block none is: what it computes is, to them, a tensor from outside.
+outside_transforms = temporarily_clear_interpreter_stack
+
+
+@contextmanager
+def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While on, a transform of ``torch.func`` is of ``change`` of the tensors that it is given."""
+
+    def changing(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return wrap(*(change(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
+
+        return changed
+
+    with (
+        _replaced(vmap, "_add_batch_dim", changing),
+        _replaced(eager_transforms, "_wrap_tensor_for_grad", changing),
+        _replaced(forward_ad, "make_dual", changing),
+    ):
+        yield
+
+
+@contextmanager
+def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While on, a scripted function is called with ``change`` of its tensors. (Scripted modules ask subclasses.)"""
+
+    def changing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(function: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+            return call(function, *args, **kwargs)
+
+        return changed
+
+    with _replaced(torch.jit.ScriptFunction, "__call__", changing):
+        yield
+
+
+Segment = Callable[..., Any]
+Again = Callable[[Segment, tuple[Any, ...]], tuple[Segment, tuple[Any, ...]]]
+
+
+@contextmanager
+def recomputations(handler: Again) -> Iterator[None]:
+    """While on, for a checkpointed ``function(*args)``, what is kept and run again is ``again(*kept)``.
+
+    ``again, kept = handler(function, args)``, before the function runs first. (The reentrant kind keeps ``args``.)
+    """
+
+    def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
+        fixed = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(make).parameters.values())
+
+        def made(function: Segment, *args: Any, **kwargs: Any) -> Any:
+            again, kept = handler(function, args[fixed - 1 :])
+            return make(again, *args[: fixed - 1], *kept, **kwargs)
+
+        made.__signature__ = signature(make)  # type: ignore[attr-defined]
+        return made
+
+    def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def applied(function: Segment, preserve: Any, *args: Any) -> Any:
+            again, _ = handler(function, args)
+            runs = iter([function])
+            return apply(lambda *given: next(runs, again)(*given), preserve, *args)
+
+        return applied
+
+    with (
+        _replaced(checkpoint, "_checkpoint_without_reentrant_generator", by_generator),
+        _replaced(checkpoint.CheckpointFunction, "apply", reentrant),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(place: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """While on, an attribute of a module or class is ``change`` of what it was."""
+    own = vars(place).get(name)
+    setattr(place, name, change(getattr(place, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(place, name)
+        else:
+            setattr(place, name, own)

@@ -8,16 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.layout import Cut
+from meshwright.layout import Cut, Layout
 from meshwright.private import pytree
-from meshwright.view.functions import custom_functions
+from meshwright.view.functions import (
+    Segment,
+    custom_functions,
+    giving,
+    outside_transforms,
+    recomputations,
+    scripted_functions,
+    transforming,
+    transforms,
+)
+from meshwright.view.rules import FACTS
+from meshwright.view.rules.gradient import ENGINES
 from meshwright.view.tensor import View, first_view
-from meshwright.view.work import Work
+from meshwright.view.work import Work, whole
 
 # What a parameter answers for itself, being a tensor of its whole shape; what moves it about keeps it a parameter.
 _OWN = frozenset(
@@ -36,25 +49,66 @@ _OWN = frozenset(
 )
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class GlobalView(TorchFunctionMode):
     """Turns on the view over one axis.
 
     Args:
         work: answers the functions.
         local: a parameter → its local part (a View, or a plain tensor where it is whole), or None for other tensors.
+        forget: called at the end.
     """
 
-    def __init__(self, work: Work, local: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(
+        self, work: Work, local: Callable[[Tensor], Tensor | None], forget: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
-        self.work, self.local = work, local
+        self.work, self.local, self._forget = work, local, forget
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
+            with torch.no_grad():
+                self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
+            return None
         if func in _OWN:
             view = first_view(args)
             return func(*args, **kwargs) if view is None else self.work.call(func, args, kwargs)
+        if transforming():
+            return self._in_transform(func, args, kwargs)
+        if func in ENGINES:
+            return self._differentiate(func, args, kwargs)
         ours, args, kwargs = self._substitute(args, kwargs)
         return self.work.call(func, args, kwargs) if ours else func(*args, **kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward within the forward; what it makes again needs the view, which is off while it answers."""
+        if not torch.is_grad_enabled() and func is torch.autograd.grad:
+            return func(*args, **kwargs)  # there is no graph: for another mode, or an error
+        if func is not torch.autograd.backward:  # that adds to the parameters themselves
+            _, args, kwargs = self._substitute(args, kwargs)
+        with self:
+            return self.work.call(func, args, kwargs)
+
+    def _in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Within a transform of ``torch.func`` all tensors are whole."""
+        if func in FACTS:
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, partial(self._whole, func), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _whole(self, user: Any, x: Tensor) -> Tensor:
+        """A View or a parameter as a plain tensor, for ``user`` (which is counted); any other as it is."""
+        with outside_transforms():
+            part = x if isinstance(x, View) else self.local(x)
+            if part is None:
+                return x
+            if isinstance(part, View) and isinstance(part._mw_layout, Cut):
+                self.work.gathered(user, [part])
+            found: Tensor = self.work.whole(part)
+            return found
 
     def _substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,15 +129,41 @@ class GlobalView(TorchFunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """The view, for the time of a forward (and of a backward that recomputes parts of it)."""
-        with self, custom_functions(self._custom):
-            yield
+        try:
+            with (
+                self,
+                custom_functions(self._custom),
+                transforms(partial(self._whole, "a transform of torch.func")),
+                scripted_functions(partial(self._whole, "a scripted function")),
+                recomputations(_kept_local),
+            ):
+                yield
+        finally:
+            self._forget()
 
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Custom ``autograd.Function`` s get whole tensors: on Views, their graph would silently be lost."""
+        """Custom ``autograd.Function`` s get, and give, whole tensors."""
         ours, args, kwargs = self._substitute(args, kwargs)
         if ours:
             views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
             if any(isinstance(v._mw_layout, Cut) for v in views):
                 self.work.gathered(function, views)
             args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
-        return apply(*args, **kwargs)
+        return apply(giving(function, whole), *args, **kwargs)
+
+
+def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+    """What a checkpoint keeps of Views are their local tensors: of a wrapper, autograd would not keep the graph."""
+    kinds = [(x._mw_layout, x._mw_work, x._mw_parameter) if isinstance(x, View) else None for x in args]
+    if not any(kinds):
+        return function, args
+
+    def again(*given: Any) -> Any:
+        made = [x if kind is None else _view(x, *kind) for x, kind in zip(given, kinds, strict=True)]
+        return function(*made)
+
+    return again, tuple(x._mw_local if isinstance(x, View) else x for x in args)
+
+
+def _view(local: Tensor, layout: Layout, work: Work, parameter: Any) -> View:
+    return View(local, layout, work, parameter=parameter)

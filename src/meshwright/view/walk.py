@@ -123,12 +123,12 @@ class Walk(TorchFunctionMode):
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An ``autograd.Function`` of the model's."""
         if self.closed or function.__module__.startswith("torch."):
-            return apply(*args, **kwargs)
+            return apply(function, *args, **kwargs)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             self.closed += 1  # what its forward does is not looked at: it is one event
             try:
-                return apply(*args, **kwargs)
+                return apply(function, *args, **kwargs)
             finally:
                 self.closed -= 1
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
-from meshwright.private import pytree, version, without_subclasses
+from meshwright.private import python_body, pytree, version, without_subclasses
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.rules import FACTS, RULES, aliases, ordered, writes
@@ -226,6 +225,13 @@ class Work:
             memo = memos[kind] = (*key, move(local))
         return memo[2]
 
+    def engine(self, func: Any) -> Callable[..., Any]:
+        """``torch.autograd.grad`` or ``backward`` itself, for the rules of these.
+
+        Its body: handed over again, it would run without function modes, and what a backward makes anew needs the view.
+        """
+        return python_body(func) or func
+
     # --- decisions, which planning makes; a run finds them made ------------------------------------------------------
 
     def column(self, parameter: Any, dim: int) -> Any:
@@ -262,32 +268,9 @@ class Work:
 _NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
 
 
-@functools.cache
-def python_body(func: Any) -> Callable[..., Any] | None:
-    """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
-
-    Those functions open with ``if has_torch_function(…): return handle_torch_function(…)``; the copy made here has
-    globals in which the question is answered with no. There is no public way past that line.
-    """
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
-        return None
-    no = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
-    if not no:
-        return None
-    copy = types.FunctionType(
-        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
-    )
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
 def whole(x: Any) -> Any:
     """A tensor of the view, whole on every rank; anything else as it is."""
     return x._mw_work.whole(x) if isinstance(x, View) else x
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 def _piece(select: Callable[[Tensor], Any], i: int, value: Tensor) -> Tensor:
@@ -299,4 +282,4 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tens
     return func(value, *args, **kwargs)
 
 
-__all__ = ["PARTIAL", "Work", "python_body", "whole"]
+__all__ = ["PARTIAL", "Work", "whole"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +33,6 @@ def schema_of(func: Any) -> Any:
 def is_view(func: Any) -> bool:
     infos = [result.alias_info for result in schema_of(func).returns]
     return not schema_of(func).is_mutable and any(info is not None for info in infos)
-
-
-def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Changed:
-    """(schema argument, value) for each argument that the op writes."""
-    arguments = schema_of(func).arguments
-    pairs = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(arguments)]
-    return [(a, value) for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
 
 
 def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

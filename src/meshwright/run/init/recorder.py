@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.private import TorchDispatchMode, without_modes
+from meshwright.private import TorchDispatchMode, without_modes, written_by
 from meshwright.run.init.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
 from meshwright.run.init.memory import address_of, bytes_of, reserve, storage_over
-from meshwright.run.init.operation import Changed, changed_by, foreseen_by, is_view, mapped, schema_of, tensors_in
+from meshwright.run.init.operation import Changed, foreseen_by, is_view, mapped, schema_of, tensors_in
 
 _aten = torch.ops.aten
 
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Log the op; return deferred outputs."""
-        changed = changed_by(func, args, kwargs)
+        changed = written_by(func, args, kwargs)
         overwrites = func.overloadpacket in _OVERWRITES
         for argument, value in changed:
             for tensor in tensors_in([value]):
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the op on values."""
-        changed = {id(tensor) for _, value in changed_by(func, args, kwargs) for tensor in tensors_in([value])}
+        changed = {id(tensor) for _, value in written_by(func, args, kwargs) for tensor in tensors_in([value])}
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in changed:
                 self.fill(tensor)

@@ -21,49 +21,54 @@ def _of_value(work: Any, gradient: Tensor | None, x: Any) -> Any:
     return work.view(gradient, layout) if isinstance(layout, Cut) else moves.release(gradient, work.axis)
 
 
+def _made_whole(work: Any, names: dict[str, Any], *keys: str) -> None:
+    """The tensors that a backward starts from. Their moves are part of the graph, also where a backward starts another."""
+    with torch.enable_grad():
+        for key in keys:
+            value = names.get(key)
+            names[key] = [*map(work.whole, value)] if isinstance(value, (tuple, list)) else work.whole(value)
+
+
 def grad(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad``: of whole outputs, by the local tensors that inputs stand for."""
-    names = named("outputs inputs grad_outputs retain_graph create_graph", args, kwargs)
-    if names.get("is_grads_batched"):
-        return NotImplemented
+    names = named(
+        "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused is_grads_batched materialize_grads",
+        args, kwargs,
+    )  # fmt: skip
     inputs = names["inputs"] if isinstance(names["inputs"], (tuple, list)) else (names["inputs"],)
-    for key in ("outputs", "grad_outputs"):
-        value = names.get(key)
-        names[key] = [*map(work.whole, value)] if isinstance(value, (tuple, list)) else work.whole(value)
+    _made_whole(work, names, "outputs", "grad_outputs")
     names["inputs"] = [x._mw_local if isinstance(x, View) else x for x in inputs]
-    found = func(**names)
+    found = work.engine(func)(**names)
     return tuple(_of_value(work, g, x) for g, x in zip(found, inputs, strict=True))
 
 
 def backward(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``backward``, of whole outputs; gradients gather at the leaves under the local tensors."""
     names = named("tensors grad_tensors retain_graph create_graph grad_variables inputs", args, kwargs)
-    for key in ("tensors", "grad_tensors"):
-        value = names.get(key)
-        names[key] = [*map(work.whole, value)] if isinstance(value, (tuple, list)) else work.whole(value)
+    _made_whole(work, names, "tensors", "grad_tensors")
     if (inputs := names.get("inputs")) is not None:
         inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         names["inputs"] = [x._mw_local if isinstance(x, View) else x for x in inputs]
-    return func(**names)
+    return work.engine(func)(**names)
 
 
-RULES[torch.autograd.grad] = grad
-RULES[torch.autograd.backward] = backward
+ENGINES = {torch.autograd.grad: grad, torch.autograd.backward: backward}
+RULES.update(ENGINES)
 
 
 @rule("register_hook")
 def register_hook(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hook sees the whole gradient, on every rank."""
+    """A hook sees the gradient as the model sees the tensor: whole; what it gives back is cut as the tensor is."""
     x, hook = (*args, *kwargs.values())
     layout = x._mw_layout
-    if not isinstance(layout, Cut):
+    if not isinstance(layout, Cut):  # the gradient of a summand is whole
         return x._mw_local.register_hook(hook)
 
-    def of_slice(gradient: Tensor) -> Tensor | None:
-        changed = hook(moves.gather(gradient, work.axis, layout))
+    def of_local(gradient: Tensor) -> Any:
+        changed = hook(work.view(gradient, layout))
         return None if changed is None else work.cut(changed, layout)
 
-    return x._mw_local.register_hook(of_slice)
+    return x._mw_local.register_hook(of_local)
 
 
 @rule("retain_grad")

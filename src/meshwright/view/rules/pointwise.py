@@ -183,21 +183,6 @@ for _name in ("real", "imag", "data"):
 _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)
 
 
-@rule("register_hook")
-def register_hook(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook sees the gradient as the model sees the tensor: whole; what it gives back is cut as the tensor is."""
-    x, hook = args
-    layout = x._mw_layout
-    if not isinstance(layout, Cut):  # the gradient of a summand is whole
-        return x._mw_local.register_hook(hook)
-
-    def of_local(grad: Tensor) -> Any:
-        changed = hook(work.view(grad, layout))
-        return None if changed is None else work.cut(changed, layout)
-
-    return x._mw_local.register_hook(of_local)
-
-
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fresh tensor of a given shape: whole, on every rank the same."""
