@@ -39,6 +39,7 @@ from meshwright.private import (
     without_modes,
     without_subclasses,
     wrapper,
+    written_by,
 )
 from meshwright.run import data, groups, init, worker
 from meshwright.run.init import operation

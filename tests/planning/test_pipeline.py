@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_cut_so_often_says_where_it_can_be() -> None:
     (finding,) = caught.value.findings
     assert finding.where == "mesh.pp" and "4 stages, of a model that can be cut in" in finding.given
     with pytest.raises(PlanError) as caught:
-        mw.make_recipe(Reads, "pp=4", BATCH)
+        mw.make_recipe(Reads, "pp=6", BATCH)
     (finding,) = caught.value.findings
     assert "reads a value" in finding.given
     fixed = mw.Plan.from_yaml(finding.fix)
@@ -120,10 +120,10 @@ def test_a_model_that_cannot_be_cut_so_often_says_where_it_can_be() -> None:
 
 
 def test_many_stages_go_into_blocks() -> None:
-    """Two blocks of two layers and a head, on four ranks: where blocks are too few, they are cut themselves."""
+    """Two blocks of two layers and a head, on six ranks: where blocks are too few, they are cut themselves."""
 
-    recipe = mw.make_recipe(_Two, "pp=4", BATCH)
-    assert len(recipe.stages) == 4
+    recipe = mw.make_recipe(_Two, "pp=6", BATCH)
+    assert len(recipe.stages) == 6
     assert any("a cut between stages goes through it" in note for note in recipe.notes)
 
 
