@@ -97,7 +97,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None) -> Recipe
         units=units,
         recompute=recompute,
         sequence=sequence,
-        microbatches=plan.microbatches or max(1, min(plan.pieces, (rows_of(batch) or 1) // plan.mesh.data_size)),
+        microbatches=plan.microbatches or _microbatches(plan, rows_of(batch)),
         precision=plan.precision,
         reshard_after_forward=_reshards(plan),
         rows=plan.rows,
@@ -436,6 +436,11 @@ def rows_of(batch: Any) -> int | None:
     """Rows of a batch: dim 0 of its first tensor that has dims."""
     sizes = [t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
     return sizes[0] if sizes else None
+
+
+def _microbatches(plan: Plan, rows: int | None) -> int:
+    """As many as the plan's axes ask for, and no more than a data rank has rows, where that is known."""
+    return plan.pieces if rows is None else max(1, min(plan.pieces, rows // plan.mesh.data_size))
 
 
 def _check_rows(plan: Plan, batch: Any, findings: Findings) -> None:

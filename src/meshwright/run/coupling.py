@@ -7,6 +7,8 @@ mask, sums. So a few rows are run whole and in two halves, without gradients and
     mean       the whole is the weighed mean of the halves      each rank runs its rows
     sum        the whole is the sum of the halves               each rank runs its rows; losses are added
     coupled    neither                                          every rank runs all rows: right, though no faster
+
+A forward that leaves something else in a buffer for half of the rows than for all of them couples them, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -42,24 +44,65 @@ def how_rows_combine(batch: Any, model: nn.Module, losses: Losses, dtype: torch.
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     count = rows_of(rows)
     halves = [take_rows(rows, 0, count // 2), take_rows(rows, count // 2, count)]
-    with _undisturbed(model), torch.no_grad():
+    tolerance = _TOLERANCE.get(dtype, 2e-2)
+    with _undisturbed(model) as buffers, torch.no_grad():
         (whole,), _ = losses([rows])
+        changed = buffers.taken_back()
         parts, weights = losses(halves)
-    tolerance = _TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(whole))
+        if buffers:
+            buffers.taken_back()
+            losses(halves[:1])
+        if any(not _alike(a, b, tolerance) for a, b in zip(changed, buffers.taken_back(), strict=True)):
+            return COUPLED  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+    tolerance *= max(1.0, abs(whole))
     if abs(whole - sum(w * x for w, x in zip(weights, parts, strict=True))) <= tolerance:
         return MEAN
     return SUM if abs(whole - sum(parts)) <= tolerance else COUPLED
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random streams and buffers as they were before; no dropout meanwhile."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.random.fork_rng(), _NoDropout():
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
+class _Buffers:
+    """The buffers of a model, as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def __len__(self) -> int:
+        return len(self._before)
+
+    @torch.no_grad()
+    def taken_back(self) -> list[Tensor | None]:
+        """What they are by now; and they are again what they were."""
+        now = []
+        for module, name, buffer, before in self._before:
+            found = module._buffers.get(name)  # a model may have put another in its place
+            now.append(None if found is None else found.detach().clone())
+            module._buffers[name] = buffer
             buffer.copy_(before)
+        return now
+
+
+def _alike(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
+    if a is None or b is None or a.shape != b.shape:
+        return a is b
+    if a.is_meta:
+        return True
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[_Buffers]:
+    """Random streams and buffers as they were before; no dropout meanwhile."""
+    buffers = _Buffers(model)
+    with torch.random.fork_rng(), _NoDropout():
+        yield buffers
+    buffers.taken_back()
 
 
 _DROPOUTS = {
