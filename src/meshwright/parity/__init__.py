@@ -121,7 +121,7 @@ def _judge(
         collectives=outcome.collectives,
         words=found.words,
         hints=found.hints,
-        notes=(*notes, *outcome.recipe.notes),
+        notes=(*notes, *outcome.notes),
     )
 
 

@@ -80,6 +80,7 @@ class Outcome:
     recipe: Recipe
     fallbacks: tuple[tuple[int, str], ...]
     collectives: dict[str, tuple[int, int]]  # kind → calls, bytes
+    notes: tuple[str, ...]
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of other ranks, where they are not the facts'
 
 
@@ -217,7 +218,7 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
     parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
     buffers = _copies((name, value) for name, value in job.whole_buffers() if value is not None)
     facts = Facts(tuple(losses), gradients, parameters, buffers)
-    return Outcome(facts, job.recipe, tuple(fallbacks), collectives)
+    return Outcome(facts, job.recipe, tuple(fallbacks), collectives, job.notes)
 
 
 def gradients_as_planned(job: Job) -> None:

@@ -96,7 +96,9 @@ class Recorder(Walk):
         self.graph, self.cost = ModelGraph(), Cost()
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
-        self._alive: list[Any] = []  # storages are told apart by their address
+        # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
+        # the forward puts another in place of, say.
+        self._alive: list[Any] = [*model.parameters(), *model.buffers()]
 
     def entered(
         self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,7 +111,7 @@ class Recorder(Walk):
         result = self.follow(path, forward, args, kwargs)
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        call.stop, call.returned = len(graph.events), result
+        call.stop, call.returned = len(graph.events), _as_given(result, (*args, *kwargs.values()))
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
             n is None and (id(t) not in had or isinstance(t, nn.Parameter))
@@ -178,6 +180,15 @@ class Recorder(Walk):
         self.name_value(t, len(self.graph.values))
         self.graph.values.append(value)
         self._alive.append(t)
+
+
+def _as_given(result: Any, kept: tuple[Any, ...]) -> Any:
+    """``result`` in containers of its own, as the model may go on to write to what a module returned.
+
+    ``kept``: what the call was given stays the very thing.
+    """
+    ids = {id(x) for x in kept}
+    return pytree.tree_map(lambda x: x, result, is_leaf=lambda x: id(x) in ids)
 
 
 _NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))

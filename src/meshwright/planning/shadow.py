@@ -154,6 +154,8 @@ class Meeting(TorchFunctionMode):
         if func is torch.autograd.grad and any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
             self.differentiates = True
             return gradients_without_values(*args, **kwargs)
+        if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
+            return format(args[0].item(), *args[1:])  # a number in a text: in the name of a module, say
         name = getattr(func, "__name__", "")
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))

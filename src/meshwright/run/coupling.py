@@ -46,23 +46,34 @@ def how_rows_combine(batch: Any, changed: Sequence[Tensor], losses: Losses, dtyp
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     count = rows_of(rows)
     halves = [take_rows(rows, 0, count // 2), take_rows(rows, count // 2, count)]
-    trial = partial(_undisturbed, changed)
+    left: list[list[Tensor]] = []  # what each forward made of what it may change
+    trial = partial(_undisturbed, changed, left)
     try:
         with torch.no_grad():
             (whole,), _ = losses([rows], trial)
             parts, weights = losses(halves, trial)
     except _GradientsAskedError:
+        left.clear()
         with torch.enable_grad():
             (whole,), _ = losses([rows], trial)
             parts, weights = losses(halves, trial)
-    tolerance = _TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(whole))
+    tolerance = _TOLERANCE.get(dtype, 2e-2)
+    if any(not _alike(a, b, tolerance) for a, b in zip(left[0], left[1], strict=True)):
+        return COUPLED  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+    tolerance *= max(1.0, abs(whole))
     if abs(whole - sum(w * x for w, x in zip(weights, parts, strict=True))) <= tolerance:
         return MEAN
     return SUM if abs(whole - sum(parts)) <= tolerance else COUPLED
 
 
+def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
+
+
 @contextmanager
-def _undisturbed(changed: Sequence[Tensor]) -> Iterator[None]:
+def _undisturbed(changed: Sequence[Tensor], left: list[list[Tensor]]) -> Iterator[None]:
     """Random streams and what a forward changes as they were before; no dropout meanwhile."""
     kept = [t.detach().clone() for t in changed]
     try:
@@ -70,6 +81,7 @@ def _undisturbed(changed: Sequence[Tensor]) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
+            left.append([local_tensor(t).clone() for t in changed])
             for t, before in zip(changed, kept, strict=True):
                 local_tensor(t).copy_(local_tensor(before))
 

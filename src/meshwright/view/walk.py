@@ -31,7 +31,7 @@ _TENSOR_PROPERTIES = frozenset(getattr(Tensor, n).__get__ for n in ("T", "mT", "
 _QUIET = frozenset(
     getattr(Tensor, n)
     for n in "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __repr__ is_contiguous \
-        stride storage_offset data_ptr untyped_storage is_shared share_memory_ __format__ backward".split()
+        stride storage_offset data_ptr untyped_storage is_shared share_memory_ backward".split()
 )
 _RANDOM = frozenset(
     "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial normal normal_ uniform_ \
@@ -116,7 +116,7 @@ class Walk(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             return self.within(func, types, args, kwargs)
-        if is_fact(func):
+        if is_fact(func) or (func is Tensor.__format__ and args[0].dim()):  # a text of a tensor, not of its value
             return self.fact(func, args, kwargs)
         return self._met(func, func, args, kwargs)
 
