@@ -34,7 +34,7 @@ def cases():
             yield pytest.param(name, layout, marks=() if quick else pytest.mark.proof)
 
 
-@pytest.mark.parametrize(("name", "layout"), cases())
+@pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_the_same_as_one_process(name, layout, workers):
     entry = ZOO[name]
     report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers)
