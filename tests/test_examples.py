@@ -132,7 +132,7 @@ def test_a_tensor_in_uneven_shares_is_moved_from_column_to_row_to_whole(
 def test_a_vit_learns_digits_data_and_tensor_parallel(example: object, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     assert example("vit_digits").main(steps=40, least=0.7) > 0.7  # type: ignore[operator]
-    assert "PASSED  dp_shard=2 × tp=2 is one device" in capsys.readouterr().out
+    assert "PASSED  pp=2 × dp_shard=2 × tp=2 is one device" in capsys.readouterr().out
 
 
 # --- (e) DDP for one block, FSDP for another --------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_the_demo_fails_where_nothing_was_learnt_and_still_checks(
     pytest.importorskip("transformers")
     assert example("demo").main(steps=2) == 1  # type: ignore[operator]
     told = capsys.readouterr().out
-    assert "PASSED  dp_shard=2 × tp=2 is one device" in told
+    assert "PASSED  pp=2 × dp_shard=2 × tp=2 is one device" in told
     assert "Not learnt, same as one device" in told
 
 

@@ -151,11 +151,11 @@ class Shares(TorchFunctionMode):
     def _again(self, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
         first = self._i
 
-        def again(*given: Any) -> Any:
+        def again(*given: Any, **named: Any) -> Any:
             before, self._i = self._i, first
             try:
                 with self:
-                    return function(*given)
+                    return function(*given, **named)
             finally:
                 self._i = before
 

@@ -158,9 +158,9 @@ def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tupl
     if not any(kinds):
         return function, args
 
-    def again(*given: Any) -> Any:
+    def again(*given: Any, **named: Any) -> Any:
         made = [x if kind is None else _view(x, *kind) for x, kind in zip(given, kinds, strict=True)]
-        return function(*made)
+        return function(*made, **named)
 
     return again, tuple(x._mw_local if isinstance(x, View) else x for x in args)
 
