@@ -132,7 +132,7 @@ def test_a_tensor_in_uneven_shares_is_moved_from_column_to_row_to_whole(
 def test_a_vit_learns_digits_data_and_tensor_parallel(example: object, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     assert example("vit_digits").main(steps=40, least=0.7) > 0.7  # type: ignore[operator]
-    assert "PASSED  pp=2 × dp_shard=2 × tp=2 is one device" in capsys.readouterr().out
+    assert "PASSED  dp_shard=2 × tp=2 is one device" in capsys.readouterr().out
 
 
 # --- (e) DDP for one block, FSDP for another --------------------------------------------------------------------------
