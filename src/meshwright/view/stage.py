@@ -190,7 +190,8 @@ class StageWalk(Walk):
         return number if walk is self else None
 
     def known(self, t: Tensor) -> bool:
-        return self.number(t) is not None
+        walk, _ = getattr(t, "_mw_value", (None, None))
+        return walk is self
 
     def keep(self, t: Tensor, number: int) -> None:
         """``t`` is what stands for a value from now on."""
@@ -351,9 +352,12 @@ class StageWalk(Walk):
             raise PathError(
                 f"{event.function} at {event.line} gave {len(given)} tensors, {len(event.outputs)} recorded"
             )
-        for t, number in zip(given, event.outputs, strict=True):
+        recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
+        for t, number, before in zip(given, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
                 self._gave(t, number)
+            if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):  # a cast that did nothing then
+                t._mw_value = (self, None)  # type: ignore[attr-defined]
         return result
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
