@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from architectures import MODELS, Model
+from architectures import MODELS, NARROW, Model
 
 import meshwright as mw
 from meshwright.errors import PlanError
@@ -84,7 +84,8 @@ def checked(model: Model, layout: str, workers: Any, timeout: float = 60.0) -> C
     started = time.monotonic()
     cell: Cell = {"model": _digest(model), "library": _library(), "passed": False}
     try:
-        report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers, timeout=timeout)
+        dtype = torch.float32 if model.name in NARROW else None
+        report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers, dtype=dtype, timeout=timeout)
     except PlanError as error:
         cell["refused"] = str(error)
     except Exception as error:  # whatever a model's own code may raise; the other cells go on
@@ -124,7 +125,7 @@ def _stale(cell: Cell | None, model: Model, library: str, failed: bool) -> bool:
 
 
 def _digest(model: Model) -> str:
-    return f"{model.settings} {model.build}"
+    return f"{model.kind} {model.settings}"
 
 
 def _library() -> str:

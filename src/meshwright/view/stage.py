@@ -348,9 +348,12 @@ class StageWalk(Walk):
             raise PathError(
                 f"{event.function} at {event.line} gave {len(given)} tensors, {len(event.outputs)} recorded"
             )
-        for t, number in zip(given, event.outputs, strict=True):
+        recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
+        for t, number, before in zip(given, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
                 self._gave(t, number)
+            if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):  # a cast that did nothing then
+                self.name_value(t, None)
         return result
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:

@@ -169,10 +169,11 @@ class Walk(TorchFunctionMode):
 
     def known(self, t: Tensor) -> bool:
         """Whether a tensor is a value: an event gave it."""
-        return self.number(t) is not None
+        mark, _ = getattr(t, "_mw_value", (None, None))
+        return mark is self.mark
 
-    def name_value(self, t: Tensor, number: int) -> None:
-        """Marks a tensor as a value."""
+    def name_value(self, t: Tensor, number: int | None) -> None:
+        """Marks a tensor as a value; None: one that is known and had no number when the forward was recorded."""
         t._mw_value = (self.mark, number)  # type: ignore[attr-defined]
 
     # --- for subclasses ---------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""A part of the coverage table (bench/coverage.py, docs/coverage.md), and what it taught, as small models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import MODELS
+from torch import nn
+
+import meshwright as mw
+from zoo import DIM, Output, features
+
+LAYOUTS = {
+    "pp2": {"mesh": {"pp": 2}},
+    "pp2-tp2": {"mesh": {"pp": 2, "tp": 2}},
+    "pp2-dp_shard2": {"mesh": {"pp": 2, "dp_shard": 2}},
+}
+UNLIKE = ("gpt_neox", "gemma2", "qwen2_moe", "albert", "bart", "swin", "llava", "wav2vec2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", UNLIKE)
+def test_architectures(name, layout, workers):
+    model = MODELS[name]
+    report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers)
+    assert report.passed, str(report)
+    assert report.dtype == "float64"
+
+
+# --- what it taught -----------------------------------------------------------------------------------------
+
+
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return {"features": self.inner(x).tanh()}
+
+
+class WritesToWhatItGot(nn.Module):
+    """Puts another tensor into what a module returned, as LLaVA does with the features of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Features(), Features()
+        self.head = nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        found = self.first(x)
+        found["pooled"] = found["features"] * 2
+        found = self.second(found["pooled"])
+        found["pooled"] = found["features"] + 1
+        prediction = self.head(found["pooled"])
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+class NamedByANumber(nn.Module):
+    """Finds a module by a name with a value in it, as Switch Transformers find their experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.chosen = nn.ModuleDict({f"expert_{i}": nn.Linear(DIM, DIM) for i in range(3)})
+
+    def forward(self, x):
+        x = x.clone()
+        with torch.no_grad():
+            experts = (x[..., 0] > 0).long() + (x[..., 1] > 0).long()
+        for i in experts.unique():
+            rows = experts == i
+            x[rows] = x[rows] + self.chosen[f"expert_{i}"](x[rows])
+        return x
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NamedByANumber() for _ in range(2))
+        self.head = nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        prediction = self.head(x)
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+class Extreme(nn.Module):
+    """Puts the largest value so far in place of a buffer; the output does not follow from it, as I-BERT trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.largest = 0.9 * self.largest + 0.1 * x.detach().max()
+        return x.tanh()
+
+
+class Extremes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Extreme() for _ in range(4))
+        self.head = nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        prediction = self.head(x)
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "dp_shard=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("build", [WritesToWhatItGot, Routed, Extremes])
+def test_ways_of_models(build, plan, workers):
+    report = mw.check(build, features(), {"mesh": plan}, workers=workers)
+    assert report.passed, str(report)
+
+
+def test_a_running_value_of_the_rows_couples_them(workers):
+    report = mw.check(Extremes, features(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    assert any("couples the rows" in note for note in report.notes)
+
+
+def pieces():
+    job = mw.parallelize(WritesToWhatItGot, {"mesh": {"pp": 2}}, batch=features())
+    return job.recipe.microbatches
+
+
+def test_a_pipeline_has_microbatches_though_its_plan_names_none(workers):
+    assert workers.run(pieces, ranks=2) == [4, 4]
