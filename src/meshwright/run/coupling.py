@@ -32,14 +32,15 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
 Trial = Callable[[], AbstractContextManager[None]]
 Losses = Callable[[list[Any], Trial], tuple[list[float], list[float]]]
+Slot = tuple[dict[str, Any], str]  # where a module keeps a tensor, as a forward may put another in its place
 
 
-def how_rows_combine(batch: Any, changed: Sequence[Tensor], losses: Losses, dtype: torch.dtype) -> str:
+def how_rows_combine(batch: Any, changed: Sequence[Slot], losses: Losses, dtype: torch.dtype) -> str:
     """``mean``, ``sum`` or ``coupled``.
 
     Args:
         batch: at least two rows; as many on every rank.
-        changed: what a forward may change: buffers, parameters that it writes.
+        changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
         losses: pieces of a batch, and a context for each forward → (the loss of each piece, its weight in their mean).
         dtype: what the model computes in.
     """
@@ -73,17 +74,19 @@ def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 @contextmanager
-def _undisturbed(changed: Sequence[Tensor], left: list[list[Tensor]]) -> Iterator[None]:
+def _undisturbed(changed: Sequence[Slot], left: list[list[Tensor]]) -> Iterator[None]:
     """Random streams and what a forward changes as they were before; no dropout meanwhile."""
-    kept = [t.detach().clone() for t in changed]
+    tensors = [held[name] for held, name in changed]
+    values = [t.detach().clone() for t in tensors]
     try:
         with torch.random.fork_rng(), _Trial():
             yield
     finally:
         with torch.no_grad():
-            left.append([local_tensor(t).clone() for t in changed])
-            for t, before in zip(changed, kept, strict=True):
-                local_tensor(t).copy_(local_tensor(before))
+            left.append([local_tensor(held[name]).detach().clone() for held, name in changed])
+            for (held, name), t, value in zip(changed, tensors, values, strict=True):
+                held[name] = t
+                local_tensor(t).copy_(local_tensor(value))
 
 
 _DROPOUTS = {

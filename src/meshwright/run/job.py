@@ -16,7 +16,7 @@ from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
-from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, how_rows_combine, note
+from meshwright.run.coupling import COUPLED, MEAN, SUM, Slot, Trial, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.parameters import local_tensor
@@ -307,11 +307,15 @@ class Job:
         dist.all_reduce(kind, dist.ReduceOp.MAX)
         return kinds[int(kind)]
 
-    def _changed(self) -> list[Tensor]:
+    def _changed(self) -> list[Slot]:
         """What a forward may change: buffers, and the parameters that it writes, which are not FSDP's."""
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        held = [p for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)]
-        return [*self.module.buffers(), *(named[line.name] for line in held)]
+        held = {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
+        slots: list[Slot] = []
+        for path, module in self.module.named_modules():
+            slots += [(module._buffers, name) for name, b in module._buffers.items() if b is not None]
+            at = f"{path}." if path else ""
+            slots += [(module._parameters, name) for name in module._parameters if at + name in held]
+        return slots
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
         if self._pipeline is not None:
