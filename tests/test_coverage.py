@@ -113,6 +113,43 @@ class Extremes(nn.Module):
         return Output(nn.functional.mse_loss(prediction, y), prediction)
 
 
+class OneGradientForTwo(nn.Module):
+    """The gradient of a sum is that of both its terms: the very same tensor, as autograd has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh())
+        self.first, self.second = nn.Parameter(torch.ones(DIM)), nn.Parameter(torch.ones(DIM))
+        self.head = nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        prediction = self.head(self.inner(x + (self.first + self.second)))
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+class CastsItsOwnModule(nn.Module):
+    """Casts a module of its own whenever it uses it, as Switch Transformers do with their router."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.inner, self.head = nn.Linear(DIM, 3), nn.Linear(DIM, DIM), nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        for _ in range(2):
+            self.gate = self.gate.to(x.dtype)
+            x = x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.inner(x).tanh()
+        prediction = self.head(x)
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+@pytest.mark.parametrize("build", [OneGradientForTwo, CastsItsOwnModule])
+def test_ways_of_parameters(build, workers):
+    report = mw.check(build, features(), {"mesh": {"pp": 2, "tp": 2}}, workers=workers)
+    assert report.passed, str(report)
+    report = mw.check(build, features(), {"mesh": {"tp": 2}}, workers=workers)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("plan", ["pp=2", "dp_shard=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("build", [WritesToWhatItGot, Routed, Extremes])
 def test_ways_of_models(build, plan, workers):
