@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import Cut, Layout
-from meshwright.private import pytree
+from meshwright.private import pytree, storage_of
 from meshwright.view.functions import (
     Segment,
     custom_functions,
@@ -70,8 +70,9 @@ class GlobalView(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
-            with torch.no_grad():
-                self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
+            if not _same_memory(part, args[1]):
+                with torch.no_grad():
+                    self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
             return None
         if func in _OWN:
             view = first_view(args)
@@ -150,6 +151,16 @@ class GlobalView(TorchFunctionMode):
                 self.work.gathered(function, views)
             args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements: a cast that did nothing is set as a parameter's data, say."""
+    a, b = (x._mw_local if isinstance(x, View) else x for x in (a, b))
+    return storage_of(a) == storage_of(b) and _lies(a) == _lies(b)
+
+
+def _lies(t: Tensor) -> tuple[Any, ...]:
+    return t.storage_offset(), t.dtype, t.shape, t.stride()
 
 
 def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
