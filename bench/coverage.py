@@ -150,9 +150,10 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
         "layout, against plain PyTorch on one device: the loss, every gradient, every parameter and every buffer after three",
         "steps. No model is edited, and no plan says more than its mesh.",
         "",
-        "✓ and the largest error (float64 unless said; at most 1e-9 passes). *n whole*: calls of functions without a rule in a",
-        "step of rank 0, which are right and save no work; they are listed below. *rows gathered*: the model's rows depend on",
-        "each other (batch norm, contrast), and every data rank runs all. ✗: see below.",
+        "✓ and the largest error: at most 1e-9 in float64 (1e-4 in float32, for a model that cannot run in float64). *n whole*:",
+        "calls of functions without a rule in a step of rank 0, which are right and save no work; they are listed below. *rows",
+        "gathered*: the model's rows depend on each other (batch norm, contrast), and every data rank runs all. ✗: the reason is",
+        "below. Dropout is off; other random numbers that a model draws for its rows are given with the batch, or off in eval mode.",
         "",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo on CPU. {_counts(cells)}.",
     ]
