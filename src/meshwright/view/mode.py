@@ -68,11 +68,12 @@ class GlobalView(TorchFunctionMode):
         self.work, self.local, self._forget = work, local, forget
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and _same_memory(self.local(args[0]), args[1]):
+            return None  # a cast that did nothing: as a write it would make what was computed before seem stale
         kwargs = kwargs or {}
         if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
-            if not _same_memory(part, args[1]):
-                with torch.no_grad():
-                    self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
+            with torch.no_grad():
+                self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
             return None
         if func in _OWN:
             view = first_view(args)
@@ -153,8 +154,10 @@ class GlobalView(TorchFunctionMode):
         return apply(giving(function, whole), *args, **kwargs)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements: a cast that did nothing is set as a parameter's data, say."""
+def _same_memory(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors are the same elements."""
+    if a is None:
+        return False
     a, b = (x._mw_local if isinstance(x, View) else x for x in (a, b))
     return storage_of(a) == storage_of(b) and _lies(a) == _lies(b)
 
