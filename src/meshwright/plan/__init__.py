@@ -207,7 +207,7 @@ class Plan:
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
-        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None)}
+        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None, mesh=None)}
         """
         values = self.settings()
         source = Source(values)

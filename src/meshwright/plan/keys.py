@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import listing
+from meshwright.place import SLICE
 from meshwright.schedule import NAMES as SCHEDULES
 
 
@@ -48,7 +49,9 @@ def _is_parts(value: object) -> bool:
 
 
 def _is_place(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"pp\[[0-9]{1,4}\]", value) is not None
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(v, str) and SLICE.fullmatch(v) for v in value)
+    return isinstance(value, str) and (re.fullmatch(r"pp\[[0-9]{1,4}\]", value) or SLICE.fullmatch(value)) is not None
 
 
 _STYLES = ("column", "row", "whole", "auto")
@@ -71,7 +74,8 @@ ENTRY = {
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
     "unit": _flag(),
-    "on": Kind(_is_place, "a rank of the pipeline axis: pp[<rank>]", "pp[0]"),
+    "on": Kind(_is_place, "a rank of the pipeline axis, pp[<rank>], or a slice of tp, tp[<from>:<to>]", "tp[0:2]"),
+    "mesh": Kind(lambda v: isinstance(v, (Mapping, str, tuple)), "axes with their sizes", {"tp": 2}),
 }
 
 SECTIONS = ("modules", "parameters")

@@ -116,9 +116,23 @@ class Reader:
             key: self.value(ENTRY[key], item, (*path, key))
             for key, item in self.section(values, path, ENTRY, "an entry").items()
         }
-        if isinstance(said.get("parts"), list):
-            said["parts"] = tuple(said["parts"])
+        for key in ("parts", "on"):
+            if isinstance(said.get(key), list):
+                said[key] = tuple(said[key])
+        if said.get("mesh") is not None:
+            said["mesh"] = self.inner_mesh(said["mesh"], (*path, "mesh"))
         return Entry(**said)
+
+    def inner_mesh(self, value: Any, path: KeyPath) -> tuple[tuple[str, int], ...] | None:
+        """The mesh of a branch, in which ``dp`` is a word for ``dp_replicate``."""
+        if isinstance(value, str):
+            value = re.sub(r"\bdp(?=\s*=)", "dp_replicate", value)
+        elif isinstance(value, Mapping):
+            value = {"dp_replicate" if axis == "dp" else axis: size for axis, size in value.items()}
+        else:
+            value = dict(value)
+        mesh = read_mesh(value, self.findings, lambda axis: self.source.where((*path, axis) if axis else path))
+        return None if mesh is None else mesh.axes
 
     def both(self, before: Entry, entry: Entry, path: KeyPath) -> None:
         """A glob that stands in both sections may not be said two things."""

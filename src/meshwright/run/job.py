@@ -353,13 +353,16 @@ class Job:
         if self._routed is not None:
             self._routed.settle()
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        data = [a for a in ("dp_replicate", "dp_shard") if self.recipe.mesh.axis_size(a) > 1]
         for line in self.recipe.parameters:
             if not line.requires_grad or not self.recipe.holds(line, self.groups.rank):
                 continue
             owners = self.recipe.owners(line)
-            if line.data == "loose":
-                self._reduce(named[line.name], [self.groups.sharded[axis].get_group() for axis in data])
+            if len(line.places) > 1:
+                self._reduce(named[line.name], [self.groups.together[line.places]])
+            elif line.data == "loose":
+                mesh = self.groups.meshes[line.place]
+                axes = [a for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
+                self._reduce(named[line.name], [mesh[axis].get_group() for axis in axes])
             if len(owners) > 1:
                 self._reduce(named[line.name], [self.groups.shared[owners]])
 

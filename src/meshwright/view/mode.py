@@ -53,10 +53,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class GlobalView(TorchFunctionMode):
-    """Turns on the view over one axis.
+    """Turns on the view.
 
     Args:
-        work: answers the functions.
+        work: answers functions that no View takes part in; those with one are answered by its own.
         local: a parameter → its local part (a View, or a plain tensor where it is whole), or None for other tensors.
         forget: called at the end.
     """
@@ -70,18 +70,19 @@ class GlobalView(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
+            part = part.detach()
             with torch.no_grad():
-                self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
+                (part._mw_work if isinstance(part, View) else self.work).call(Tensor.copy_, (part, args[1]), {})
             return None
         if func in _OWN:
             view = first_view(args)
-            return func(*args, **kwargs) if view is None else self.work.call(func, args, kwargs)
+            return func(*args, **kwargs) if view is None else view._mw_work.call(func, args, kwargs)
         if transforming():
             return self._in_transform(func, args, kwargs)
         if func in ENGINES:
             return self._differentiate(func, args, kwargs)
         ours, args, kwargs = self._substitute(args, kwargs)
-        return self.work.call(func, args, kwargs) if ours else func(*args, **kwargs)
+        return ours.call(func, args, kwargs) if ours is not None else func(*args, **kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward within the forward; what it makes again needs the view, which is off while it answers."""
@@ -106,21 +107,23 @@ class GlobalView(TorchFunctionMode):
             if part is None:
                 return x
             if isinstance(part, View) and isinstance(part._mw_layout, Cut):
-                self.work.gathered(user, [part])
-            found: Tensor = self.work.whole(part)
+                part._mw_work.gathered(user, [part])
+            found: Tensor = whole(part)
             return found
 
     def _substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
-        """(whether any argument is a View, the arguments with parameters' local parts)."""
-        ours = changed = False
+    ) -> tuple[Work | None, tuple[Any, ...], dict[str, Any]]:
+        """(the work of the first View among the arguments, the arguments with parameters' local parts)."""
+        ours: Work | None = None
+        changed = False
         leaves = []
         flat, spec = pytree.tree_flatten((args, kwargs))
         for leaf in flat:
             if not isinstance(leaf, View) and isinstance(leaf, Tensor) and (part := self.local(leaf)) is not None:
                 changed, leaf = True, part
-            ours = ours or isinstance(leaf, View)
+            if ours is None and isinstance(leaf, View):
+                ours = leaf._mw_work
             leaves.append(leaf)
         if changed:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -144,11 +147,11 @@ class GlobalView(TorchFunctionMode):
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Custom ``autograd.Function`` s get, and give, whole tensors."""
         ours, args, kwargs = self._substitute(args, kwargs)
-        if ours:
+        if ours is not None:
             views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
             if any(isinstance(v._mw_layout, Cut) for v in views):
-                self.work.gathered(function, views)
-            args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
+                ours.gathered(function, views)
+            args, kwargs = pytree.tree_map_only(View, whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
 
 

@@ -1,15 +1,15 @@
-"""A stage of a pipeline: the model's own forward, of which this rank runs an interval.
+"""A part of the model: its own forward, of which this rank runs a stage, and in it the trunk and its own branches.
 
 Each call of a module is one of
 
-    run      all of it is this stage's: it runs as it is, unseen
+    run      all of it is this rank's: it runs as it is, unseen
     stub     none of it is: what it returned when it was recorded stands in for its result
-    open     its forward runs, and its own functions are looked at one by one: this stage's are run, values of
+    open     its forward runs, and its own functions are looked at one by one: this rank's are run, values of
              others are ``Elsewhere``, what follows from the batch alone is computed, here as on every rank
 
-A value that another stage gives is, here, the tensor that was received, if something here takes it, or else an
+A value that another stage or branch gives is, here, the tensor that was received, if something here takes it, or else an
 ``Elsewhere``: shape and type, and an error for whoever reads it. The forward stops as soon as everything that other
-stages take of this one exists.
+stages take of this one exists. Forks and joins (regions.py) come in their turn, on every rank of the place around them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
+from meshwright.place import Places
 from meshwright.private import pytree, without_subclasses, wrapper
+from meshwright.regions import Fork, Join, Placed, find_regions
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.walk import Walk, is_fact
 
@@ -81,6 +84,24 @@ def replaced(before: Tensor, now: Tensor) -> None:
         walk.keep(now, number)
 
 
+class Exchange(Protocol):
+    """What forks and joins (run/branch.py)."""
+
+    def fork(self, move: Fork, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+        """Value → what branches compute with; and an anchor, for the join of the region."""
+
+    def join(
+        self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Value → what the place around computes with. ``own``: those of this rank's branch."""
+
+    def share(self, place: int, t: Tensor) -> Tensor:
+        """The rows of a tensor that this rank runs in a place."""
+
+    def inside(self, place: int) -> AbstractContextManager[None]:
+        """For the time of a part of a branch."""
+
+
 class PathError(RuntimeError):
     """A forward that did not do what the recorded one did."""
 
@@ -116,28 +137,53 @@ def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = Fa
 
 
 class StageProgram:
-    """What one stage does with each call and event of a recorded forward."""
+    """What a rank does with each call and event of a recorded forward, in one stage.
 
-    def __init__(self, graph: ModelGraph, crossing: Crossing, stage: int) -> None:
+    Args:
+        placed: module → the places of its calls (regions.py).
+        mine: the places that the rank is of.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        crossing: Crossing,
+        stage: int,
+        placed: Placed | None = None,
+        places: Places | None = None,
+        mine: frozenset[int] = frozenset({0}),
+    ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
-        self.graph, self.stage, self.cuts = graph, stage, crossing.cuts
+        self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
         self.start, self.stop = ends[stage], ends[stage + 1]
         self.last = stage == len(crossing.cuts)
         self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
         self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
+        self._places: Sequence[int] = ()
+        self.moves: tuple[Fork | Join, ...] = ()
+        if placed and places is not None:
+            found = find_regions(graph, placed, places, self.start, self.stop)
+            self._places, self.moves = found.places, found.moves
+        self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
 
+    def place(self, position: int) -> int:
+        """The place of an event."""
+        return self._places[position] if self._places else 0
+
     def here(self, position: int) -> bool:
-        return self.start <= position < self.stop
+        return self.start <= position < self.stop and self.place(position) in self.mine
 
     def _treat(self, call: Call) -> str:
         graph, seen = self.graph, set(call.outputs)
         inside = range(call.start, call.stop)
         made = [n for p in inside for n in (*graph.events[p].outputs, graph.events[p].written) if n is not None]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
-        if self.start <= call.start < call.stop <= self.stop:
-            return OPEN if any(n not in seen for n in {*used_outside, *(set(made) & set(self.out))}) else RUN
-        if call.start == call.stop or not (call.stop <= self.start or self.stop <= call.start) or call.fresh:
+        ours = sum(map(self.here, inside))
+        if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1:
+            kept = {*self.out, *self.joined} & set(made)
+            return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
+        if call.start == call.stop or ours or call.fresh:
             return OPEN
         if any(n not in seen or n in call.stashed for n in used_outside):
             return OPEN
@@ -162,6 +208,7 @@ class StageWalk(Walk):
         name: a stage → how errors call it.
         send: what the model calls a value → the tensor that is sent (a cut one made whole).
         at_position: called before each part of the forward that runs here, with its position.
+        exchange: what forks and joins, where there are branches.
     """
 
     def __init__(
@@ -173,11 +220,15 @@ class StageWalk(Walk):
         name: Callable[[int], str],
         send: Callable[[Tensor], Tensor],
         at_position: Callable[[int], None],
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         self.program, self.graph, self.device = program, program.graph, device
-        self._name, self._send, self._at = name, send, at_position
+        self._name, self._send, self._at, self._exchange = name, send, at_position, exchange
         self._values: dict[int, Tensor] = {}
+        self._moves = [m for m in program.moves if m.around in program.mine]
+        self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
+        self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
         for number, value in received.items():
             self.keep(value, number)
         self._missing = set(program.out)
@@ -199,7 +250,8 @@ class StageWalk(Walk):
         if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
             return
         self.keep(t, number)
-        self._missing.discard(number)
+        if number not in self.program.joined:
+            self._missing.discard(number)
 
     def _stop_if_done(self) -> None:
         """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
@@ -207,10 +259,59 @@ class StageWalk(Walk):
         if not self._missing and not self.program.last and not self._units:
             raise _Done
 
-    def _had(self, t: Tensor) -> Tensor:
-        """The tensor that stands for ``t`` here; itself where it is not a value or there is none."""
+    def _had(self, t: Tensor, place: int = 0) -> Tensor:
+        """The tensor that stands for ``t`` here, in a place; itself where it is not a value or there is none."""
         number = self.number(t)
-        return self._values.get(number, t) if number is not None else t
+        if number is None:
+            return t
+        if place and self.program.branches is not None:
+            for p in reversed(self.program.branches.chain(place)):
+                if number in self._forked.get(p, ()):
+                    return self._forked[p][number]
+        return self._values.get(number, t)
+
+    def _reach(self, position: int) -> None:
+        """Forks and joins up to a position of the program, whether or not what stands there runs here."""
+        while self._moves and self._moves[0].position <= position:
+            move = self._moves.pop(0)
+            self.closed += 1
+            if isinstance(move, Fork):
+                self._fork(move)
+            else:
+                self._join(move)
+            self.closed -= 1
+
+    def _fork(self, move: Fork) -> None:
+        assert self._exchange is not None
+        standing = {n: self._inside(n, move.around) for n in move.values}
+        given, anchor = self._exchange.fork(move, standing)
+        self._anchors.setdefault(move.around, []).append(anchor)
+        for n, takers in move.takers.items():
+            for branch in takers & self.program.mine:
+                self._forked.setdefault(branch, {})[n] = given[n]
+
+    def _join(self, move: Join) -> None:
+        assert self._exchange is not None
+        own = {n: self._inside(n, b) for n, b in move.values if b in self.program.mine}
+        for n, t in self._exchange.join(move, own, self.graph, self._anchors.pop(move.around, [])).items():
+            self.keep(t, n)
+            self._missing.discard(n)
+        for branch in move.branches:
+            self._forked.pop(branch, None)
+
+    def _inside(self, number: int, place: int) -> Tensor:
+        """What stands for a value in a place that has it."""
+        assert self.program.branches is not None
+        for p in reversed(self.program.branches.chain(place)):
+            if number in self._forked.get(p, ()):
+                return self._forked[p][number]
+        if number not in self._values:
+            event = self.graph.events[self.graph.values[number].position]
+            raise PathError(
+                f"there is no {event.function} of {spelled(event.path)} ({event.line}), "
+                "which was there when the forward was recorded"
+            )
+        return self._values[number]
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
@@ -223,6 +324,13 @@ class StageWalk(Walk):
         maker = self.graph.events[value.position]
         stage = next(s for s, end in enumerate([*self.program.cuts, len(self.graph.events)]) if value.position < end)
         module = next((name for name, _ in reversed(maker.path) if name), "the model")
+        if self.program.branches is not None and self.program.place(value.position) not in self.program.mine:
+            place = self.program.branches[self.program.place(value.position)]
+            return PathError(
+                f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}, where it "
+                "was not to take it when the forward was recorded: it took another path then. Give the sample batch the "
+                "path that training takes"
+            )
         return PathError(
             f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {self._name(stage)}, "
             f"on {self._name(self.program.stage)}, which was not to take it when the forward was recorded: it took "
@@ -249,17 +357,27 @@ class StageWalk(Walk):
                 self._returned(self.graph.calls[path], result)
             return result
         call = self.graph.calls[path]
+        self._reach(call.stop - 1)
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
         self._at(call.start)
-        args, kwargs = map_tensors(self._had, (args, kwargs))
+        place = self.program.place(call.start)
+        args, kwargs = map_tensors(lambda t: self._had(t, place), (args, kwargs))
         self.closed += 1
         try:
-            result = forward(*args, **kwargs)
+            result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
         finally:
             self.closed -= 1
         self._returned(call, result)
         return result
+
+    def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call or event of a branch: on its share of the rows, with its own random numbers."""
+        assert self._exchange is not None
+        exchange = self._exchange
+        with exchange.inside(place):
+            args, kwargs = map_tensors(lambda t: exchange.share(place, t), (args, kwargs))
+            return forward(*args, **kwargs)
 
     def _returned(self, call: Call, result: Any) -> None:
         """A call that ran here, unseen, gave ``result``."""
@@ -277,8 +395,9 @@ class StageWalk(Walk):
             result = self.follow(ROOT, forward, args, kwargs)
         except _Done:
             result = None
+        self._reach(self.graph.calls[ROOT].stop)
         if self.program.last:
-            return result
+            return map_tensors(self._had, result) if self.program.moves else result
         if self._missing:
             event = self.graph.events[self.graph.values[min(self._missing)].position]
             raise PathError(
@@ -320,6 +439,7 @@ class StageWalk(Walk):
                 "values outside its blocks cannot be cut there"
             )
         event = self.graph.events[position]
+        self._reach(position)
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (event.reads and held):  # (a parameter that is read is on every stage)
             return self._run(event, func, args, kwargs)
@@ -328,13 +448,14 @@ class StageWalk(Walk):
         return self._pass(event, args)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._at(self.graph.positions[event.path, event.index])
-        target = args[0] if event.written is not None and args else None
-        args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
+        position = self.graph.positions[event.path, event.index]
+        self._at(position)
+        target, place = args[0] if event.written is not None and args else None, self.program.place(position)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Elsewhere) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
             self.closed += 1
