@@ -40,9 +40,11 @@ class Fork:
 class Join:
     """At ``position``, values of branches become values of the place around them.
 
-    ``values``: (value, the branch it is of), in a fixed order. ``branches``: all of the region.
+    ``first``: the region's first event; ``values``: (value, the branch it is of), in a fixed order; ``branches``: all of
+    the region.
     """
 
+    first: int
     position: int
     around: int
     values: tuple[tuple[int, int], ...]
@@ -53,7 +55,7 @@ class Join:
 class _Open:
     """A region that has begun."""
 
-    branches: dict[int, None] = field(default_factory=dict)  # in the order they begin
+    branches: dict[int, int] = field(default_factory=dict)  # in the order they begin, with where
     made: dict[int, int] = field(default_factory=dict)  # value → the branch that has it
     forked: dict[int, set[int]] = field(default_factory=dict)  # value → the branches that take it
     fork_at: dict[int, int] = field(default_factory=dict)  # value → position
@@ -65,6 +67,11 @@ class Regions:
 
     places: tuple[int, ...]
     moves: tuple[Fork | Join, ...]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """From the first event of each region to its join."""
+        return [(m.first, m.position) for m in self.moves if isinstance(m, Join)]
 
     def alone(self) -> dict[int, Join]:
         """Branches that run in no region with another: the last join of each."""
@@ -165,7 +172,9 @@ def _regions_in(
             takers = {n: frozenset(region.forked[n]) for n in numbers}
             moves.append(Fork(p, around, tuple(sorted(numbers)), takers))
         if region.branches:
-            moves.append(Join(position, around, tuple(sorted(joined)), tuple(region.branches)))
+            moves.append(
+                Join(min(region.branches.values()), position, around, tuple(sorted(joined)), tuple(region.branches))
+            )
         region = _Open()
 
     for p in range(start, min(stop, len(graph.events))):
@@ -176,7 +185,7 @@ def _regions_in(
             close(p)
         if own is None:
             continue
-        region.branches.setdefault(own)
+        region.branches.setdefault(own, p)
         for n in event.inputs:
             if n not in region.made:
                 region.forked.setdefault(n, set()).add(own)

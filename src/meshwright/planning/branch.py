@@ -71,7 +71,10 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
     found, at, placed = [trunk(plan.mesh)], {"": 0}, dict[str, tuple[int, ...]]()
     numbers: dict[tuple[int, int, int, Mesh], int] = {}
     for name in sorted(said, key=lambda n: (n.count("."), list(modules).index(n))):
-        parent = at[max((n for n in at if not n or name.startswith(n + ".")), key=len)]
+        around = max((n for n in at if not n or name.startswith(n + ".")), key=len)
+        if around and (said[around].on, said[around].mesh) == (said[name].on, said[name].mesh):
+            continue  # the same glob names what is within
+        parent = at[around]
         for on in said[name].places:
             place = _place(name, on, said[name], parent, found[parent], findings)
             if place is None:

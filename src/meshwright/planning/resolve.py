@@ -29,6 +29,7 @@ from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
+from meshwright.regions import Regions
 from meshwright.view.sequence import cutting_inputs
 
 Run = Callable[[nn.Module], Any]
@@ -98,7 +99,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     buffers: tuple[tuple[str, int, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
     if graph is not None and plan.mesh.axis_size("pp") > 1:
-        stages, homes = _stages(plan, names, entries, blocks, graph, findings)
+        stages, homes = _stages(plan, names, entries, blocks, graph, branches.regions, findings)
         findings.raise_if_any()
         schedule, why = _schedule(plan, graph)
         units, recompute, parted = _whole_in_stages(units, recompute, graph, stages)
@@ -424,6 +425,7 @@ def _stages(
     entries: Mapping[str, Entry],
     blocks: tuple[str, ...],
     graph: ModelGraph,
+    regions: Regions | None,
     findings: Findings,
 ) -> tuple[tuple[Stage, ...], dict[str, tuple[int, ...]]]:
     """The stages of the pipeline, and those that use each parameter."""
@@ -431,7 +433,7 @@ def _stages(
     count = ranks * (plan.stages_per_rank or (2 if plan.schedule == "interleaved" else 1))
     sizes = {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
     pinned = _pinned(graph, plan, entries, ranks, count, findings)
-    places = cut_places(graph, blocks)
+    places = cut_places(graph, blocks, regions.spans if regions is not None else ())
     cuts = choose_cuts(graph, places.between_blocks, count, sizes, pinned)
     if cuts is None:
         cuts = choose_cuts(graph, places.anywhere, count, sizes, pinned)
