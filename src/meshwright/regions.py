@@ -85,20 +85,30 @@ class Regions:
         return found
 
 
-def find_regions(graph: ModelGraph, placed: Placed, places: Places, start: int = 0, stop: int | None = None) -> Regions:
+def find_regions(
+    graph: ModelGraph,
+    placed: Placed,
+    places: Places,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    whole_output: bool = False,
+) -> Regions:
     """The regions of a forward, or of the stage of it that runs from ``start`` to ``stop``.
 
     Args:
         placed: module → the places of its calls, in turn.
+        whole_output: whether all that the model returns is wanted on every rank, and not the loss alone.
     """
     stop = len(graph.events) if stop is None else stop
     at = place_events(graph, placed, places)
     moves: list[Fork | Join] = []
+    outputs = {*graph.returned, *(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)}
     depth = {around: len(places.chain(around)) for around in {places[p].parent for p in set(at) if p}}
     for around in sorted(depth, key=lambda a: (depth[a], a)):
         # Where a region ends, those within its branches do.
         ends = {m.position for m in moves if isinstance(m, Join) and m.around in places.chain(around)}
-        moves += _regions_in(graph, at, places, around, start, stop, ends)
+        moves += _regions_in(graph, at, places, around, start, stop, ends, outputs)
     # At one position: joins before forks, the innermost first; forks from the outermost in.
     moves.sort(key=lambda m: (m.position, isinstance(m, Fork), depth[m.around] * (1 if isinstance(m, Fork) else -1)))
     return Regions(tuple(at), tuple(moves))
@@ -153,13 +163,24 @@ def _common(chains: list[tuple[int, ...]]) -> int:
 
 
 def _regions_in(
-    graph: ModelGraph, at: list[int], places: Places, around: int, start: int, stop: int, ends: set[int]
+    graph: ModelGraph,
+    at: list[int],
+    places: Places,
+    around: int,
+    start: int,
+    stop: int,
+    ends: set[int],
+    outputs: set[int],
 ) -> list[Fork | Join]:
-    """The forks and joins between a place and its branches; ``ends``: positions at which a region ends in any case."""
+    """The forks and joins between a place and its branches.
+
+    Args:
+        ends: positions at which a region ends in any case.
+        outputs: values that are wanted after the forward.
+    """
     inside = [around in places.chain(p) for p in range(len(places))]
     moves: list[Fork | Join] = []
     region = _Open()
-    outputs = {*graph.returned, *(n for n in graph.calls[ROOT].outputs if n is not None)}
     last = min(stop, graph.calls[ROOT].stop)
 
     def close(position: int) -> None:

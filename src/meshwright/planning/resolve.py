@@ -327,15 +327,6 @@ def _cuts(
     try:
         trunk = _styles_in(0, styles, branches)
         cuts = infer_cuts(model, run, axis="tp", size=size, styles=trunk, names=ids, seeds=seeds, uses=uses)
-        for number, place in enumerate(branches.places, 1):
-            own = _styles_in(number, styles, branches)
-            if place.tp > 1:
-                found = infer_cuts(model, run, axis="tp", size=place.tp, styles=own, names=ids)
-            else:
-                found = replace(
-                    cuts, layouts={}, reasons=dict.fromkeys(ids.values(), "its place has no tp axis"), refused={}
-                )
-            cuts = _with_place(cuts, found, [n for n in names.parameters if branches.home(n) == (number,)])
     except Exception as error:  # whatever a model may raise on tensors without values
         notes.append(
             f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
@@ -344,12 +335,32 @@ def _cuts(
         said = cuts_as_said(model, size=size, styles=styles, names=ids) if size > 1 else None
         return said, None, notes
     if size > 1 and not cuts.layouts:
-        reasons = sorted({r for r in cuts.reasons.values() if r})
-        notes.append(
-            f"no parameter is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])
-        )
+        reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
+        what = "no parameter outside branches" if branches.places else "no parameter"
+        notes.append(f"{what} is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3]))
+    cuts = _branch_cuts(model, run, names, styles, ids, cuts, branches)
     notes += [f"{p} is not used by the forward" for p in names.parameters if p not in uses.seen]
     return cuts, uses, notes
+
+
+def _branch_cuts(
+    model: nn.Module,
+    run: Run,
+    names: Names,
+    styles: Mapping[str, Style],
+    ids: Mapping[int, str],
+    cuts: Cuts,
+    branches: Branches,
+) -> Cuts:
+    """The cuts of the trunk, with those of each branch over its own tp axis."""
+    for number, place in enumerate(branches.places, 1):
+        own = [n for n in names.parameters if branches.home(n) == (number,)]
+        found = replace(cuts, layouts={}, reasons=dict.fromkeys(own, "its place has no tp axis"), refused={})
+        if place.tp > 1:
+            alone = _styles_in(number, styles, branches)
+            found = infer_cuts(model, run, axis="tp", size=place.tp, styles=alone, names=ids)
+        cuts = _with_place(cuts, found, own)
+    return cuts
 
 
 def _styles_in(place: int, styles: Mapping[str, Style], branches: Branches) -> dict[str, Style]:

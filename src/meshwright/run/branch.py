@@ -262,7 +262,7 @@ class _Fork(torch.autograd.Function):
         ctx: Any, branching: Branching, around: int, counts: tuple[bool, ...], anchor: Tensor, *values: Tensor
     ) -> Any:
         ctx.branching, ctx.around, ctx.counts = branching, around, counts
-        return anchor.view_as(anchor), *(t.view_as(t) for t in values)
+        return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
@@ -287,7 +287,7 @@ class _Join(torch.autograd.Function):
         own = {n: t for (n, _), t in zip(move.values, given[anchors:], strict=True) if t is not None}
         ctx.own = set(own)
         found = branching.exchanged(move.around, pieces, own)
-        out = [found[n].view_as(found[n]) if n in own else found[n] for n, _ in move.values]
+        out = [found[n].detach() for n, _ in move.values]
         ctx.mark_non_differentiable(*(t for t, wanted in zip(out, tied, strict=True) if not wanted))
         return tuple(out)
 

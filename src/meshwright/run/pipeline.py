@@ -176,7 +176,8 @@ class Pipeline:
         if self.branching is None:
             return Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
         branched = self.recipe.placed, self.recipe.places, self.branching.mine
-        return Program(graph, crossing, {s: StageProgram(graph, crossing, s, *branched) for s in self.stages})
+        stages = {s: StageProgram(graph, crossing, s, *branched, whole_output=whole_output) for s in self.stages}
+        return Program(graph, crossing, stages)
 
     def schedule(
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool

@@ -142,6 +142,7 @@ class StageProgram:
     Args:
         placed: module → the places of its calls (regions.py).
         mine: the places that the rank is of.
+        whole_output: whether all that the model returns is wanted.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class StageProgram:
         placed: Placed | None = None,
         places: Places | None = None,
         mine: frozenset[int] = frozenset({0}),
+        *,
+        whole_output: bool = False,
     ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
         self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
@@ -162,7 +165,7 @@ class StageProgram:
         self._places: Sequence[int] = ()
         self.moves: tuple[Fork | Join, ...] = ()
         if placed and places is not None:
-            found = find_regions(graph, placed, places, self.start, self.stop)
+            found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
