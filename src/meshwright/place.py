@@ -92,6 +92,10 @@ class Places:
             found.append(self.all[found[-1]].parent)
         return tuple(reversed(found))
 
+    def spelled(self, place: int) -> str:
+        """``tp[0:2]``; of a nested one ``tp[0] of tp[0:3]``; of the trunk nothing."""
+        return " of ".join(self.all[p].on for p in reversed(self.chain(place)[1:]))
+
     def child(self, place: int, within: int) -> int:
         """The child of ``within`` that a place is, or is in."""
         chain = self.chain(place)
