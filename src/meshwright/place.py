@@ -112,6 +112,15 @@ class Places:
 
     def at(self, rank: int, place: int = 0) -> Coordinate | None:
         """Where a rank stands in a place; None if it is not of it."""
+        if (rank, place) not in self._found:
+            self._found[rank, place] = self._at(rank, place)
+        return self._found[rank, place]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int], Coordinate | None]:
+        return {}
+
+    def _at(self, rank: int, place: int) -> Coordinate | None:
         given = self.mesh.coordinate(rank)
         here = Coordinate(*(given.get(axis, 0) for axis in ("pp", *INNER)))
         for p in map(self.all.__getitem__, self.chain(place)[1:]):

@@ -85,8 +85,9 @@ def _region(beside: Sequence[BranchFacts], places: Places) -> Text:
     from meshwright.draw.terminal import ranks_text
 
     around = beside[0].parent
-    groups = {tuple(places.line(around, rank)) for branch in beside for rank in branch.ranks}
-    first = min(groups)
+    everyone = [rank for branch in beside for rank in branch.ranks]
+    found = {(at.pp, at.dp_replicate, at.dp_shard) for rank in everyone if (at := places.at(rank, around))}
+    first, others = places.line(around, min(everyone)), len(found) - 1
     ranks = [ranks_text([r for r in branch.ranks if r in first]) for branch in beside]
     names = [modules_text(branch) for branch in beside]
     before = f"ranks {ranks_text(first)} ─ fork ─"
@@ -100,8 +101,8 @@ def _region(beside: Sequence[BranchFacts], places: Places) -> Text:
         text.append(f"  {name} ")
         text.append("─" * (long - cell_len(name)) + f"─{right}" + ("─ join" if not i else ""), style="dim")
         text.append("\n" if i < len(beside) - 1 else "")
-    if len(groups) > 1:
-        text.append(f"\nand so on {len(groups) - 1} more group{'s' * (len(groups) > 2)} of ranks", style="dim")
+    if others:
+        text.append(f"\nand so on {others} more group{'s' * (others > 1)} of ranks", style="dim")
     return text
 
 

@@ -326,11 +326,14 @@ def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ..
 
 def _held_in_branches(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
     """The same of a parameter that a branch uses: not the mesh's groups hold the same, but its place's, so rank by rank."""
+    alike: dict[tuple[int, int] | None, list[int]] = {}  # by where they stand on the axes that can cut it
+    for rank in filter(lambda rank: recipe.holds(line, rank), range(recipe.mesh.size)):
+        at = recipe.places.at(rank, line.place)
+        alike.setdefault(None if at is None else (at.dp_shard, at.tp), []).append(rank)
     together: dict[Slices, list[int]] = {}
-    for rank in range(recipe.mesh.size):
-        if recipe.holds(line, rank):
-            together.setdefault(_or_nothing(recipe.held(line, rank)), []).append(rank)
-    return tuple((tuple(ranks), slices) for slices, ranks in together.items())
+    for ranks in alike.values():
+        together.setdefault(_or_nothing(recipe.held(line, ranks[0])), []).extend(ranks)
+    return tuple((tuple(sorted(ranks)), slices) for slices, ranks in together.items())
 
 
 def _bytes_at(line: ParameterRecipe, rank: int, recipe: Recipe) -> int:

@@ -198,12 +198,12 @@ class _Columns:
         return [shape_text(facts), *layouts, held if self.map.holds(facts.name, self.rank) else "nothing"]
 
     def ranks(self, facts: ParameterFacts) -> str:
-        """Who holds a parameter, if it is one of a branch: ``2–7 of tp[2:8]``."""
+        """Who holds a parameter; of one of a branch ``2–7 (tp[2:8])``."""
         if facts.places == (0,):
             return "all" if facts.stages == (0,) else "of its stage"
         held = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
         places = [self.map.recipe.places.spelled(p) or "the trunk" for p in facts.places]
-        return f"{ranks_text(held)} of {', '.join(places)}"
+        return f"{ranks_text(held)} ({', '.join(places)})"
 
     def tree(self) -> Tree:
         titles = self.titles()[: -1 if self.below else None]
@@ -231,7 +231,8 @@ class _Columns:
             *[""] * self.parted,
         ]
         below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
-        below += [Text(remark, style="dim") for remark in remarks(facts)]
+        tp = self.map.recipe.places[facts.places[0]].tp > 1
+        below += [Text(remark, style="dim") for remark in remarks(facts, tp)]
         if not self.below:
             cells, styles = [*cells, held], [*styles, ""]
         line = self.line(node.label, depth, cells, styles)
@@ -256,13 +257,13 @@ def _axes(shard_map: ShardMap) -> list[str]:
     return axes
 
 
-def remarks(facts: ParameterFacts) -> Iterator[str]:
-    """What is to be said of a parameter below its line."""
+def remarks(facts: ParameterFacts, tp: bool = True) -> Iterator[str]:
+    """What is to be said of a parameter below its line. ``tp``: whether there is such an axis where it is used."""
     if facts.aliases:
         yield f"the same tensor: {', '.join(facts.aliases)}"
     if not facts.requires_grad:
         yield "frozen"
-    if facts.reason and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
+    if facts.reason and tp and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
         cut = isinstance(facts.on_axis("tp"), Cut)
         yield f"{'cut' if cut else 'whole'} over tp: {facts.reason}"
 
