@@ -54,6 +54,12 @@ def _is_place(value: object) -> bool:
     return isinstance(value, str) and (re.fullmatch(r"pp\[[0-9]{1,4}\]", value) or SLICE.fullmatch(value)) is not None
 
 
+def _is_mesh(value: object) -> bool:
+    """Axes as a mapping or a text; from Python also as pairs."""
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    return isinstance(value, (Mapping, str)) or pairs
+
+
 _STYLES = ("column", "row", "whole", "auto")
 
 PLAN = {
@@ -75,7 +81,7 @@ ENTRY = {
     "recompute": _choice("none", "block"),
     "unit": _flag(),
     "on": Kind(_is_place, "a rank of the pipeline axis, pp[<rank>], or a slice of tp, tp[<from>:<to>]", "tp[0:2]"),
-    "mesh": Kind(lambda v: isinstance(v, (Mapping, str, tuple)), "axes with their sizes", {"tp": 2}),
+    "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
 }
 
 SECTIONS = ("modules", "parameters")
