@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import branching as models
 import meshwright as mw
@@ -93,3 +96,27 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
 def test_ways_of_models(way: str, workers: LocalWorkers) -> None:
     build, batch, plan = WAYS[way]
     same(build, batch, plan, workers)
+
+
+# --- deadlock hunt ----------------------------------------------------------------------------------------------------
+
+MANY = 200  # random graphs, of which `make test` runs some
+
+
+def small() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {"x": torch.randn((6, 6), generator=draw), "y": torch.randn((6, 3), generator=draw)}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.proof] if s % 10 else []) for s in range(MANY)])
+def test_random_graphs_of_forks_and_joins_neither_hang_nor_differ(seed: int, workers: LocalWorkers) -> None:
+    plan = models.Graph(seed).plan(data=seed % 3 == 0)
+    if not plan["modules"]:
+        pytest.skip("a graph without branches")
+    build = functools.partial(models.Graph, seed)
+    try:
+        report = mw.check(build, small(), plan, workers=workers, tolerance=CLOSE, steps=2, timeout=30)
+    except mw.PlanError as error:  # one after the other
+        assert all("at the same time as" in f.given or "does not call" in f.given for f in error.findings), str(error)
+        return
+    assert report.passed, str(report)

@@ -80,14 +80,18 @@ def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
     mark, number = getattr(before, "_mw_value", (None, None))
     walk = mark.walk() if mark is not None else None
-    if isinstance(walk, StageWalk) and number is not None:
+    if not isinstance(walk, StageWalk) or number is None:
+        return
+    if walk.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
+        walk.name_value(now, number)
+    else:
         walk.keep(now, number)
 
 
 class Exchange(Protocol):
     """What forks and joins (run/branch.py)."""
 
-    def fork(self, move: Fork, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+    def fork(self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph) -> tuple[dict[int, Tensor], Tensor]:
         """Value → what branches compute with; and an anchor, for the join of the region."""
 
     def join(
@@ -287,7 +291,7 @@ class StageWalk(Walk):
     def _fork(self, move: Fork) -> None:
         assert self._exchange is not None
         standing = {n: self._inside(n, move.around) for n in move.values}
-        given, anchor = self._exchange.fork(move, standing)
+        given, anchor = self._exchange.fork(move, standing, self.graph)
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
             for branch in takers & self.program.mine:
