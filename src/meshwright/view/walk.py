@@ -90,6 +90,10 @@ class Forwards:
             self.walk = before
 
 
+def _no_walk() -> None:
+    return None
+
+
 class Mark:
     """What a value is marked with, besides its number: whose it is.
 
@@ -99,8 +103,11 @@ class Mark:
 
     __slots__ = ("walk",)
 
-    def __init__(self, walk: Walk) -> None:
-        self.walk = weakref.ref(walk)
+    def __init__(self, walk: Walk | None) -> None:
+        self.walk: Callable[[], Walk | None] = _no_walk if walk is None else weakref.ref(walk)
+
+    def __reduce__(self) -> Any:  # outputs are saved, and sent to other processes, which know no walk
+        return Mark, (None,)
 
 
 class Walk(TorchFunctionMode):
