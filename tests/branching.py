@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import meshwright as mw
+
 DIM, ROWS = 24, 12
 
 
@@ -341,3 +343,26 @@ class Graph(nn.Module):
             if data and self.slices[place] > 1:
                 modules[f"branches.{i}"]["mesh"] = {"dp_shard": self.slices[place]}
         return {"mesh": {"tp": 4}, "modules": modules}
+
+
+class Contained(nn.Module):
+    """The same as ``Toy``, written with a container."""
+
+    def __init__(self, join: Any = "sum", dim: int = -1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.both = mw.Branches({"a": MLP(128), "b": MLP(64)}, join, dim)
+        self.head = nn.Linear(2 * DIM if join == "cat" else DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = self.both(self.stem(x))
+        if isinstance(found, (tuple, dict)):
+            found = sum(found.values() if isinstance(found, dict) else found)
+        if self.both.join == "stack":
+            found = found.prod(0)
+        out = self.head(found)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+def product(results: list[Tensor]) -> Tensor:
+    return results[0] * results[1]

@@ -225,3 +225,84 @@ def timed(plan: Any) -> float:
 def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
     both = min(max(workers.run(timed, beside(1, 1), ranks=2)) for _ in range(2))
     assert both < 0.6  # one after the other: 0.7
+
+
+# --- on the same rank -------------------------------------------------------------------------------------------------
+
+STREAMS = {"block_a": {"on": "stream[0]"}, "block_b": {"on": "stream[1]"}}
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2", "tp=2", "pp=2"])
+def test_blocks_on_streams_are_right(mesh: str, workers: LocalWorkers) -> None:
+    same(models.Toy, models.rows(), {"mesh": mesh, "modules": STREAMS}, workers)
+
+
+def test_two_tracks_on_streams(workers: LocalWorkers) -> None:
+    modules = {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}
+    same(models.Tracks, models.rows(), {"mesh": "dp_shard=1", "modules": modules, "microbatches": 2}, workers)
+    same(models.Contained, models.rows(), {"mesh": "dp_shard=1", "modules": {
+        "both.branches.a": {"on": "stream[0]"}, "both.branches.b": {"on": "stream[1]"}}}, workers)  # fmt: skip
+
+
+class SlowBoth(torch.autograd.Function):
+    """Sleeps in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.0 if x.is_meta else 0.25)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        time.sleep(0.25)
+        return g * 2
+
+
+class Sleepy(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return SlowBoth.apply(super().forward(x))
+
+
+class SleepyPair(models.Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Sleepy(), Sleepy()
+
+
+def on_streams() -> tuple[float, tuple[str, ...]]:
+    job = mw.parallelize(SleepyPair, {"mesh": "dp_shard=1", "modules": STREAMS}, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return time.perf_counter() - start, job.notes
+
+
+def test_blocks_on_streams_run_at_the_same_time_forward_and_backward(workers: LocalWorkers) -> None:
+    ((seconds, notes),) = workers.run(on_streams, ranks=1)
+    assert seconds < 0.8  # one after the other: 1.0
+    assert any("run in threads" in note for note in notes)
+
+
+def test_blocks_on_streams_that_follow_each_other_are_refused() -> None:
+    plan = {"mesh": "dp_shard=1", "modules": {"a": {"on": "stream[0]"}, "b": {"on": "stream[1]"}}}
+    with pytest.raises(mw.PlanError, match="no block on another stream that could run at the same time"):
+        mw.make_recipe(models.Chain, plan, models.rows())
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+JOINS = ["sum", "mean", "cat", "stack", "tuple", "dict", models.product]
+
+
+@pytest.mark.parametrize("join", JOINS, ids=str)
+def test_a_container_of_branches(join: Any, workers: LocalWorkers) -> None:
+    plan = on({"tp": 3}, both__branches__a="tp[0]", both__branches__b="tp[1:3]")
+    build = functools.partial(models.Contained, join, 0 if join == "stack" else -1)
+    same(build, models.rows(), plan, workers)
+
+
+def test_a_container_takes_known_joins_only() -> None:
+    with pytest.raises(ValueError, match="one of sum, mean, cat"):
+        mw.Branches({"a": torch.nn.Linear(1, 1)}, join="plus")
+    with pytest.raises(ValueError, match="at least one"):
+        mw.Branches({})
