@@ -131,7 +131,7 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -
     findings.add(where=where, given=given, required=f"YAML: {reason}", fix=_mended(line))
 
 
-_PLACE = re.compile(r"""(?<![\w'"])((?:tp|pp)\[[0-9:]*\])(?!['"])""")
+_PLACE = re.compile(r"""(?<![\w'"])((?:tp|pp|stream)\[[0-9:]*\])(?!['"])""")
 _OPENS = re.compile("flow|quoted|simple key")
 
 
