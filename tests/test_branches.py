@@ -195,6 +195,21 @@ def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None
     assert all(torch.equal(state[name], plain[name]) for name in plain)
 
 
+class OnlyBranches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = models.MLP(), models.MLP(48)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": torch.nn.functional.mse_loss((self.a(x) + self.b(x))[:, :5], y)}
+
+
+def test_a_rank_without_a_parameter_takes_part(workers: LocalWorkers) -> None:
+    report = same(OnlyBranches, models.rows(), on({"tp": 3}, a="tp[0]", b="tp[1]"), workers)
+    assert report.recipe is not None
+    assert not any(report.recipe.holds(line, 2) for line in report.recipe)
+
+
 class Slow(torch.nn.Module):
     """Sleeps, as long as its name says."""
 
