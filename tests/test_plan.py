@@ -287,7 +287,7 @@ def test_text_that_is_not_yaml(text: str, place: str, fix: str) -> None:
         ("mesh: 4\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: {}\n", "plan.yaml:1:7 (mesh)", "at least one axis"),
         ("mesh: dp_shrd=2\n", "plan.yaml:1:7 (mesh.dp_shrd)", "did you mean dp_shard?"),
-        ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'tp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
+        ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'dp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
         ("mesh: {pp: 2}\nschedule: zero_buble\n", "plan.yaml:2:11 (schedule)", "did you mean zero_bubble?"),
         ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),

@@ -314,9 +314,9 @@ class Job:
         held = {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
         slots: list[Slot] = []
         for path, module in self.module.named_modules():
-            slots += [(module._buffers, name) for name, b in module._buffers.items() if b is not None]
+            slots += [(module, name) for name, _ in module.named_buffers(recurse=False)]
             at = f"{path}." if path else ""
-            slots += [(module._parameters, name) for name in module._parameters if at + name in held]
+            slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
         return slots
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
