@@ -295,6 +295,8 @@ class Job:
             scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
             found = []
             for piece, share in zip(pieces, shares, strict=True):
+                if self._pipeline is not None:
+                    self._pipeline.program(piece, called, self._loss)  # what is recorded draws no numbers in the trial
                 with trial():
                     found.append(self._loss_alone(piece, share))
             return found, scale
