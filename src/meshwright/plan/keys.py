@@ -57,6 +57,12 @@ def _is_place(value: object) -> bool:
     return isinstance(value, str) and (value == "auto" or _RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
 
 
+def _is_mesh(value: object) -> bool:
+    """Axes as a mapping or a text; from Python also as pairs."""
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    return isinstance(value, (Mapping, str)) or pairs
+
+
 _STYLES = ("column", "row", "whole", "auto")
 
 PLAN = {
@@ -83,7 +89,7 @@ ENTRY = {
         "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], a stream of each rank, stream[<n>], or auto",
         "tp[0:2]",
     ),
-    "mesh": Kind(lambda v: isinstance(v, (Mapping, str, tuple)), "axes with their sizes", {"tp": 2}),
+    "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
 }
 
 SECTIONS = ("modules", "parameters")
