@@ -54,7 +54,7 @@ _RANK = re.compile(r"(pp|stream)\[[0-9]{1,4}\]")
 def _is_place(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(isinstance(v, str) and SLICE.fullmatch(v) for v in value)
-    return isinstance(value, str) and (_RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
+    return isinstance(value, str) and (value == "auto" or _RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
 
 
 def _is_mesh(value: object) -> bool:
@@ -74,6 +74,7 @@ PLAN = {
     "precision": _choice("float32", "bfloat16", "float64"),
     "reshard_after_forward": _flag(),
     "rows": _choice("auto", "split", "whole"),
+    "branches": _choice("said", "auto"),
     "seed": _number(0, 0),
 }
 ENTRY = {
@@ -85,7 +86,7 @@ ENTRY = {
     "unit": _flag(),
     "on": Kind(
         _is_place,
-        "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], or a stream of each rank, stream[<n>]",
+        "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], a stream of each rank, stream[<n>], or auto",
         "tp[0:2]",
     ),
     "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
