@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 MATMUL, COPY, REDUCED = 512, 1 << 27, 1 << 20  # what is measured: a side of matrices; bytes; elements of float32
 ROUNDS = 9
@@ -42,7 +41,7 @@ class Hardware:
     def measured(
         cls, device: str = "cpu", *, latency: float | None = None, link: float | None = None, dtype: str = "float32"
     ) -> Hardware:
-        """This machine's rates, measured in about a second.
+        """This machine's rates, measured in about a second, as they are while nothing else runs.
 
         Where ``torch.distributed`` runs with several ranks, every rank calls it, and collectives are measured too, while
         the ranks compute side by side. Elsewhere what is not given is of gloo between processes of one machine.
@@ -83,7 +82,7 @@ def _operation(device: str) -> float:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The median of a few rounds, after one that warms up."""
+    """The least of a few rounds, after one that warms up: what else runs on the machine is not its rate."""
     import torch
 
     found = []
@@ -93,7 +92,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         found.append(time.perf_counter() - started)
-    return median(found[1:])
+    return min(found[1:])
 
 
 GPU_NODE = Hardware(
