@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import meshwright as mw
+
 DIM, ROWS = 24, 12
 
 
 def rows(count: int = ROWS, tokens: int = 0) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     shape = (count, tokens, DIM) if tokens else (count, DIM)
-    return {"x": torch.randn(shape, generator=random), "y": torch.randn((count, 5), generator=random)}
+    return {"x": torch.randn(shape, generator=draw), "y": torch.randn((count, 5), generator=draw)}
 
 
 class MLP(nn.Module):
@@ -130,8 +133,8 @@ class Inception(nn.Module):
 
 
 def images() -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    return {"x": torch.randn((8, 3, 6, 6), generator=random), "y": torch.randn((8, 5), generator=random)}
+    draw = torch.Generator().manual_seed(0)
+    return {"x": torch.randn((8, 3, 6, 6), generator=draw), "y": torch.randn((8, 5), generator=draw)}
 
 
 class Towers(nn.Module):
@@ -156,8 +159,8 @@ class Towers(nn.Module):
 
 
 def pairs() -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    return {"ids": torch.randint(0, 50, (8, 7), generator=random), "pixels": torch.randn((8, 18), generator=random)}
+    draw = torch.Generator().manual_seed(0)
+    return {"ids": torch.randint(0, 50, (8, 7), generator=draw), "pixels": torch.randn((8, 18), generator=draw)}
 
 
 class Siamese(nn.Module):
@@ -282,3 +285,84 @@ def beside(first: int, second: int, **meshes: Any) -> dict[str, Any]:
 def on(mesh: dict[str, int], **places: Any) -> dict[str, Any]:
     """A plan that places modules; ``__`` in a name is a dot."""
     return {"mesh": mesh, "modules": {name.replace("__", "."): {"on": place} for name, place in places.items()}}
+
+
+class Graph(nn.Module):
+    """A random graph of trunk and branch modules: forks, joins, unused outputs, frozen parameters, shared modules."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        self.branches, self.trunk = nn.ModuleList(), nn.ModuleList()
+        self.program: list[tuple[str, int, list[int]]] = []
+        self.slices = choose.choice([[1, 3], [2, 2], [1, 1, 2], [1, 2, 1], [3, 1], [1, 1, 1, 1]])
+        self.on: list[int] = []
+        values = 1
+        for _ in range(choose.randint(4, 10)):
+            kind = choose.choice(["branch", "branch", "branch", "branch", "trunk", "add", "mul", "detach", "tanh"])
+            taken = [choose.randrange(max(0, values - 4), values) for _ in range(2 if kind in ("add", "mul") else 1)]
+            which = -1
+            if kind == "branch":
+                if self.branches and choose.random() < 0.1:
+                    which = choose.randrange(len(self.branches))  # called again
+                else:
+                    which = len(self.branches)
+                    self.branches.append(choose.choice([MLP(choose.choice([3, 8, 16]), 6), nn.Linear(6, 6), nn.Tanh()]))
+                    self.on.append(choose.randrange(len(self.slices)))
+                    self.branches[-1].requires_grad_(choose.random() > 0.15)
+            elif kind == "trunk":
+                which = len(self.trunk)
+                self.trunk.append(nn.Linear(6, 6))
+                self.trunk[-1].requires_grad_(choose.random() > 0.2)
+            self.program.append((kind, which, taken))
+            values += 1
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.kept = sorted(choose.sample(range(values), min(values, choose.randint(1, 3))))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        values = [self.first(x)]
+        for kind, which, taken in self.program:
+            a = values[taken[0]]
+            if kind == "branch":
+                values.append(self.branches[which](a))
+            elif kind == "trunk":
+                values.append(self.trunk[which](a))
+            elif kind in ("add", "mul"):
+                values.append(a + values[taken[1]] if kind == "add" else a * values[taken[1]].tanh())
+            else:
+                values.append(a.detach() if kind == "detach" else a.tanh())
+        out = self.head(sum(values[i].tanh() for i in self.kept))
+        return {"loss": F.mse_loss(out, y)}
+
+    def plan(self, data: bool) -> dict[str, Any]:
+        """Its branches on slices of tp=4; ``data``: those of several ranks are data parallel within."""
+        ends = [sum(self.slices[:i]) for i in range(len(self.slices) + 1)]
+        modules: dict[str, Any] = {}
+        for i, place in enumerate(self.on):
+            modules[f"branches.{i}"] = {"on": f"tp[{ends[place]}:{ends[place + 1]}]"}
+            if data and self.slices[place] > 1:
+                modules[f"branches.{i}"]["mesh"] = {"dp_shard": self.slices[place]}
+        return {"mesh": {"tp": 4}, "modules": modules}
+
+
+class Contained(nn.Module):
+    """The same as ``Toy``, written with a container."""
+
+    def __init__(self, join: Any = "sum", dim: int = -1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.both = mw.Branches({"a": MLP(128), "b": MLP(64)}, join, dim)
+        self.head = nn.Linear(2 * DIM if join == "cat" else DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = self.both(self.stem(x))
+        if isinstance(found, (tuple, dict)):
+            found = sum(found.values() if isinstance(found, dict) else found)
+        if self.both.join == "stack":
+            found = found.prod(0)
+        out = self.head(found)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+def product(results: list[Tensor]) -> Tensor:
+    return results[0] * results[1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import branching as models
 import meshwright as mw
@@ -93,3 +97,212 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
 def test_ways_of_models(way: str, workers: LocalWorkers) -> None:
     build, batch, plan = WAYS[way]
     same(build, batch, plan, workers)
+
+
+# --- deadlock hunt ----------------------------------------------------------------------------------------------------
+
+MANY = 200  # random graphs, of which `make test` runs some
+
+
+def small() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {"x": torch.randn((6, 6), generator=draw), "y": torch.randn((6, 3), generator=draw)}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.proof] if s % 10 else []) for s in range(MANY)])
+def test_random_graphs_of_forks_and_joins_neither_hang_nor_differ(seed: int, workers: LocalWorkers) -> None:
+    plan = models.Graph(seed).plan(data=seed % 3 == 0)
+    if not plan["modules"]:
+        pytest.skip("a graph without branches")
+    build = functools.partial(models.Graph, seed)
+    try:
+        report = mw.check(build, small(), plan, workers=workers, tolerance=CLOSE, steps=2, timeout=30)
+    except mw.PlanError as error:  # one after the other
+        assert all("at the same time as" in f.given or "does not call" in f.given for f in error.findings), str(error)
+        return
+    assert report.passed, str(report)
+
+
+# --- what a rank has, does and sends ----------------------------------------------------------------------------------
+
+
+def facts(plan: Any, build: Any, batch: Any) -> dict[str, Any]:
+    """On each rank, after a step: the elements it holds, what it sent, which random numbers the trunk is at."""
+    job = mw.parallelize(build, plan, batch=batch)
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in job.parameters())
+    job.step(batch)
+    counted = {k: (job.ledger.calls[k], job.ledger.bytes[k]) for k in ("fork", "join", "all_reduce")}
+    meta = [name for name, p in job.module.named_parameters() if p.is_meta]
+    return {"held": held, "counted": counted, "meta": meta, "random": torch.get_rng_state().tolist()}
+
+
+def test_a_rank_holds_its_own_branch_and_sends_what_others_lack_once(workers: LocalWorkers) -> None:
+    found = workers.run(facts, beside(1, 3), models.Toy, models.rows(), ranks=4)
+    trunk = "stem.weight", "head.weight"
+    assert all(not set(trunk) & set(f["meta"]) for f in found)
+    assert all(name.startswith("block_b") for name in found[0]["meta"]) and len(found[0]["meta"]) == 4
+    assert all(name.startswith("block_a") for f in found[1:] for name in f["meta"])
+    value = models.ROWS * models.DIM * 4  # bytes of what crosses, in float32
+    for rank, f in enumerate(found):
+        assert f["counted"]["fork"] == (1, value)  # one all-reduce, of the gradient of what was forked
+        # a's one rank sends it to the three of b; b's three share one receiver.
+        assert f["counted"]["join"] == (1, 3 * value if rank == 0 else value if rank == 1 else 0)
+
+
+def test_towers_send_their_embeddings_and_nothing_else(workers: LocalWorkers) -> None:
+    plan = on({"tp": 2}, words="tp[0]", text="tp[0]", text_out="tp[0]", image="tp[1]", image_out="tp[1]")
+    found = workers.run(facts, plan, models.Towers, models.pairs(), ranks=2)
+    assert [f["counted"]["join"] for f in found] == [(1, 8 * 16 * 4)] * 2  # 8 rows of 16 features
+    assert [f["counted"]["fork"] for f in found] == [(1, 4)] * 2  # the scale alone, which is the trunk's
+
+
+def test_branches_move_fewer_bytes_than_fsdp_of_the_whole(workers: LocalWorkers) -> None:
+    whole = sum(p.numel() for p in models.Toy().parameters())
+    found = workers.run(facts, beside(1, 1), models.Toy, models.rows(), ranks=2)
+    stem_and_head = sum(p.numel() for n, p in models.Toy().named_parameters() if not n.startswith("block"))
+    blocks = whole - stem_and_head
+    assert found[0]["held"] + found[1]["held"] <= blocks + 2 * stem_and_head
+
+
+def dropped(steps: int) -> tuple[list[Tensor], list[Any]]:
+    plan = on({"tp": 2}, a="tp[0]", b="tp[1]")
+    job = mw.parallelize(models.Dropped, plan, batch=models.rows())
+    with torch.no_grad():
+        outputs = [job(**models.rows()) for _ in range(steps)]
+    return [o["out"] for o in outputs], [(o["a"] == 0, o["b"] == 0) for o in outputs]
+
+
+def test_dropout_differs_between_branches_and_leaves_the_trunk_in_step(workers: LocalWorkers) -> None:
+    (first, zeros), (second, others) = workers.run(dropped, 3, ranks=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the trunk's mask is the same
+    for (a, b), (c, d) in zip(zeros, others, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)
+        assert 0.3 < a.float().mean() < 0.7 and 0.3 < b.float().mean() < 0.7
+        assert not torch.equal(a, b)
+    assert not torch.equal(zeros[0][0], zeros[1][0])  # and every forward draws anew
+
+
+def whole_state(plan: Any) -> dict[str, Tensor]:
+    job = mw.parallelize(models.Toy, plan, batch=models.rows())
+    return job.full_state_dict()
+
+
+def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None:
+    state = workers.run(whole_state, beside(1, 2, b={"dp_shard": 2}), ranks=3)[0]
+    torch.manual_seed(0)
+    plain = models.Toy().state_dict()
+    assert list(state) == list(plain)
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+class Slow(torch.nn.Module):
+    """Sleeps, as long as its name says."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = torch.nn.Linear(models.DIM, models.DIM), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            time.sleep(self.seconds)
+        return self.inner(x)
+
+
+class Sleepers(models.Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Slow(0.4), Slow(0.3)
+
+
+def timed(plan: Any) -> float:
+    job = mw.parallelize(Sleepers, plan, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return time.perf_counter() - start
+
+
+def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
+    both = min(max(workers.run(timed, beside(1, 1), ranks=2)) for _ in range(2))
+    assert both < 0.6  # one after the other: 0.7
+
+
+# --- on the same rank -------------------------------------------------------------------------------------------------
+
+STREAMS = {"block_a": {"on": "stream[0]"}, "block_b": {"on": "stream[1]"}}
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2", "tp=2", "pp=2"])
+def test_blocks_on_streams_are_right(mesh: str, workers: LocalWorkers) -> None:
+    same(models.Toy, models.rows(), {"mesh": mesh, "modules": STREAMS}, workers)
+
+
+def test_two_tracks_on_streams(workers: LocalWorkers) -> None:
+    modules = {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}
+    same(models.Tracks, models.rows(), {"mesh": "dp_shard=1", "modules": modules, "microbatches": 2}, workers)
+    same(models.Contained, models.rows(), {"mesh": "dp_shard=1", "modules": {
+        "both.branches.a": {"on": "stream[0]"}, "both.branches.b": {"on": "stream[1]"}}}, workers)  # fmt: skip
+
+
+class SlowBoth(torch.autograd.Function):
+    """Sleeps in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.0 if x.is_meta else 0.25)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        time.sleep(0.25)
+        return g * 2
+
+
+class Sleepy(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return SlowBoth.apply(super().forward(x))
+
+
+class SleepyPair(models.Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Sleepy(), Sleepy()
+
+
+def on_streams() -> tuple[float, tuple[str, ...]]:
+    job = mw.parallelize(SleepyPair, {"mesh": "dp_shard=1", "modules": STREAMS}, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return time.perf_counter() - start, job.notes
+
+
+def test_blocks_on_streams_run_at_the_same_time_forward_and_backward(workers: LocalWorkers) -> None:
+    ((seconds, notes),) = workers.run(on_streams, ranks=1)
+    assert seconds < 0.8  # one after the other: 1.0
+    assert any("run in threads" in note for note in notes)
+
+
+def test_blocks_on_streams_that_follow_each_other_are_refused() -> None:
+    plan = {"mesh": "dp_shard=1", "modules": {"a": {"on": "stream[0]"}, "b": {"on": "stream[1]"}}}
+    with pytest.raises(mw.PlanError, match="no block on another stream that could run at the same time"):
+        mw.make_recipe(models.Chain, plan, models.rows())
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+JOINS = ["sum", "mean", "cat", "stack", "tuple", "dict", models.product]
+
+
+@pytest.mark.parametrize("join", JOINS, ids=str)
+def test_a_container_of_branches(join: Any, workers: LocalWorkers) -> None:
+    plan = on({"tp": 3}, both__branches__a="tp[0]", both__branches__b="tp[1:3]")
+    build = functools.partial(models.Contained, join, 0 if join == "stack" else -1)
+    same(build, models.rows(), plan, workers)
+
+
+def test_a_container_takes_known_joins_only() -> None:
+    with pytest.raises(ValueError, match="one of sum, mean, cat"):
+        mw.Branches({"a": torch.nn.Linear(1, 1)}, join="plus")
+    with pytest.raises(ValueError, match="at least one"):
+        mw.Branches({})

@@ -5,6 +5,7 @@
     layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
     recipe      Recipe                         every decision, with its reason
+    container   Branches                       modules side by side, and how their results become one
     api         parallelize, make_recipe       a model and a plan → a job
     run.job     Job                            step, clip, evaluate, batches
     run.workers local_workers                  processes on this machine, started once
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import make_recipe, parallelize
+    from meshwright.container import Branches
     from meshwright.cost import Comparison, compare_branches
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.errors import Finding, PlanError
@@ -44,6 +46,7 @@ _HOME = {
     "Plan": "plan",
     "Recipe": "recipe",
     "parallelize": "api", "make_recipe": "api",
+    "Branches": "container",
     "Job": "run.job",
     "local_workers": "run.workers",
     "check": "parity", "Report": "parity",
@@ -55,6 +58,7 @@ _HOME = {
 __all__ = [
     "PARTIAL",
     "WHOLE",
+    "Branches",
     "Comparison",
     "Cut",
     "Finding",

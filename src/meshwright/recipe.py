@@ -125,6 +125,7 @@ class Recipe:
         buffers: (name, the stage, the place whose copy counts) for each buffer of the model, where there are several.
         branches: the places that modules stand on besides the trunk, each after its parent; from 1 on, as places are
             numbered.
+        streams: module → the stream of each rank that it runs on, at the same time as those on others.
         placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
@@ -144,6 +145,7 @@ class Recipe:
     buffers: tuple[tuple[str, int, int], ...] = ()
     branches: tuple[Place, ...] = ()
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ def fork_traffic(graph: ModelGraph, forks: Iterable[Fork], ranks: int) -> Traffi
     """The backward of forks: an all-reduce of the gradients of each, one for each type (run/branch.py)."""
     found = NOTHING
     for fork in forks:
-        tied = [graph.values[n] for n in fork.values if graph.values[n].requires_grad]
+        tied = [graph.values[n] for n in fork.values if n in graph.live]
         for dtype in dict.fromkeys(v.dtype for v in tied):
             found += all_reduce(sum(v.bytes for v in tied if v.dtype == dtype), ranks)
     return found

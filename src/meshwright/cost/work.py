@@ -115,7 +115,7 @@ class Meter:
             return share
         if own and not taken:
             for n in event.inputs:
-                if values[n].requires_grad and n not in state.entered:  # one for q, k and v together
+                if n in self.graph.live and n not in state.entered:  # one for q, k and v together
                     state.entered.add(n)
                     state.traffic += all_reduce(int(values[n].bytes * rows), ranks)
         state.shares |= dict.fromkeys(outputs, share)
@@ -131,11 +131,11 @@ class Meter:
     def _backward(self, event: Event) -> int:
         """How many operations like the forward there are in its backward."""
         given = [n for n in (*event.outputs, event.written) if n is not None]
-        if not any(self.graph.values[n].requires_grad for n in given):
+        if not self.graph.live.intersection(given):
             return 0
         if not event.flops:
             return 1
-        wanted = sum(self.graph.values[n].requires_grad for n in event.inputs)
+        wanted = sum(n in self.graph.live for n in event.inputs)
         # A bias is no further product.
         return max(1, min(2, wanted + any(n in self.parameters.trained for n in event.parameters)))
 

@@ -22,7 +22,7 @@ class Entry:
         unit: whether this module is gathered, and freed, as one unit of FSDP.
         on: where this module runs: ``pp[1]``, the second rank of the pipeline axis; ``tp[2:8]``, those ranks of the tp axis
             (a branch; within a branch, of its own tp axis). Several, for a module that is called several times: the
-            place of each call.
+            place of each call. ``stream[0]``: on every rank, at the same time as what is on ``stream[1]``.
         mesh: the axes that the ranks of a slice form, pairs of name and size; left out: all of them ``tp``.
     """
 
@@ -44,6 +44,11 @@ class Entry:
     def pp_rank(self) -> int | None:
         """The rank of ``on: pp[<rank>]``."""
         return int(self.on[len("pp[") : -1]) if isinstance(self.on, str) and self.on.startswith("pp") else None
+
+    @property
+    def stream(self) -> int | None:
+        """The stream of ``on: stream[<n>]``."""
+        return int(self.on[len("stream[") : -1]) if isinstance(self.on, str) and self.on.startswith("stream") else None
 
     @property
     def cut_dim(self) -> int | None:

@@ -48,10 +48,13 @@ def _is_parts(value: object) -> bool:
     return _is_int(value, 1)
 
 
+_RANK = re.compile(r"(pp|stream)\[[0-9]{1,4}\]")
+
+
 def _is_place(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(isinstance(v, str) and SLICE.fullmatch(v) for v in value)
-    return isinstance(value, str) and (re.fullmatch(r"pp\[[0-9]{1,4}\]", value) or SLICE.fullmatch(value)) is not None
+    return isinstance(value, str) and (_RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
 
 
 _STYLES = ("column", "row", "whole", "auto")
@@ -74,7 +77,11 @@ ENTRY = {
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
     "unit": _flag(),
-    "on": Kind(_is_place, "a rank of the pipeline axis, pp[<rank>], or a slice of tp, tp[<from>:<to>]", "tp[0:2]"),
+    "on": Kind(
+        _is_place,
+        "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], or a stream of each rank, stream[<n>]",
+        "tp[0:2]",
+    ),
     "mesh": Kind(lambda v: isinstance(v, (Mapping, str, tuple)), "axes with their sizes", {"tp": 2}),
 }
 

@@ -165,6 +165,33 @@ def find_branches(
     return Branches(chosen, placed, regions, homes), notes
 
 
+def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Module → its stream; of modules within each other the outermost."""
+    said = {n: e.stream for n, e in entries.items() if e.stream is not None}
+    return {
+        n: said[n] for n, _ in model.named_modules() if n in said and not any(n.startswith(f"{m}.") for m in said)
+    }  # fmt: skip
+
+
+def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findings) -> None:
+    """Each block on a stream must have another beside it, of another stream, before something takes what it gave."""
+    calls = sorted((c for c in graph.calls.values() if c.module in streams), key=lambda c: c.start)
+    beside: set[str] = set()
+    for i, call in enumerate(calls):
+        made = [n for e in graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        taken = min((p for n in made for p in graph.consumers.get(n, ()) if p >= call.stop), default=len(graph.events))
+        for other in calls[i + 1 :]:
+            if other.stop <= taken and streams[other.module] != streams[call.module]:
+                beside |= {call.module, other.module}
+    for name in sorted(set(streams) - beside):
+        findings.add(
+            where=f"modules.{name}.on",
+            given=f"stream[{streams[name]}], and no block on another stream that could run at the same time",
+            required="blocks on several streams that take nothing of each other, called one after the other",
+            fix=f"leave out on: for {name}",
+        )
+
+
 def _check_called(placed: Mapping[str, tuple[int, ...]], graph: ModelGraph, findings: Findings) -> None:
     called = {call.module for call in graph.calls.values()}
     for name in placed:

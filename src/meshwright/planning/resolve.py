@@ -21,7 +21,15 @@ from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.plan import Entry, Plan
-from meshwright.planning.branch import Branches, buffer_place, find_branches, place_of, read_places
+from meshwright.planning.branch import (
+    Branches,
+    buffer_place,
+    check_streams,
+    find_branches,
+    place_of,
+    read_places,
+    read_streams,
+)
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
@@ -74,10 +82,12 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    graph = _captured(model, plan, run) if branches.places or plan.mesh.axis_size("pp") > 1 else None
+    streams = read_streams(model, entries)
+    graph = _captured(model, plan, run) if branches.places or streams or plan.mesh.axis_size("pp") > 1 else None
     of_branches: list[str] = []
     if graph is not None:
         branches, of_branches = find_branches(model, plan, branches, graph, findings)
+        check_streams(streams, graph, findings)
         findings.raise_if_any()
     units, recompute = _units(model, blocks, plan, entries, branches.placed)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
@@ -124,13 +134,14 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         sequence=sequence,
         microbatches=plan.microbatches or _microbatches(plan, rows_of(batch) or 1, whole_batch),
         precision=plan.precision,
-        reshard_after_forward=_reshards(plan) and not branches.places,
+        reshard_after_forward=_reshards(plan) and not branches.places and not streams,
         rows=plan.rows,
         stages=stages,
         schedule=schedule,
         buffers=buffers,
         branches=branches.places,
         placed=branches.placed,
+        streams=streams,
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),

@@ -33,6 +33,7 @@ from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.recompute import recompute
 from meshwright.run.routing import Routed
+from meshwright.run.streams import Streams, collectives_within
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.sequence import cutting_inputs
@@ -67,7 +68,7 @@ def apply(
         cast(model, dtype)
     cut_parameters(model, recipe, groups)
     recompute(model, recipe.recompute)
-    forwards = Forwards(model) if recipe.stages or recipe.branches else None
+    forwards = Forwards(model) if recipe.stages or recipe.branches or recipe.streams else None
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     ledger = Ledger()
@@ -79,10 +80,21 @@ def apply(
     pipeline = None
     if forwards is not None:
         assert graph is not None
-        pipeline = Pipeline(forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching)
+        streams = _streams(recipe, groups)
+        pipeline = Pipeline(
+            forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
+        )
     return Job(
         model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed, pipeline=pipeline
     )
+
+
+def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
+    """What runs blocks at the same time on this rank. In threads only blocks without collectives: the order of those is
+    the same on all ranks because one thread makes it."""
+    if not recipe.streams or (groups.device.type == "cpu" and collectives_within(recipe)):
+        return None
+    return Streams(1 + max(recipe.streams.values()), groups.device)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -91,10 +91,10 @@ class Branching:
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
-    def fork(self, move: Fork, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+    def fork(self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph) -> tuple[dict[int, Tensor], Tensor]:
         """See ``view.stage.Exchange``."""
         given = {n: whole(t) for n, t in values.items()}
-        tied = [n for n, t in given.items() if t.requires_grad and torch.is_grad_enabled()]
+        tied = [n for n in given if n in graph.live and torch.is_grad_enabled()]
         anchor = torch.zeros((), device=self.groups.device, requires_grad=torch.is_grad_enabled())
         if tied:
             counts = tuple(any(self._leads(b) for b in move.takers[n] & self.mine) for n in tied)
@@ -135,9 +135,13 @@ class Branching:
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, graph)]
         mine = {n: whole(t) for n, t in own.items()}
         self._check(mine, dict(move.values), graph)
-        tied = tuple(graph.values[n].requires_grad and torch.is_grad_enabled() for n, _ in move.values)
+        # What gets no gradient on one device gets none here, and not zeros.
+        tied = tuple(n in graph.live and torch.is_grad_enabled() for n, _ in move.values)
         anchors = anchors or [torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())]
-        given = [mine.get(n) for n, _ in move.values]
+        given = [
+            mine[n] if wanted and n in mine else mine[n].detach() if n in mine else None
+            for (n, _), wanted in zip(move.values, tied, strict=True)
+        ]
         out = _Join.apply(self, move, pieces, tied, len(anchors), *anchors, *given)
         return {n: t for (n, _), t in zip(move.values, out, strict=True)}
 
@@ -285,7 +289,7 @@ class _Join(torch.autograd.Function):
     ) -> Any:
         ctx.branching, ctx.move, ctx.anchors, ctx.rows = branching, move, anchors, branching.rows
         own = {n: t for (n, _), t in zip(move.values, given[anchors:], strict=True) if t is not None}
-        ctx.own = set(own)
+        ctx.own = {n for (n, _), wanted in zip(move.values, tied, strict=True) if n in own and wanted}
         found = branching.exchanged(move.around, pieces, own)
         out = [found[n].detach() for n, _ in move.values]
         ctx.mark_non_differentiable(*(t for t, wanted in zip(out, tied, strict=True) if not wanted))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.run import streams
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
@@ -198,7 +199,8 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        return (*self.recipe.notes, *filter(None, [note(self.rows)]))
+        found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
+        return (*self.recipe.notes, *filter(None, found))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called, rows_of
+from meshwright.run.streams import Streams
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
@@ -94,6 +95,7 @@ class Pipeline:
         view: the view over tp, if there is one.
         loss: the loss of the model's output.
         branching: what forks and joins, where there are branches.
+        streams: what runs blocks at the same time on this rank.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class Pipeline:
         view: GlobalView | None,
         loss: Callable[[Any], Tensor],
         branching: Branching | None = None,
+        streams: Streams | None = None,
     ) -> None:
-        self.branching = branching
+        self.branching, self.streams = branching, streams
         self.forwards, self.recipe, self.groups = forwards, recipe, groups
         self._graph, self._view, self._loss = graph, view, loss
         self.rank = groups.pp_rank
@@ -173,10 +176,12 @@ class Pipeline:
                 "Give parallelize a sample of this kind"
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
-        if self.branching is None:
-            return Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
-        branched = self.recipe.placed, self.recipe.places, self.branching.mine
-        stages = {s: StageProgram(graph, crossing, s, *branched, whole_output=whole_output) for s in self.stages}
+        mine = None if self.branching is None else (self.recipe.placed, self.recipe.places, self.branching.mine)
+        streams = dict(self.recipe.streams) if self.streams is not None else None
+        stages = {
+            s: StageProgram(graph, crossing, s, *(mine or ()), streams=streams, whole_output=whole_output)
+            for s in self.stages
+        }
         return Program(graph, crossing, stages)
 
     def schedule(
@@ -349,6 +354,7 @@ class _Step:
             send=whole,
             at_position=lambda position: shares.at(before[position]),
             exchange=self.p.branching,
+            streams=None if self.split else self.p.streams,
         )
         if self.p.branching is not None:
             self.p.branching.begin(rows_of(self.pieces[m]))

@@ -30,7 +30,7 @@ from meshwright.place import Places
 from meshwright.private import pytree, without_subclasses, wrapper
 from meshwright.regions import Fork, Join, Placed, find_regions
 from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.walk import Walk, is_fact
+from meshwright.view.walk import RANDOM, Walk, is_fact
 
 RUN, STUB, OPEN = "run", "stub", "open"
 
@@ -80,14 +80,18 @@ def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
     mark, number = getattr(before, "_mw_value", (None, None))
     walk = mark.walk() if mark is not None else None
-    if isinstance(walk, StageWalk) and number is not None:
+    if not isinstance(walk, StageWalk) or number is None:
+        return
+    if walk.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
+        walk.name_value(now, number)
+    else:
         walk.keep(now, number)
 
 
 class Exchange(Protocol):
     """What forks and joins (run/branch.py)."""
 
-    def fork(self, move: Fork, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+    def fork(self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph) -> tuple[dict[int, Tensor], Tensor]:
         """Value → what branches compute with; and an anchor, for the join of the region."""
 
     def join(
@@ -100,6 +104,20 @@ class Exchange(Protocol):
 
     def inside(self, place: int) -> AbstractContextManager[None]:
         """For the time of a part of a branch."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A block whose work has begun; ``finish`` waits for it and gives its result."""
+
+    finish: Callable[[], Any]
+
+
+class Streams(Protocol):
+    """What runs blocks at the same time on one rank (run/streams.py)."""
+
+    def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
+        """Begins a block's forward."""
 
 
 class PathError(RuntimeError):
@@ -142,6 +160,7 @@ class StageProgram:
     Args:
         placed: module → the places of its calls (regions.py).
         mine: the places that the rank is of.
+        streams: module → the stream of this rank that it runs on, at the same time as others.
         whole_output: whether all that the model returns is wanted.
     """
 
@@ -154,6 +173,7 @@ class StageProgram:
         places: Places | None = None,
         mine: frozenset[int] = frozenset({0}),
         *,
+        streams: Mapping[str, int] | None = None,
         whole_output: bool = False,
     ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
@@ -169,6 +189,10 @@ class StageProgram:
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+        self.streamed = {
+            path: ((streams or {})[call.module], self._taken(call))
+            for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
+        }  # fmt: skip
 
     def place(self, position: int) -> int:
         """The place of an event."""
@@ -196,6 +220,18 @@ class StageProgram:
                 return OPEN
         return STUB
 
+    def _may_wait(self, call: Call) -> bool:
+        """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
+        events = self.graph.events[call.start : call.stop]
+        plain = not any(e.mean_loss or e.function in RANDOM for e in events)
+        return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
+
+    def _taken(self, call: Call) -> int:
+        """The first position at which something takes what a call gave."""
+        made = [n for e in self.graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
+        return min(later, default=len(self.graph.events))
+
 
 class _Done(BaseException):
     """Everything that others take of this stage exists. Not an Exception, so that a model lets it through."""
@@ -212,6 +248,7 @@ class StageWalk(Walk):
         send: what the model calls a value → the tensor that is sent (a cut one made whole).
         at_position: called before each part of the forward that runs here, with its position.
         exchange: what forks and joins, where there are branches.
+        streams: what runs blocks at the same time on this rank.
     """
 
     def __init__(
@@ -224,11 +261,14 @@ class StageWalk(Walk):
         send: Callable[[Tensor], Tensor],
         at_position: Callable[[int], None],
         exchange: Exchange | None = None,
+        streams: Streams | None = None,
     ) -> None:
         super().__init__()
         self.program, self.graph, self.device = program, program.graph, device
         self._name, self._send, self._at, self._exchange = name, send, at_position, exchange
         self._values: dict[int, Tensor] = {}
+        self._streams = streams
+        self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
         self._moves = [m for m in program.moves if m.around in program.mine]
         self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
         self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
@@ -274,7 +314,14 @@ class StageWalk(Walk):
         return self._values.get(number, t)
 
     def _reach(self, position: int) -> None:
-        """Forks and joins up to a position of the program, whether or not what stands there runs here."""
+        """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
+        blocks that run beside."""
+        for entry in [s for s in self._started if s[0] <= position]:
+            self._started.remove(entry)
+            self.closed += 1
+            result = entry[2].finish()
+            self.closed -= 1
+            self._returned(entry[1], result)
         while self._moves and self._moves[0].position <= position:
             move = self._moves.pop(0)
             self.closed += 1
@@ -287,7 +334,7 @@ class StageWalk(Walk):
     def _fork(self, move: Fork) -> None:
         assert self._exchange is not None
         standing = {n: self._inside(n, move.around) for n in move.values}
-        given, anchor = self._exchange.fork(move, standing)
+        given, anchor = self._exchange.fork(move, standing, self.graph)
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
             for branch in takers & self.program.mine:
@@ -365,8 +412,14 @@ class StageWalk(Walk):
             return self._stand_in(call, args, kwargs)
         self._at(call.start)
         place = self.program.place(call.start)
-        args, kwargs = map_tensors(lambda t: self._had(t, place), (args, kwargs))
+        given = args, kwargs
+        args, kwargs = map_tensors(lambda t: self._had(t, place), given)
         self.closed += 1
+        if self._streams is not None and path in self.program.streamed:
+            stream, taken = self.program.streamed[path]
+            self._started.append((taken, call, self._streams.start(stream, forward, args, kwargs)))
+            self.closed -= 1
+            return self._stand_in(call, *given)
         try:
             result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
         finally:
@@ -398,9 +451,9 @@ class StageWalk(Walk):
             result = self.follow(ROOT, forward, args, kwargs)
         except _Done:
             result = None
-        self._reach(self.graph.calls[ROOT].stop)
+        self._reach(len(self.graph.events))
         if self.program.last:
-            return map_tensors(self._had, result) if self.program.moves else result
+            return map_tensors(self._had, result) if self.program.moves or self.program.streamed else result
         if self._missing:
             event = self.graph.events[self.graph.values[min(self._missing)].position]
             raise PathError(
