@@ -56,11 +56,11 @@ class Hardware:
         memory = 2 * COPY / _seconds(lambda: target.copy_(source), device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             one, many = (torch.zeros(n, device=device) for n in (1, REDUCED))
-            found = _seconds(lambda: dist.all_reduce(one), device)
+            found = _seconds(lambda: dist.all_reduce(one), device, time.perf_counter)
             latency = latency or found
             ranks = dist.get_world_size()
             wire = 2 * (ranks - 1) / ranks * 4 * REDUCED
-            link = link or wire / max(_seconds(lambda: dist.all_reduce(many), device) - found, 1e-9)
+            link = link or wire / max(_seconds(lambda: dist.all_reduce(many), device, time.perf_counter) - found, 1e-9)
         return cls(
             f"this machine ({device})", flops, memory, link or LOCAL.link, latency or LOCAL.latency, _operation(device)
         )
@@ -81,17 +81,21 @@ def _operation(device: str) -> float:
     return _seconds(chain, device) / (2 * count + 2)
 
 
-def _seconds(run: Callable[[], object], device: str) -> float:
-    """The least of a few rounds, after one that warms up: what else runs on the machine is not its rate."""
+def _seconds(run: Callable[[], object], device: str, clock: Callable[[], float] | None = None) -> float:
+    """The least of a few rounds, after one that warms up: what else runs on the machine is not its rate.
+
+    ``clock``: default that of this thread on a CPU, so that it does not run while the thread waits for a core.
+    """
     import torch
 
+    clock = clock or (time.thread_time if device == "cpu" else time.perf_counter)
     found = []
     for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
+        started = clock()
         run()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
+        found.append(clock() - started)
     return min(found[1:])
 
 
@@ -108,5 +112,5 @@ NVLink 900 GB/s in both directions together; of which programs attain 60 to 80 %
 takes: about 5 µs to dispatch an operation with its part of autograd, about 30 µs for a collective through
 ``torch.distributed``, with NCCL's own 10 to 20 µs. Orders of magnitude, not measured by this project."""
 
-LOCAL = Hardware("2 processes on 2 cores, gloo", flops=5e10, memory=1e10, link=1e9, latency=300e-6, operation=5e-6)
+LOCAL = Hardware("2 processes on 2 cores, gloo", flops=9e10, memory=4e10, link=1e9, latency=150e-6, operation=3e-6)
 """In order of magnitude what ``measured`` gives for one core each of a server of 2026 (docs/bench.md)."""
