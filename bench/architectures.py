@@ -132,8 +132,9 @@ def masks() -> Batch:
     return {"pixel_values": _normal(ROWS, 3, IMAGE, IMAGE), "labels": _integers(0, 2, ROWS, IMAGE, IMAGE)}
 
 
-def depths() -> Batch:
-    return {"pixel_values": _normal(ROWS, 3, IMAGE, IMAGE)}
+def masked() -> Batch:
+    """With the noise that patches are masked by, which the model would draw itself, for other rows in each layout."""
+    return {"pixel_values": _normal(ROWS, 3, IMAGE, IMAGE), "noise": _normal(ROWS, 16)}
 
 
 def captions(image: int = -1, count: int = 0, length: int = LENGTH) -> Batch:
@@ -410,7 +411,7 @@ hf("focalnet", "focal modulation", image_size=IMAGE, embed_dim=16, depths=[1, 1]
 made("segformer, masks", "SegformerForSemanticSegmentation", "four scales joined, a loss for each pixel", masks, num_labels=2,
      num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[7, 3], strides=[4, 2],
      num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=32)  # fmt: skip
-made("vit_mae", "ViTMAEForPreTraining", "masks at random, decodes", depths, **SIGHT, decoder_hidden_size=16,
+made("vit_mae", "ViTMAEForPreTraining", "masks by noise, decodes", masked, **SIGHT, decoder_hidden_size=16,
      decoder_num_hidden_layers=1, decoder_num_attention_heads=2, decoder_intermediate_size=32)  # fmt: skip
 zoo("unet", "skips")
 zoo("mixer", "MLPs across patches")

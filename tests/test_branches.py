@@ -306,3 +306,50 @@ def test_a_container_takes_known_joins_only() -> None:
         mw.Branches({"a": torch.nn.Linear(1, 1)}, join="plus")
     with pytest.raises(ValueError, match="at least one"):
         mw.Branches({})
+
+
+# --- found -----------------------------------------------------------------------------------------------------------
+
+FOUND = {
+    "Toy": (models.Toy, models.rows(), {"block_a": "tp[0:2]", "block_b": "tp[2:3]"}),
+    "Three": (models.Three, models.rows(), {"block_a": "tp[0:1]", "block_b": "tp[1:2]", "block_c": "tp[2:3]"}),
+    "Inception": (
+        models.Inception, models.images(),
+        {"one": "tp[0:1]", "reduce3": "tp[1:2]", "conv3": "tp[1:2]", "pool": "tp[2:3]", "project": "tp[2:3]"},
+    ),
+    "Towers": (
+        models.Towers, models.pairs(),
+        {"words": "tp[0:2]", "text": "tp[0:2]", "text_out": "tp[0:2]", "image": "tp[2:3]", "image_out": "tp[2:3]"},
+    ),
+    "Siamese": (models.Siamese, models.rows(), {"tower": ("tp[0:2]", "tp[2:3]")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_can_run_at_the_same_time_is_found(name: str, workers: LocalWorkers) -> None:
+    build, batch, expected = FOUND[name]
+    plan = {"mesh": {"tp": 3}, "branches": "auto"}
+    recipe = mw.make_recipe(build, plan, batch)
+    placed = {m: tuple(recipe.places[p].on for p in places) for m, places in recipe.placed.items()}
+    assert placed == {m: on if isinstance(on, tuple) else (on,) for m, on in expected.items()}
+    same(build, batch, plan, workers)
+
+
+def test_only_within_a_module_that_says_auto() -> None:
+    recipe = mw.make_recipe(
+        models.Parallel, {"mesh": "tp=2", "modules": {"layers.1": {"on": "auto"}}}, models.rows(6, 5)
+    )
+    assert set(recipe.placed) == {"layers.1.attn", "layers.1.mlp"}
+
+
+def test_nothing_to_find_is_said() -> None:
+    recipe = mw.make_recipe(models.Chain, {"mesh": "tp=2", "branches": "auto"}, models.rows())
+    assert not recipe.branches and any("nothing in this model" in note for note in recipe.notes)
+
+
+def test_one_region_however_it_is_written(workers: LocalWorkers) -> None:
+    written = on({"tp": 2}, both__branches__a="tp[0]", both__branches__b="tp[1]")
+    by_container = workers.run(facts, written, models.Contained, models.rows(), ranks=2)
+    by_hand = workers.run(facts, beside(1, 1), models.Toy, models.rows(), ranks=2)
+    assert [f["counted"]["fork"] for f in by_container] == [f["counted"]["fork"] for f in by_hand] == [(1, 1152)] * 2
+    assert [f["counted"]["join"] for f in by_container] == [f["counted"]["join"] for f in by_hand] == [(1, 1152)] * 2

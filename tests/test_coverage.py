@@ -113,6 +113,95 @@ class Extremes(nn.Module):
         return Output(nn.functional.mse_loss(prediction, y), prediction)
 
 
+class OneGradientForTwo(nn.Module):
+    """The gradient of a sum is that of both its terms: the very same tensor, as autograd has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh())
+        self.first, self.second = nn.Parameter(torch.ones(DIM)), nn.Parameter(torch.ones(DIM))
+        self.head = nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        prediction = self.head(self.inner(x + (self.first + self.second)))
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+class CastsItsOwnModule(nn.Module):
+    """Casts a module of its own whenever it uses it, as Switch Transformers do with their router."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.inner, self.head = nn.Linear(DIM, 3), nn.Linear(DIM, DIM), nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        for _ in range(2):
+            self.gate = self.gate.to(x.dtype)
+            x = x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.inner(x).tanh()
+        prediction = self.head(x)
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+class Noisy(nn.Module):
+    """Draws noise for its rows, and which of them has how much, as diffusion is trained; dropout in torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(DIM, 4, dim_feedforward=DIM, dropout=0.1, batch_first=True)
+        self.recurrent = nn.LSTM(DIM, DIM, num_layers=2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x, y):
+        steps = torch.randint(0, 10, (len(x),))
+        noise = torch.empty_like(x).normal_() * (steps / 10)[:, None]
+        found, _ = self.recurrent(self.inner((x + noise)[:, None]))
+        prediction = self.head(found[:, 0] * torch.bernoulli(torch.full((len(x), 1), 0.9)))
+        return Output(nn.functional.mse_loss(prediction, noise), prediction)
+
+
+def how_rows_combine(build, plan):
+    job = mw.parallelize(build, {"mesh": plan, "precision": "float64"}, batch=features())
+    job.step({k: v.double() for k, v in features().items()})
+    return job.rows
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2", "pp=2", "pp=2,tp=2"])
+def test_random_numbers_do_not_look_like_coupled_rows(plan, workers):
+    assert set(workers.run(how_rows_combine, Noisy, plan, ranks=mw.Plan.parse(plan).mesh.size)) == {"mean"}
+
+
+def test_a_check_says_that_random_numbers_make_the_difference(workers):
+    report = mw.check(Noisy, features(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    assert not report.passed
+    assert [hint.split(" in its forward")[0] for hint in report.hints] == ["the model draws random numbers"]
+
+
+class Largest(nn.Module):
+    """The rows meet in a maximum of all of them, and matter by little, as in a Nyströmformer's inverse."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 10)
+
+    def forward(self, x, y):
+        x = self.inner(x).tanh()
+        prediction = self.head(x + 1e-9 * x.abs().max())
+        return Output(nn.functional.mse_loss(prediction, y), prediction)
+
+
+def test_rows_that_are_coupled_by_little_are_found_in_float64(workers):
+    assert set(workers.run(how_rows_combine, Largest, "dp_shard=2", ranks=2)) == {"coupled"}
+    assert mw.check(Largest, features(), {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers).passed
+
+
+@pytest.mark.parametrize("build", [OneGradientForTwo, CastsItsOwnModule])
+def test_ways_of_parameters(build, workers):
+    report = mw.check(build, features(), {"mesh": {"pp": 2, "tp": 2}}, workers=workers)
+    assert report.passed, str(report)
+    report = mw.check(build, features(), {"mesh": {"tp": 2}}, workers=workers)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("plan", ["pp=2", "dp_shard=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("build", [WritesToWhatItGot, Routed, Extremes])
 def test_ways_of_models(build, plan, workers):

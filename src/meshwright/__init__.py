@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.api import make_recipe, parallelize
     from meshwright.container import Branches
-    from meshwright.cost import Comparison, compare_branches
+    from meshwright.cost.compare import compare_branches
+    from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.errors import Finding, PlanError
     from meshwright.hardware import Hardware
@@ -50,7 +51,7 @@ _HOME = {
     "Job": "run.job",
     "local_workers": "run.workers",
     "check": "parity", "Report": "parity",
-    "compare_branches": "cost", "Comparison": "cost",
+    "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
 }  # fmt: skip

@@ -92,6 +92,10 @@ class Places:
             found.append(self.all[found[-1]].parent)
         return tuple(reversed(found))
 
+    def spelled(self, place: int) -> str:
+        """``tp[0:2]``; of a nested one ``tp[0] of tp[0:3]``; of the trunk nothing."""
+        return " of ".join(self.all[p].on for p in reversed(self.chain(place)[1:]))
+
     def child(self, place: int, within: int) -> int:
         """The child of ``within`` that a place is, or is in."""
         chain = self.chain(place)
@@ -108,6 +112,15 @@ class Places:
 
     def at(self, rank: int, place: int = 0) -> Coordinate | None:
         """Where a rank stands in a place; None if it is not of it."""
+        if (rank, place) not in self._found:
+            self._found[rank, place] = self._at(rank, place)
+        return self._found[rank, place]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int], Coordinate | None]:
+        return {}
+
+    def _at(self, rank: int, place: int) -> Coordinate | None:
         given = self.mesh.coordinate(rank)
         here = Coordinate(*(given.get(axis, 0) for axis in ("pp", *INNER)))
         for p in map(self.all.__getitem__, self.chain(place)[1:]):

@@ -206,7 +206,7 @@ class Recipe:
             if axis == "pp":
                 found[axis] = WHOLE if len(self.owners(parameter)) == size else ELSEWHERE
             elif axis == "tp":
-                slices = ", ".join(self.places[p].on for p in parameter.places if p)
+                slices = ", ".join(self.places.spelled(p) for p in parameter.places if p)
                 name = f"{axis} on {slices}" if slices and 0 not in parameter.places else axis
                 found[name] = parameter.tp if at.tp > 1 else WHOLE
             elif axis == "dp_shard" and self.shards(parameter) > 1:

@@ -241,6 +241,14 @@ def test_each_region_of_a_stack() -> None:
     assert found.seconds[ONE] == pytest.approx(sum(r[ONE].seconds for r in found.regions))
 
 
+def test_branches_that_are_found_are_compared() -> None:
+    found, said = (
+        mw.compare_branches(models.Toy, models.rows(), plan)
+        for plan in ({"mesh": {"tp": 2}, "branches": "auto"}, beside(1, 1))
+    )
+    assert found.regions == said.regions
+
+
 def test_rows_are_those_of_a_data_rank() -> None:
     plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}, "microbatches": 3}
     assert mw.compare_branches(models.Toy, models.rows(12), plan).regions[0].rows == 2

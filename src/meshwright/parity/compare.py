@@ -56,7 +56,7 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
     )
     for rank, buffers in sorted(outcome.buffers.items()):
         _worse_elsewhere(rank, buffers, one.buffers, errors["buffers"], words)
-    return Findings(errors, words, tuple(_hints(errors, one, outcome, tolerance)))
+    return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
 
 
 def _loss_error(loss: float, wanted: float) -> float:
@@ -130,8 +130,13 @@ def _size(tensors: Iterable[Tensor | None]) -> float:
 # --- likely causes --------------------------------------------------------------------------------------------------
 
 
-def _hints(errors: Errors, one: Facts, outcome: Outcome, tolerance: float) -> list[str]:
-    mesh, hints = outcome.recipe.mesh, []
+def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: float) -> list[str]:
+    mesh, one, hints = outcome.recipe.mesh, reference.facts, []
+    if reference.draws and mesh.data_size * outcome.recipe.microbatches > 1 and not errors["loss"] <= tolerance:
+        return [
+            "the model draws random numbers in its forward, for the rows it sees: with data ranks or microbatches they are "
+            "others than on one device. To compare, make them a part of the batch"
+        ]
     first = not _loss_error(outcome.facts.losses[0], one.losses[0]) <= tolerance
     wrong = [name for name, error in errors["gradients"].items() if not error <= tolerance]
     if wrong:

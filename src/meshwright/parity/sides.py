@@ -70,6 +70,7 @@ class Reference:
     facts: Facts
     start: dict[str, Tensor]  # parameters before the first step
     notes: tuple[str, ...] = ()
+    draws: bool = False  # whether random numbers of its forward matter, though dropout is off and the mode is eval
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _steady(case: Case) -> Reference:
             "the model draws random numbers in its forward, in eval mode too: both sides are seeded alike before each "
             "step, which makes data ranks that draw for their own rows differ all the same"
         )
-        found = replace(found, notes=(*found.notes, note))
+        found = replace(found, notes=(*found.notes, note), draws=True)
     return found
 
 

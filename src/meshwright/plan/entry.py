@@ -22,7 +22,8 @@ class Entry:
         unit: whether this module is gathered, and freed, as one unit of FSDP.
         on: where this module runs: ``pp[1]``, the second rank of the pipeline axis; ``tp[2:8]``, those ranks of the tp axis
             (a branch; within a branch, of its own tp axis). Several, for a module that is called several times: the
-            place of each call. ``stream[0]``: on every rank, at the same time as what is on ``stream[1]``.
+            place of each call. ``stream[0]``: on every rank, at the same time as what is on ``stream[1]``. ``auto``: what
+            within it can run at the same time is found, and placed on slices of tp.
         mesh: the axes that the ranks of a slice form, pairs of name and size; left out: all of them ``tp``.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from meshwright.errors import Finding, PlanError, nearest
-from meshwright.mesh import read_mesh
+from meshwright.mesh import ALIASES, read_mesh
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import ENTRY, KEYS, PLAN, SECTIONS, Kind
 from meshwright.plan.source import KeyPath, Source, flow
@@ -125,13 +125,9 @@ class Reader:
 
     def inner_mesh(self, value: Any, path: KeyPath) -> tuple[tuple[str, int], ...] | None:
         """The mesh of a branch, in which ``dp`` is a word for ``dp_replicate``."""
-        if isinstance(value, str):
-            value = re.sub(r"\bdp(?=\s*=)", "dp_replicate", value)
-        elif isinstance(value, Mapping):
-            value = {"dp_replicate" if axis == "dp" else axis: size for axis, size in value.items()}
-        else:
-            value = dict(value)
-        mesh = read_mesh(value, self.findings, lambda axis: self.source.where((*path, axis) if axis else path))
+        value = dict(value) if isinstance(value, tuple) else value
+        where = lambda axis: self.source.where((*path, axis) if axis else path)  # noqa: E731
+        mesh = read_mesh(value, self.findings, where, {**ALIASES, "dp": "dp_replicate"})
         return None if mesh is None else mesh.axes
 
     def both(self, before: Entry, entry: Entry, path: KeyPath) -> None:

@@ -33,14 +33,19 @@ class Branches:
     Attributes:
         places: besides the trunk.
         placed: module → the places of its calls, in turn.
+        streams: module → the stream of each rank that it runs on.
         regions: where they part and meet.
         homes: parameter → the places that use it.
     """
 
     places: tuple[Place, ...] = ()
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
     regions: Regions | None = None
     homes: Mapping[str, tuple[int, ...]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.streams)
 
     def home(self, name: str) -> tuple[int, ...]:
         return (0,) if self.homes is None else self.homes[name]
@@ -87,7 +92,7 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
             found[number] = replace(found[number], modules=(*found[number].modules, name))
             at[name] = number
             placed[name] = (*placed.get(name, ()), number)
-    return Branches(tuple(found[1:]), placed)
+    return Branches(tuple(found[1:]), placed, read_streams(model, entries))
 
 
 def _place(name: str, on: str, entry: Entry, number: int, parent: Place, findings: Findings) -> Place | None:
@@ -140,6 +145,7 @@ def find_branches(
         graph: the forward, recorded.
     """
     notes: list[str] = []
+    check_streams(said.streams, graph, findings)
     if not said.places:
         return said, notes
     chosen, placed = (
@@ -162,7 +168,7 @@ def find_branches(
     if several:
         more = f" and {len(several) - 3} more" if len(several) > 3 else ""
         notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
-    return Branches(chosen, placed, regions, homes), notes
+    return Branches(chosen, placed, said.streams, regions, homes), notes
 
 
 def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:

@@ -24,13 +24,12 @@ from meshwright.plan import Entry, Plan
 from meshwright.planning.branch import (
     Branches,
     buffer_place,
-    check_streams,
     find_branches,
     place_of,
     read_places,
-    read_streams,
 )
 from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.concurrent import place_concurrent, wants_branches
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
@@ -74,7 +73,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     """
     findings = Findings()
     names = Names.of(model)
-    entries = _entries(model, names, plan, findings)
+    plan, entries, of_branches = _all_said(model, names, plan, run, findings)
     if whole_batch:
         _check_rows(plan, batch, findings)
     _check_cuts(plan, names, findings)
@@ -82,12 +81,10 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    streams = read_streams(model, entries)
-    graph = _captured(model, plan, run) if branches.places or streams or plan.mesh.axis_size("pp") > 1 else None
-    of_branches: list[str] = []
+    graph = _captured(model, plan, run) if branches or plan.mesh.axis_size("pp") > 1 else None
     if graph is not None:
-        branches, of_branches = find_branches(model, plan, branches, graph, findings)
-        check_streams(streams, graph, findings)
+        branches, more = find_branches(model, plan, branches, graph, findings)
+        of_branches += more
         findings.raise_if_any()
     units, recompute = _units(model, blocks, plan, entries, branches.placed)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
@@ -99,13 +96,12 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     routed = data > 1 and (cuts is None or cuts.reads > 0)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
-    schedule = plan.schedule
     written = uses.written if uses is not None else set()
     if written and plan.mesh.data_size > 1:
         more.append(
             f"the forward writes {', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}: whole on every data rank"
         )
-    stages: tuple[Stage, ...] = ()
+    stages, schedule = tuple[Stage, ...](), plan.schedule
     buffers: tuple[tuple[str, int, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
     if graph is not None and plan.mesh.axis_size("pp") > 1:
@@ -134,18 +130,29 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         sequence=sequence,
         microbatches=plan.microbatches or _microbatches(plan, rows_of(batch) or 1, whole_batch),
         precision=plan.precision,
-        reshard_after_forward=_reshards(plan) and not branches.places and not streams,
+        reshard_after_forward=_reshards(plan) and not branches,
         rows=plan.rows,
         stages=stages,
         schedule=schedule,
         buffers=buffers,
         branches=branches.places,
         placed=branches.placed,
-        streams=streams,
+        streams=branches.streams,
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
     )
+
+
+def _all_said(
+    model: nn.Module, names: Names, plan: Plan, run: Run, findings: Findings
+) -> tuple[Plan, dict[str, Entry], list[str]]:
+    """The plan, with the branches that it leaves to be found; what it says of each module and parameter; what was found."""
+    entries = _entries(model, names, plan, findings)
+    if findings or not wants_branches(plan):
+        return plan, entries, []
+    plan, notes = place_concurrent(plan, entries, _captured(model, plan, run))
+    return plan, _entries(model, names, plan, findings), notes
 
 
 # --- what the plan's globs name ---------------------------------------------------------------------------------------

@@ -295,6 +295,8 @@ class Job:
             scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
             found = []
             for piece, share in zip(pieces, shares, strict=True):
+                if self._pipeline is not None:
+                    self._pipeline.program(piece, called, self._loss)  # what is recorded draws no numbers in the trial
                 with trial():
                     found.append(self._loss_alone(piece, share))
             return found, scale
@@ -314,9 +316,9 @@ class Job:
         held = {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
         slots: list[Slot] = []
         for path, module in self.module.named_modules():
-            slots += [(module._buffers, name) for name, b in module._buffers.items() if b is not None]
+            slots += [(module, name) for name, _ in module.named_buffers(recurse=False)]
             at = f"{path}." if path else ""
-            slots += [(module._parameters, name) for name in module._parameters if at + name in held]
+            slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
         return slots
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:

@@ -92,15 +92,18 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = p.device_mesh, p.placements, p.shape, p.stride()
-        local = p.to_local()
-        return local.view_as(local)
+        ctx.parameter = p
+        return (
+            p.to_local().detach()
+        )  # not a view in autograd's sense, which the model could not write to and go on with
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return DTensor.from_local(
-            g.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
+        p: DTensor = ctx.parameter
+        # What becomes ``.grad``, and is written to from then on, is its own: autograd copies a gradient that others
+        # have too (of ``a + b``, both), but does not see through a DTensor that it is one.
+        own = g.clone(memory_format=torch.contiguous_format) if p.grad is None else g.contiguous()
+        return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def local_part(p: DTensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import Cut, Layout
-from meshwright.private import pytree
+from meshwright.private import pytree, storage_of
 from meshwright.view.functions import (
     Segment,
     custom_functions,
@@ -68,6 +68,8 @@ class GlobalView(TorchFunctionMode):
         self.work, self.local, self._forget = work, local, forget
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and _same_memory(self.local(args[0]), args[1]):
+            return None  # a cast that did nothing: as a write it would make what was computed before seem stale
         kwargs = kwargs or {}
         if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
             part = part.detach()
@@ -153,6 +155,18 @@ class GlobalView(TorchFunctionMode):
                 ours.gathered(function, views)
             args, kwargs = pytree.tree_map_only(View, whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
+
+
+def _same_memory(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors are the same elements."""
+    if a is None:
+        return False
+    a, b = (x._mw_local if isinstance(x, View) else x for x in (a, b))
+    return storage_of(a) == storage_of(b) and _lies(a) == _lies(b)
+
+
+def _lies(t: Tensor) -> tuple[Any, ...]:
+    return t.storage_offset(), t.dtype, t.shape, t.stride()
 
 
 def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:

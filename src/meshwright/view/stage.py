@@ -497,8 +497,8 @@ class StageWalk(Walk):
         event = self.graph.events[position]
         self._reach(position)
         held = all(n in self._values for n in event.inputs)
-        if self.program.here(position) or (event.reads and held):  # (a parameter that is read is on every stage)
-            return self._run(event, func, args, kwargs)
+        if self.program.here(position) or (held and (event.reads or _gives_parameters(event))):
+            return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
         if event.reads:
             raise self.unavailable(next(n for n in event.inputs if n not in self._values), name, event.line)
         return self._pass(event, args)
@@ -558,6 +558,11 @@ class StageWalk(Walk):
         if any(issubclass(t, Elsewhere) for t in types) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _gives_parameters(event: Event) -> bool:
+    """Whether an event gives parameters as they are, as a cast to the type that they have does: each rank its own."""
+    return not event.inputs and bool(event.parameters) and set(event.outputs) == {None}
 
 
 _DEVICE = Tensor.device.__get__
