@@ -21,7 +21,9 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import median, quantiles
 from typing import Any
 
@@ -212,6 +214,14 @@ def machine() -> mw.Hardware:
     return mw.Hardware.measured()
 
 
+def added(depth: int, rounds: int) -> float:
+    """Runs on every rank: CPU seconds that a job adds to an operation of the forward, of branches of one token."""
+    build, batch = partial(Two, depth, depth), sample(1, 1)
+    times = alternate({"plain": plain_step(build, batch, 1), "job": job_step(build, BESIDE, batch)[0]}, rounds)
+    operations = 5 * depth + 4  # of one branch, and of the trunk: stem, sum, square, mean
+    return (of(times, "job", BUSY) - of(times, "plain", BUSY) * operations / (10 * depth + 4)) / operations
+
+
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
@@ -253,31 +263,33 @@ def balanced(workers: Any, hardware: mw.Hardware, depth: int, tokens: int, round
 def sweep(workers: Any, hardware: mw.Hardware, batches: tuple[int, ...], depths: Any, tokens: int, rounds: int) -> None:
     print(f"\n2  sweep: rows of {tokens} tokens; a step's ms / CPU ms (predicted, for the region); {rounds} rounds")
     print(
-        "  rows  blocks " + "".join(f"{name:24}" for name in (ONE, DATA, TENSOR, GIVEN)) + "said; fastest; by CPU time"
+        "  rows  blocks " + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, GIVEN)) + "said; fastest; by CPU time"
     )
-    scores = [[0, 0], [0, 0]]  # by seconds, by CPU seconds: right, within 10 %
+    bare = replace(hardware, view=0.0)
+    scores = {key: [0, 0] for key in product((bare, hardware), (WALL, BUSY))}  # right, within 10 %
     for rows in batches:
         for first, second in depths:
             build, batch = partial(Two, first, second), sample(rows, tokens)
             plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {GIVEN: BESIDE}
             times, _ = workers.run(measure, build, plans, (1,), batch, rounds, ranks=2, timeout=900)[0]
             times[ONE] = times.pop(_process(1))
-            found = mw.compare_branches(build, batch, BESIDE, hardware=hardware)
-            said, fastest = GIVEN if found.fastest == BEST else found.fastest, []
-            for which, score in enumerate(scores):
-                took = {name: of(times, name, which) for name in times}
-                fastest.append(min(took, key=took.__getitem__))
-                score[0] += said == fastest[-1]
-                score[1] += said in took and took[said] <= 1.1 * took[fastest[-1]]
+            found = {h: mw.compare_branches(build, batch, BESIDE, hardware=h) for h in (bare, hardware)}
+            said = {h: GIVEN if c.fastest == BEST else c.fastest for h, c in found.items()}
+            fastest = [min(times, key=lambda name: of(times, name, which)) for which in (WALL, BUSY)]
+            for (h, which), score in scores.items():
+                score[0] += said[h] == fastest[which]
+                score[1] += said[h] in times and of(times, said[h], which) <= 1.1 * of(times, fastest[which], which)
             cells = "".join(
-                f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * found.seconds[name]:5.1f})  "
-                if name in times else f"{'–':>12}{'':12}" for name in (ONE, DATA, TENSOR, GIVEN)
+                f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * found[bare].seconds[name]:.1f}/"
+                f"{1e3 * found[hardware].seconds[name]:.1f})".ljust(14)
+                if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, GIVEN)
             )  # fmt: skip
-            print(f"  {rows:4}  {first}:{second:<4} {cells} {said}; {'; '.join(fastest)}")
+            print(f"  {rows:4}  {first}:{second:<4} {cells} {' / '.join(said.values())}; {'; '.join(fastest)}")
     total = len(batches) * len(depths)
-    for (right, near), clock in zip(scores, ("time", "CPU time"), strict=True):
+    for (h, which), (right, near) in scores.items():
+        what = f"{'with' if h.view else 'without'} what a job adds, by {('time', 'CPU time')[which]}"
         print(
-            f"  by {clock}: what compare_branches said was the fastest in {right} of {total}, within 10 % of it in {near}"
+            f"  {what}: what compare_branches said was the fastest in {right} of {total}, within 10 % of it in {near}"
         )
 
 
@@ -326,6 +338,9 @@ def main() -> None:
         print(f"{hardware.flops / 1e9:.0f} Gflop/s and {hardware.memory / 1e9:.1f} GB/s a core, links of "
               f"{hardware.link / 1e9:.2f} GB/s, {1e6 * hardware.latency:.0f} µs a collective, "
               f"{1e6 * hardware.operation:.1f} µs an operation")  # fmt: skip
+        view = max(workers.run(added, 8, rounds, ranks=2, timeout=300)[0], 1e-9)
+        hardware = replace(hardware, view=view)
+        print(f"{1e6 * view:.0f} µs that a job adds to an operation of the forward (CPU time, branches of one token)")
         balanced(workers, hardware, 4 if quick else 8, 128, rounds)
         depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))
         sweep(workers, hardware, (1, 16) if quick else (1, 4, 16), depths, 32, rounds)

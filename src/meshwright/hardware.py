@@ -28,6 +28,8 @@ class Hardware:
         link: bytes that a rank sends (and at the same time receives), a second.
         latency: seconds of a collective of hardly any bytes.
         operation: seconds that an operation takes, however small: Python, dispatch, launch.
+        view: seconds that a job adds on the host to each operation of its forward, over any mesh; 0 for what a layout is
+            worth by itself. docs/bench.md has what it is today, where nothing hides it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Hardware:
     link: float
     latency: float
     operation: float
+    view: float = 0.0
 
     @classmethod
     def measured(

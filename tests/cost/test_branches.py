@@ -195,6 +195,17 @@ def test_ranks_go_where_the_work_is() -> None:
     assert region[BEST].imbalance == pytest.approx(1, abs=0.15)  # what moves bytes alone is no more work in the larger
 
 
+def test_what_a_job_adds_to_an_operation_is_not_on_one_device() -> None:
+    plain, slowed = (
+        mw.compare_branches(models.Toy, models.rows(), beside(1, 1), hardware=replace(GPU_NODE, view=view)).regions[0]
+        for view in (0.0, 1.0)
+    )
+    more = {w.name: slowed[w.name].seconds - w.seconds for w in plain.ways}
+    assert more == pytest.approx(
+        {ONE: 0, DATA: 6, TENSOR: 6, GIVEN: 3, BEST: 3}
+    )  # two linears and a ReLU in each branch
+
+
 def test_measured_tables_count_instead_of_predictions() -> None:
     tables = {
         ("block_a", 1): 1.0,

@@ -229,7 +229,7 @@ class RegionCost:
             note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
         spent = self.meter.whole(region.positions, share)
         measured = sum(self._alone) / max(self.meter.whole(region.positions).compute, 1e-30)  # by tables, if any
-        compute = spent.compute * measured
+        compute = spent.compute * measured + self._view(region.positions)
         traffic = all_reduce(self.meter.reduced(region.positions, {}), ranks)
         return self._way(DATA, compute, traffic, imbalance=share * ranks, note=note)
 
@@ -239,11 +239,13 @@ class RegionCost:
         measured = sum(self._alone) / max(self.meter.whole(self.region.positions).compute, 1e-30)
         names = self.meter.names(self.region.positions)
         note = "" if any(n in cuts for n in names) else "no parameter of it can be cut"
-        return self._way(TENSOR, spent.compute * measured, spent.traffic, note=note)
+        compute = spent.compute * measured + self._view(self.region.positions)
+        return self._way(TENSOR, compute, spent.traffic, note=note)
 
     def _beside(self, name: str, places: Places, cells: Sequence[Cell] | None = None) -> Way:
         """Branches at their places; ``cells``: what each takes there."""
-        chosen = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
+        plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
+        chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
         on = [places[b.place] for b in self.region.branches]
         crossing = [fork_traffic(self.meter.graph, self.region.forks, self.ranks) + t
                     for t in join_traffic(self.meter.graph, self.region.join, places, self.rows)]  # fmt: skip
@@ -267,6 +269,14 @@ class RegionCost:
         measured = self.given.get((branch.name, place.size))
         return cell if measured is None else Cell(measured, Spent(measured), place.mesh)
 
+    def _view(self, positions: Sequence[int]) -> float:
+        """Seconds that a job adds to these events."""
+        return self.meter.hardware.view * len(positions)
+
+    def _in_job(self, branch: Branch, cell: Cell) -> Cell:
+        added = self._view(branch.positions)
+        return replace(cell, seconds=cell.seconds + added, spent=cell.spent + Spent(added))
+
     def _rho(self, on: Sequence[Place]) -> float:
         """max(cᵢ/gᵢ)·G/Σcᵢ; of a rank that has several branches, together."""
         if all(p.stop <= q.start or q.stop <= p.start for i, p in enumerate(on) for q in on[:i]):
@@ -277,7 +287,9 @@ class RegionCost:
         return max(loads) * self.ranks / sum(self._alone)
 
     def _best(self) -> Way:
-        split = best_split(self.tables, self.ranks)
+        added = [self._view(b.positions) for b in self.region.branches]
+        tables = [[t + more for t in table] for table, more in zip(self.tables, added, strict=True)]
+        split = best_split(tables, self.ranks)
         cells, all_, start = [], list(self.places.all), 0
         for branch, row, ranks in zip(self.region.branches, self.cells, split, strict=True):
             cell = row[ranks - 1]

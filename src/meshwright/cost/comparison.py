@@ -93,7 +93,8 @@ class Comparison:
         h = self.hardware
         lines = [
             f"{h.name}: {h.flops / 1e12:.3g} Tflop/s, memory {h.memory / 1e9:.3g} GB/s, links {h.link / 1e9:.3g} GB/s, "
-            f"{spell_time(h.latency)} a collective, {spell_time(h.operation)} an operation",
+            f"{spell_time(h.latency)} a collective, {spell_time(h.operation)} an operation"
+            + (f", {spell_time(h.view)} more in a job" if h.view else ""),
             "forward and backward of a microbatch on a data rank, without the optimizer; nothing overlaps",
         ]
         for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
