@@ -281,7 +281,7 @@ def sweep(workers: Any, hardware: mw.Hardware, batches: tuple[int, ...], depths:
                 score[1] += said[h] in times and of(times, said[h], which) <= 1.1 * of(times, fastest[which], which)
             cells = "".join(
                 f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * found[bare].seconds[name]:.1f}/"
-                f"{1e3 * found[hardware].seconds[name]:.1f})".ljust(14)
+                f"{1e3 * found[hardware].seconds[name]:.1f})".ljust(14) + " "
                 if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, GIVEN)
             )  # fmt: skip
             print(f"  {rows:4}  {first}:{second:<4} {cells} {' / '.join(said.values())}; {'; '.join(fastest)}")
@@ -331,7 +331,7 @@ def main() -> None:
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, gloo on CPU, 1 thread a process"
     )
-    rounds = 4 if quick else 12
+    rounds = 4 if quick else 10
     with mw.local_workers(4) as workers:
         found = workers.run(machine, ranks=2)
         hardware = max(found, key=lambda h: h.latency)
@@ -341,11 +341,13 @@ def main() -> None:
         view = max(workers.run(added, 8, rounds, ranks=2, timeout=300)[0], 1e-9)
         hardware = replace(hardware, view=view)
         print(f"{1e6 * view:.0f} µs that a job adds to an operation of the forward (CPU time, branches of one token)")
-        balanced(workers, hardware, 4 if quick else 8, 128, rounds)
+        for tokens in (128,) if quick else (128, 1024):
+            balanced(workers, hardware, 4 if quick else 8, tokens, rounds)
         depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))
         sweep(workers, hardware, (1, 16) if quick else (1, 4, 16), depths, 32, rounds)
         parameter_bytes(workers, 2)
-        tracks(workers, hardware, 2 if quick else 6, 128, rounds)
+        for depth, tokens in ((2, 128),) if quick else ((6, 128), (4, 512)):
+            tracks(workers, hardware, depth, tokens, rounds)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 
