@@ -195,6 +195,21 @@ def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None
     assert all(torch.equal(state[name], plain[name]) for name in plain)
 
 
+class OnlyBranches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = models.MLP(), models.MLP(48)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": torch.nn.functional.mse_loss((self.a(x) + self.b(x))[:, :5], y)}
+
+
+def test_a_rank_without_a_parameter_takes_part(workers: LocalWorkers) -> None:
+    report = same(OnlyBranches, models.rows(), on({"tp": 3}, a="tp[0]", b="tp[1]"), workers)
+    assert report.recipe is not None
+    assert not any(report.recipe.holds(line, 2) for line in report.recipe)
+
+
 class Slow(torch.nn.Module):
     """Sleeps, as long as its name says."""
 
@@ -353,3 +368,45 @@ def test_one_region_however_it_is_written(workers: LocalWorkers) -> None:
     by_hand = workers.run(facts, beside(1, 1), models.Toy, models.rows(), ranks=2)
     assert [f["counted"]["fork"] for f in by_container] == [f["counted"]["fork"] for f in by_hand] == [(1, 1152)] * 2
     assert [f["counted"]["join"] for f in by_container] == [f["counted"]["join"] for f in by_hand] == [(1, 1152)] * 2
+
+
+class Product(models.MLP):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a * b)
+
+
+class Exchanged(models.Toy):
+    """Three branches; what the first gives only the second takes, in the next region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_c, self.block_d, self.block_e = models.MLP(), Product(), models.MLP(17)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b, c = self.block_a(x), self.block_b(x), self.block_c(x)
+        d, e = self.block_d(a, b), self.block_e(c)
+        return {"loss": torch.nn.functional.mse_loss(self.head(d + e), y)}
+
+
+def test_what_one_branch_gives_another_is_sent_to_it_alone(workers: LocalWorkers) -> None:
+    plan = on({"tp": 4}, block_a="tp[0]", block_b="tp[1:3]", block_c="tp[3]", block_d="tp[1:3]", block_e="tp[3]")
+    same(Exchanged, models.rows(), plan, workers)
+    value = models.ROWS * models.DIM * 4
+    found = workers.run(facts, plan, Exchanged, models.rows(), ranks=4)
+    # First join: a to the two ranks of b alone; nothing of b and c. Second: d from two ranks to two others, e to three.
+    assert [f["counted"]["join"] for f in found] == [(2, 2 * value), (2, value), (2, value), (2, 3 * value)]
+
+
+def test_slices_that_overlap(workers: LocalWorkers) -> None:
+    modules = {"block_a": {"on": "tp[0:2]"}, "block_b": {"on": "tp[1:3]"}}
+    same(models.Toy, models.rows(), {"mesh": {"tp": 3}, "modules": modules}, workers)
+
+
+def test_ddp_for_one_branch_and_fsdp_for_another_on_the_same_ranks(workers: LocalWorkers) -> None:
+    within = {
+        "block_a": {"on": "tp[0:2]", "mesh": {"dp_replicate": 2}}, "block_b": {"on": "tp[0:2]", "mesh": {"dp_shard": 2}}
+    }  # fmt: skip
+    same(models.Toy, models.rows(), {"mesh": {"tp": 2}, "modules": within}, workers)
+    over = {"block_a": {"dp": "replicate"}, "block_b": {"dp": "shard"}}
+    same(models.Toy, models.rows(), {"mesh": {"dp_shard": 2}, "modules": over}, workers)

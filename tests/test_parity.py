@@ -395,6 +395,10 @@ TITLES = {
     "inner on tp[0:3] | other on tp[3] | inner.left on tp[0] of tp[0:3] | inner.right on tp[1:3] of tp[0:3]":
         WAYS["nested"],
     "tower on tp[0] | tower on tp[1]": WAYS["siamese"],
+    "left.{0…1} on stream[0] | right.{0…1} on stream[1]": (
+        branching.Tracks, branching.rows(),
+        {"mesh": "tp=2", "modules": {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}},
+    ),
 }  # fmt: skip
 
 
@@ -404,7 +408,7 @@ def test_the_title_says_what_branches_run_where(said: str) -> None:
     recipe = mw.make_recipe(build, plan, batch)
     report = mw.Report(True, mw.Plan.parse(plan), 1e-9, "float64", 3, 0.0, recipe=recipe)
     assert report._verdict() == f"{recipe.mesh}, {said} is one device"
-    assert "on tp[0" in " ".join(report.layout(line.name) for line in recipe)
+    assert ("on tp[0" in " ".join(report.layout(line.name) for line in recipe)) == bool(recipe.branches)
 
 
 def test_the_report_as_data_is_json(check: Check) -> None:

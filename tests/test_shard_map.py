@@ -209,6 +209,13 @@ def test_who_runs_what_between_fork_and_join_is_drawn() -> None:
     assert "─┬─ 0  tower, call 1 ─┬─ join" in text
 
 
+def test_blocks_on_streams_are_drawn() -> None:
+    plan = {"mesh": "dp_shard=2", "modules": {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}}
+    held = shard_map(make_recipe(models.Tracks, plan, models.rows()))
+    assert "  stream 0  left.{0…1}\n  stream 1  right.{0…1}" in printed(render(held))
+    assert held.to_dict()["streams"] == {"left.0": 0, "left.1": 0, "right.0": 1, "right.1": 1}
+
+
 def test_repeated_blocks_of_branches_are_one_line_and_blocks_of_other_branches_are_not() -> None:
     build, batch, plan = WAYS["parallel attention and MLP"]
     held = shard_map(make_recipe(build, plan, batch))

@@ -40,14 +40,15 @@ class Fork:
 class Join:
     """At ``position``, values of branches become values of the place around them.
 
-    ``first``: the region's first event; ``values``: (value, the branch it is of), in a fixed order; ``branches``: all of
-    the region.
+    ``first``: the region's first event; ``values``: (value, the branch it is of), in a fixed order; ``takers``: the branches
+    that take a value, where nothing else does; ``branches``: all of the region.
     """
 
     first: int
     position: int
     around: int
     values: tuple[tuple[int, int], ...]
+    takers: Mapping[int, frozenset[int]]
     branches: tuple[int, ...]
 
 
@@ -183,6 +184,13 @@ def _regions_in(
     region = _Open()
     last = min(stop, graph.calls[ROOT].stop)
 
+    def takers_of(number: int, position: int) -> frozenset[int] | None:
+        """The branches that take a value from a position on; None where others do too."""
+        at_ = [p for p in graph.consumers.get(number, ()) if p >= position]
+        if number in outputs or any(p >= last or not inside[at[p]] or at[p] == around for p in at_):
+            return None
+        return frozenset(places.child(at[p], around) for p in at_)
+
     def close(position: int) -> None:
         nonlocal region
         joined = [(n, b) for n, b in region.made.items() if _used_after(graph, n, position, outputs)]
@@ -193,9 +201,9 @@ def _regions_in(
             takers = {n: frozenset(region.forked[n]) for n in numbers}
             moves.append(Fork(p, around, tuple(sorted(numbers)), takers))
         if region.branches:
-            moves.append(
-                Join(min(region.branches.values()), position, around, tuple(sorted(joined)), tuple(region.branches))
-            )
+            takers = {n: found for n, _ in joined if (found := takers_of(n, position)) is not None}
+            begun = min(region.branches.values())
+            moves.append(Join(begun, position, around, tuple(sorted(joined)), takers, tuple(region.branches)))
         region = _Open()
 
     for p in range(start, min(stop, len(graph.events))):

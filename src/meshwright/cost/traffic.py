@@ -66,13 +66,22 @@ def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None
     line = range(places[join.around].tp)
     sent, received = [0] * len(line), [0] * len(line)
     for number, branch in join.values:
+        takers = _takers(number, branch, join, places)
         for size, owners in _pieces(graph.values[number], branch, places, rows):
-            for rank in set(line) - set(owners):
+            for rank in takers - set(owners):
                 sent[owners[rank % len(owners)]] += size
                 received[rank] += size
     if not join.values:
         return [NOTHING for _ in line]
     return [Traffic(1, out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
+
+
+def _takers(number: int, branch: int, join: Join, places: Places) -> set[int]:
+    """The ranks that get a value: all, or where other branches alone take it, theirs; and the branch's own."""
+    branches = join.takers.get(number)
+    if branches is None:
+        return set(range(places[join.around].tp))
+    return {r for b in (branch, *branches) for r in range(places[b].start, places[b].stop)}
 
 
 def _pieces(value: Value, branch: int, places: Places, rows: int | None) -> list[tuple[int, Sequence[int]]]:

@@ -1,4 +1,4 @@
-"""The branches of a recipe for the terminal: a table of them, and who runs what between fork and join.
+"""The branches of a recipe for the terminal: a table of them, and who runs what between fork and join; and streams.
 
 place    ranks  mesh                     rows     modules  parameters
 tp[0:2]  0, 1   tp=2                     all      block_a       8.2 k
@@ -21,6 +21,7 @@ from rich.text import Text
 from meshwright.draw.facts import BranchFacts, ShardMap
 from meshwright.names import fold_names
 from meshwright.place import Places
+from meshwright.recipe import Recipe
 
 _MOST = 16  # branches in the table
 _NAMES = 4  # modules of a branch that are named
@@ -28,6 +29,7 @@ _NAMES = 4  # modules of a branch that are named
 
 def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
     """The table of branches, and a picture of each set of them that may run at the same time; nothing without any."""
+    yield from _streams(shard_map.recipe)
     found = shard_map.branches
     if not found:
         return
@@ -37,6 +39,15 @@ def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
         for beside in _beside([b for b in found if b.parent == around], shard_map.recipe.places):
             yield Text()
             yield _region(beside, shard_map.recipe.places)
+
+
+def _streams(recipe: Recipe) -> Iterator[RenderableType]:
+    """What runs at the same time on one rank."""
+    if recipe.streams:
+        yield Text("\non every rank, at the same time where it can", style="bold")
+    for stream in sorted(set(recipe.streams.values())):
+        names = [folded.label for folded in fold_names(n for n, s in recipe.streams.items() if s == stream)]
+        yield Text(f"  stream {stream}  {', '.join(names)}")
 
 
 def modules_text(branch: BranchFacts, most: int = _NAMES) -> str:

@@ -266,6 +266,7 @@ class ShardMap:
                 {**asdict(stage), "ranks": self.recipe.stage_ranks_of(stage.index)} for stage in self.recipe.stages
             ],
             "branches": [facts.to_dict() for facts in self.branches],
+            "streams": dict(self.recipe.streams),
             "units": [unit.name for unit in self.recipe.units],
             "notes": list(self.recipe.notes),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
@@ -144,15 +144,20 @@ class Report:
 
 def _beside(recipe: Recipe | None) -> str:
     """What branches run where: ``, block_a on tp[0:2] | block_b on tp[2:8] as dp_replicate=3 × tp=2``."""
-    if recipe is None or not recipe.branches:
+    if recipe is None or not (recipe.branches or recipe.streams):
         return ""
     said = []
     for number, place in enumerate(recipe.branches, 1):
-        names = [folded.label for folded in fold_names(place.modules)]
-        more = f" and {len(names) - _FEW} more" * (len(names) > _FEW)
         within = f" as {place.mesh}" if place.data > 1 else ""
-        said.append(f"{', '.join(names[:_FEW])}{more} on {recipe.places.spelled(number)}{within}")
+        said.append(f"{_named(place.modules)} on {recipe.places.spelled(number)}{within}")
+    for stream in sorted(set(recipe.streams.values())):
+        said.append(f"{_named(n for n, s in recipe.streams.items() if s == stream)} on stream[{stream}]")
     return f", {' | '.join(said[:_FEW])}" + f" | {len(said) - _FEW} more branches" * (len(said) > _FEW)
+
+
+def _named(modules: Iterable[str]) -> str:
+    names = [folded.label for folded in fold_names(modules)]
+    return ", ".join(names[:_FEW]) + f" and {len(names) - _FEW} more" * (len(names) > _FEW)
 
 
 def _plain(error: float) -> float | str:

@@ -50,10 +50,11 @@ class Piece:
     start: int
     stop: int | None
     owners: tuple[int, ...]
+    takers: tuple[int, ...]
 
     def sender(self, to: int) -> int | None:
-        """Who sends it to a rank; None where that has it."""
-        return None if to in self.owners else self.owners[to % len(self.owners)]
+        """Who sends it to a rank; None where that has it, or takes nothing of it."""
+        return None if to in self.owners or to not in self.takers else self.owners[to % len(self.owners)]
 
     @property
     def numel(self) -> int:
@@ -91,16 +92,30 @@ class Branching:
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
-    def fork(self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph) -> tuple[dict[int, Tensor], Tensor]:
+    def fork(
+        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
+    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """See ``view.stage.Exchange``."""
-        given = {n: whole(t) for n, t in values.items()}
-        tied = [n for n in given if n in graph.live and torch.is_grad_enabled()]
-        anchor = torch.zeros((), device=self.groups.device, requires_grad=torch.is_grad_enabled())
+        wholes = {n: whole(t) for n, t in values.items()}
+        pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
+        given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
+        tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
+        anchor = self._anchor() if tail is None else tail
         if tied:
-            counts = tuple(any(self._leads(b) for b in move.takers[n] & self.mine) for n in tied)
-            anchor, *out = _Fork.apply(self, move.around, counts, anchor, *(given[n] for n in tied))
+            # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
+            stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
+            kinds = tuple((n, b in self.mine and self._leads(b)) for n, b in tied)
+            entering = [(wholes | stand_ins)[n] for n, _ in tied]
+            anchor, *out = _Fork.apply(self, move.around, kinds, anchor, *entering)
             given |= dict(zip(tied, out, strict=True))
         return given, anchor
+
+    def _anchor(self) -> Tensor:
+        return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+
+    def _nothing(self, number: int, graph: ModelGraph) -> Tensor:
+        value = graph.values[number]
+        return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
     def _leads(self, branch: int) -> bool:
         """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
@@ -128,33 +143,37 @@ class Branching:
 
     def join(
         self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """See ``view.stage.Exchange``."""
+        anchors = anchors or [self._anchor()]
         if not move.values:
-            return {}
-        pieces = [piece for n, b in move.values for piece in self._pieces(n, b, graph)]
+            return {}, anchors[0]
+        pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         mine = {n: whole(t) for n, t in own.items()}
         self._check(mine, dict(move.values), graph)
         # What gets no gradient on one device gets none here, and not zeros.
-        tied = tuple(n in graph.live and torch.is_grad_enabled() for n, _ in move.values)
-        anchors = anchors or [torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())]
-        given = [
-            mine[n] if wanted and n in mine else mine[n].detach() if n in mine else None
-            for (n, _), wanted in zip(move.values, tied, strict=True)
-        ]
-        out = _Join.apply(self, move, pieces, tied, len(anchors), *anchors, *given)
-        return {n: t for (n, _), t in zip(move.values, out, strict=True)}
+        tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
+        given = [mine[n] if n in tied else mine[n].detach() for n in mine]
+        here = self._lines[move.around].rank
+        found = tuple(dict.fromkeys(p.number for p in pieces if here in p.owners or here in p.takers))
+        tail, *out = _Join.apply(self, move, pieces, tuple(mine), found, tied, len(anchors), *anchors, *given)
+        return dict(zip(found, out, strict=True)), tail
 
-    def _pieces(self, number: int, branch: int, graph: ModelGraph) -> list[Piece]:
+    def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
         value, members = graph.values[number], self._members[branch]
         dtype = getattr(torch, value.dtype)
+        branches = move.takers.get(number)
+        takers = tuple(
+            r for r in range(len(members))
+            if branches is None or members[r] >= 0 or any(self._members[b][r] >= 0 for b in branches)
+        )  # fmt: skip
         if not self._in_shares(branch, value.shape, self.rows):
             owners = tuple(r for r, share in enumerate(members) if share >= 0)
-            return [Piece(number, value.shape, dtype, 0, None, owners)]
+            return [Piece(number, value.shape, dtype, 0, None, owners, takers)]
         found = []
         for share, (start, stop) in enumerate(bounds(value.shape[0], self.places[branch].data)):
             owners = tuple(r for r, s in enumerate(members) if s == share)
-            found.append(Piece(number, (stop - start, *value.shape[1:]), dtype, start, stop, owners))
+            found.append(Piece(number, (stop - start, *value.shape[1:]), dtype, start, stop, owners, takers))
         return found
 
     def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
@@ -172,7 +191,7 @@ class Branching:
                 )
 
     def exchanged(self, around: int, pieces: Sequence[Piece], own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Value → all of it, on every rank of a place. One all-to-all, in bytes, as types are mixed."""
+        """Value → all of it, where it is taken. One all-to-all, in bytes, as types are mixed."""
         line = self._lines[around]
         sent = [[_bytes(own[p.number]) for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
@@ -190,7 +209,7 @@ class Branching:
             found.setdefault(p.number, {})[p.start] = piece.view(p.shape)
             base += width
         for p in pieces:
-            if p.sender(line.rank) is None:
+            if line.rank in p.owners:
                 found.setdefault(p.number, {})[p.start] = own[p.number]
         return {
             n: next(iter(parts.values())) if len(parts) == 1 else torch.cat([parts[s] for s in sorted(parts)])
@@ -259,19 +278,28 @@ class Branching:
 
 
 class _Fork(torch.autograd.Function):
-    """Values as branches see them; their gradients, summed over the branches."""
+    """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
 
     @staticmethod
     def forward(
-        ctx: Any, branching: Branching, around: int, counts: tuple[bool, ...], anchor: Tensor, *values: Tensor
+        ctx: Any,
+        branching: Branching,
+        around: int,
+        kinds: tuple[tuple[int, bool], ...],
+        anchor: Tensor,
+        *values: Tensor,
     ) -> Any:
-        ctx.branching, ctx.around, ctx.counts = branching, around, counts
+        ctx.branching, ctx.around, ctx.kinds = branching, around, kinds
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
-        own = [g if counts else torch.zeros_like(g) for g, counts in zip(gradients, ctx.counts, strict=True)]
-        return None, None, None, None, *ctx.branching.summed(ctx.around, own)
+        own: dict[int, Tensor] = {}
+        for (n, counts), g in zip(ctx.kinds, gradients, strict=True):
+            g = g if counts else torch.zeros_like(g)
+            own[n] = g if n not in own else own[n] + g
+        found = dict(zip(own, ctx.branching.summed(ctx.around, list(own.values())), strict=True))
+        return None, None, None, None, *(found.pop(n, None) for n, _ in ctx.kinds)
 
 
 class _Join(torch.autograd.Function):
@@ -283,25 +311,24 @@ class _Join(torch.autograd.Function):
         branching: Branching,
         move: Join,
         pieces: list[Piece],
-        tied: tuple[bool, ...],
+        mine: tuple[int, ...],
+        here: tuple[int, ...],
+        tied: frozenset[int],
         anchors: int,
-        *given: Any,
+        *given: Tensor,
     ) -> Any:
-        ctx.branching, ctx.move, ctx.anchors, ctx.rows = branching, move, anchors, branching.rows
-        own = {n: t for (n, _), t in zip(move.values, given[anchors:], strict=True) if t is not None}
-        ctx.own = {n for (n, _), wanted in zip(move.values, tied, strict=True) if n in own and wanted}
-        found = branching.exchanged(move.around, pieces, own)
-        out = [found[n].detach() for n, _ in move.values]
-        ctx.mark_non_differentiable(*(t for t, wanted in zip(out, tied, strict=True) if not wanted))
-        return tuple(out)
+        ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
+        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, here, tied, anchors
+        found = branching.exchanged(move.around, pieces, dict(zip(mine, given[anchors:], strict=True)))
+        out = [found[n].detach() for n in here]
+        ctx.mark_non_differentiable(*(t for n, t in zip(here, out, strict=True) if n not in tied))
+        return given[0].detach(), *out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        own = [
-            ctx.branching.returned(b, g, ctx.rows) if n in ctx.own else None
-            for (n, b), g in zip(ctx.move.values, gradients, strict=True)
-        ]
-        return None, None, None, None, None, *(None,) * ctx.anchors, *own
+    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+        of = dict(zip(ctx.here, gradients, strict=True))
+        own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
+        return *(None,) * 7, *(None,) * ctx.anchors, *own
 
 
 def _bytes(t: Tensor) -> Tensor:

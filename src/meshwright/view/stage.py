@@ -91,13 +91,16 @@ def replaced(before: Tensor, now: Tensor) -> None:
 class Exchange(Protocol):
     """What forks and joins (run/branch.py)."""
 
-    def fork(self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph) -> tuple[dict[int, Tensor], Tensor]:
-        """Value → what branches compute with; and an anchor, for the join of the region."""
+    def fork(
+        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
+    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
+        """(value, branch) → what it computes with; and an anchor, for the join of the region."""
 
     def join(
         self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
-        """Value → what the place around computes with. ``own``: those of this rank's branch."""
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Value → what the place around computes with, where this rank takes it; and the tail, which ties the next region
+        of that place to this one. ``own``: those of this rank's branch."""
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
@@ -188,6 +191,7 @@ class StageProgram:
             found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
+        self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: ((streams or {})[call.module], self._taken(call))
@@ -272,6 +276,7 @@ class StageWalk(Walk):
         self._moves = [m for m in program.moves if m.around in program.mine]
         self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
         self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
+        self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
         for number, value in received.items():
             self.keep(value, number)
         self._missing = set(program.out)
@@ -333,19 +338,23 @@ class StageWalk(Walk):
 
     def _fork(self, move: Fork) -> None:
         assert self._exchange is not None
-        standing = {n: self._inside(n, move.around) for n in move.values}
-        given, anchor = self._exchange.fork(move, standing, self.graph)
+        apart = self.program.apart  # what only some branches take is on their ranks alone
+        standing = {n: self._inside(n, move.around) for n in move.values if n in self._values or n not in apart}
+        given, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
             for branch in takers & self.program.mine:
-                self._forked.setdefault(branch, {})[n] = given[n]
+                self._forked.setdefault(branch, {})[n] = given[n, branch]
 
     def _join(self, move: Join) -> None:
         assert self._exchange is not None
         own = {n: self._inside(n, b) for n, b in move.values if b in self.program.mine}
-        for n, t in self._exchange.join(move, own, self.graph, self._anchors.pop(move.around, [])).items():
+        tail = self._tails.get(move.around)
+        anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
+        found, self._tails[move.around] = self._exchange.join(move, own, self.graph, anchors)
+        for n, t in found.items():
             self.keep(t, n)
-            self._missing.discard(n)
+        self._missing -= {n for n, _ in move.values}
         for branch in move.branches:
             self._forked.pop(branch, None)
 
