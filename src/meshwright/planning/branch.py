@@ -149,7 +149,7 @@ def find_branches(
     if not said.places:
         return said, notes
     chosen, placed = (
-        tuple(replace(p, splits=p.data > 1 and _rows_apart(model, p, graph)) for p in said.places),
+        tuple(replace(p, splits=p.data > 1 and rows_apart(model, p, graph)) for p in said.places),
         said.placed,
     )
     for place in chosen:
@@ -299,7 +299,7 @@ def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
+def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
     """Whether the data ranks of a place can each run their own rows: every call of its modules then gives, of some rows,
     those rows of what it gives of all. Shown by the rules of the view, with the rows cut: nothing may have to be gathered.
     """
