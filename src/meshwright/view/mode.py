@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import Cut, Layout
@@ -48,6 +48,8 @@ _OWN = frozenset(
     + [Tensor.__format__, Tensor.backward, Tensor.retain_grad, Tensor.is_shared, Tensor.share_memory_]
 )
 
+
+_FLAT = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor])
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -117,19 +119,28 @@ class GlobalView(TorchFunctionMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Work | None, tuple[Any, ...], dict[str, Any]]:
         """(the work of the first View among the arguments, the arguments with parameters' local parts)."""
+        if any(type(x) not in _FLAT and not isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            ours, changed, leaves = self._parts(flat)
+            if changed:
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return ours, args, kwargs
+        ours, changed, leaves = self._parts([*args, *kwargs.values()])  # the usual call, at a tenth of the cost
+        if changed:
+            args, kwargs = tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
+        return ours, args, kwargs
+
+    def _parts(self, leaves: list[Any]) -> tuple[Work | None, bool, list[Any]]:
+        """(the work of the first View, whether there are parameters, the leaves with their local parts)."""
         ours: Work | None = None
-        changed = False
-        leaves = []
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        for leaf in flat:
+        changed, found = False, []
+        for leaf in leaves:
             if not isinstance(leaf, View) and isinstance(leaf, Tensor) and (part := self.local(leaf)) is not None:
                 changed, leaf = True, part
             if ours is None and isinstance(leaf, View):
                 ours = leaf._mw_work
-            leaves.append(leaf)
-        if changed:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return ours, args, kwargs
+            found.append(leaf)
+        return ours, changed, found
 
     @contextmanager
     def on(self) -> Iterator[None]:
