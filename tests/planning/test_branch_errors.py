@@ -72,12 +72,12 @@ def test_one_of_several_places_of_a_module_that_is_called_again() -> None:
 def test_modules_that_are_not_called_are_named_each() -> None:
     found = problems(models.Tracks, on({"tp": 2}, left="tp[0]", right="tp[1]"))
     assert [f.where for f in found] == ["modules.left.on", "modules.right.on"]
-    assert "does not call" in found[0].given and found[0].fix.startswith("left.*:")
+    assert "does not call" in found[0].given and found[0].fix == "'left.*': {on: 'tp[0]'}"
 
 
 def test_branches_of_which_one_needs_the_other_name_what_ties_them() -> None:
     found = problems(models.Chain, on({"tp": 2}, a="tp[0]", b="tp[1]"))
-    assert found[0].where == "modules.a.on"
+    assert [f.where for f in found] == ["modules.a.on"]  # one tie is told once
     assert all(text in found[0].given for text in ("b.up", "a.down", "branching.py:", "(12, 24)"))
     assert found[0].fix == "leave out on: for a"
 
@@ -86,3 +86,29 @@ def test_problems_are_told_before_anything_starts_and_a_right_plan_has_none() ->
     recipe = mw.make_recipe(models.Toy, beside(2, 6, b={"dp": 3, "tp": 2}), models.rows())
     assert [str(place.mesh) for place in recipe.branches] == ["tp=2", "dp_replicate=3 × tp=2"]
     assert recipe.placed == {"block_a": (1,), "block_b": (2,)}
+
+
+def test_a_slice_that_goes_beyond_is_shortened_in_the_fix() -> None:
+    (finding,) = problems(models.Toy, on({"tp": 4}, block_a="tp[0:2]", block_b="tp[2:6]"))
+    assert finding.fix == "on: 'tp[2:4]'" and "0 to 3" in finding.required
+
+
+def test_a_mesh_without_tp_says_so() -> None:
+    found = problems(models.Toy, on({"dp_shard": 2}, block_a="tp[0]", block_b="tp[1]"))
+    assert {f.fix for f in found} == {"mesh: {tp: 2}"}
+
+
+def test_a_place_for_a_parameter_names_its_module() -> None:
+    found = problems(models.Toy, on({"tp": 2}, block_a="tp[0]", block_b__up__weight="tp[1]"))
+    assert found[0].where == "modules.block_b.up.weight.on" and found[0].fix == "block_b.up: {on: 'tp[1]'}"
+
+
+def test_more_places_than_calls() -> None:
+    plan = {"mesh": {"tp": 3}, "modules": {"tower": {"on": ["tp[0]", "tp[1]", "tp[2]"]}}}
+    (finding,) = problems(models.Siamese, plan)
+    assert "called 2 times" in finding.given and finding.fix == "on: ['tp[0]', 'tp[1]']"
+
+
+def test_the_whole_model_on_a_slice() -> None:
+    found = problems(models.Toy, {"mesh": {"tp": 2}, "modules": {"*": {"on": "tp[0]"}}})
+    assert any(f.where == "modules, of the whole model" for f in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import Findings, listing
+from meshwright.errors import Findings, listing, source_place
 from meshwright.graph import ROOT, Call, ModelGraph, spelled
 from meshwright.layout import Cut, cut
 from meshwright.mesh import Mesh
@@ -66,6 +67,22 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
                 required="on: a slice of the tp axis",
                 fix=f"{name}: {{on: 'tp[0:{Mesh(entry.mesh).size}]', mesh: {_flow(entry.mesh)}}}",
             )
+    for name, entry in entries.items():
+        around = [entries[m] for m in modules if m in entries and name.startswith(f"{m}.")]
+        if entry.on is not None and name not in modules and all(e.on != entry.on for e in around):
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"a place for a parameter, {_places(entry)}",
+                required="a place for a module: its parameters go with it",
+                fix=f"{name.rpartition('.')[0] or '*'}: {{on: {_places(entry)}}}",
+            )
+    if "" in said:
+        findings.add(
+            where="modules, of the whole model",
+            given=f"on: {_places(said.pop(''))}, by a glob that matches the model itself",
+            required="modules within it; the model itself runs on all ranks",
+            fix="mesh: {tp: …}, with as many ranks as the model is to have; or name modules",
+        )
     if said and plan.sequence_parallel:
         findings.add(
             where="sequence_parallel",
@@ -95,17 +112,25 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
     return Branches(tuple(found[1:]), placed, read_streams(model, entries))
 
 
+def _places(entry: Entry) -> str:
+    quoted = [f"'{on}'" for on in entry.places]
+    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
+
+
 def _place(name: str, on: str, entry: Entry, number: int, parent: Place, findings: Findings) -> Place | None:
     """One slice, with the mesh that its ranks form."""
     start, stop = read_slice(on) or (0, 0)
     where = f"modules.{name}"
     if not start < stop <= parent.tp:
         within = f"of tp={parent.tp}" + (f" of {parent.on}" if number else "")
+        last, meant = parent.tp - 1, start if start < min(stop, parent.tp) else 0
         findings.add(
             where=f"{where}.on",
             given=f"{on}, {within}",
-            required=f"at least one of its ranks, from 0 up to {parent.tp}",
-            fix=f"on: tp[0:{max(parent.tp // 2, 1)}]",
+            required=f"at least one of its ranks, which are 0 to {last}" if last else "a tp axis of several ranks",
+            fix=f"on: 'tp[{meant}:{min(max(stop, meant + 1), parent.tp)}]'"
+            if last
+            else f"mesh: {{tp: {max(stop, 2)}}}",
         )
         return None
     mesh = Mesh((("tp", stop - start),)) if entry.mesh is None else Mesh(entry.mesh)
@@ -123,7 +148,8 @@ def _place(name: str, on: str, entry: Entry, number: int, parent: Place, finding
             where=f"{where}.mesh",
             given=f"{mesh}: {mesh.size} ranks, on {on}, which has {stop - start}",
             required="a mesh of as many ranks as the slice has",
-            fix=f"mesh: {{tp: {stop - start}}}, or on: tp[{start}:{start + mesh.size}]",
+            fix=f"mesh: {{tp: {stop - start}}}"
+            + (f", or on: 'tp[{start}:{start + mesh.size}]'" if start + mesh.size <= parent.tp else ""),
         )
         return None
     return Place(on, number, start, stop, mesh)
@@ -160,7 +186,7 @@ def find_branches(
             )
     tree = Places(plan.mesh, (trunk(plan.mesh), *chosen))
     regions = find_regions(graph, placed, tree)
-    _check_called(placed, graph, findings)
+    _check_called(placed, tree, graph, findings)
     _check_reads(regions, graph, findings)
     _check_alone(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
@@ -198,15 +224,22 @@ def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findi
         )
 
 
-def _check_called(placed: Mapping[str, tuple[int, ...]], graph: ModelGraph, findings: Findings) -> None:
-    called = {call.module for call in graph.calls.values()}
-    for name in placed:
-        if name not in called:
+def _check_called(placed: Mapping[str, tuple[int, ...]], places: Places, graph: ModelGraph, findings: Findings) -> None:
+    calls = Counter(call.module for call in graph.calls.values())
+    for name, turns in placed.items():
+        if not calls[name]:
             findings.add(
                 where=f"modules.{name}.on",
                 given="a module whose forward the model does not call",
                 required="modules that are called; of a container, those within it",
-                fix=f"{name}.*: {{on: …}}",
+                fix=f"'{name}.*': {{on: '{places[turns[0]].on}'}}",
+            )
+        elif len(turns) > calls[name]:
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"{len(turns)} places, for a module that is called {calls[name]} times",
+                required="a place for each call",
+                fix=f"on: [{', '.join(repr(places[p].on) for p in turns[: calls[name]])}]",
             )
 
 
@@ -227,13 +260,15 @@ def _check_reads(regions: Regions, graph: ModelGraph, findings: Findings) -> Non
 
 
 def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
-    """A branch beside which no other runs: what ties it to them."""
+    """Branches beside which no other runs: what ties them to each other; each tie once."""
+    told: set[str] = set()
     for branch, join in regions.alone().items():
         place = places[branch]
         others = [p for p in places.branches if places[p].parent == place.parent and p != branch]
-        if not others:
-            continue  # alone on its ranks because the plan wants it so
         tie = _tie(regions, places, graph, branch, join)
+        if not others or tie in told:
+            continue  # (without others it is alone on its ranks because the plan wants it so)
+        told.add(tie)
         findings.add(
             where=f"modules.{place.modules[0]}.on",
             given=f"{place.on}, at the same time as {places[others[0]].on}: {tie}",
@@ -255,9 +290,10 @@ def _tie(regions: Regions, places: Places, graph: ModelGraph, branch: int, join:
             maker = graph.values[n].position
             if (top(position) == branch) != (top(maker) == branch) and (top(maker) or top(position)):
                 source, taker = graph.events[maker], event
+                file, _, line = source.line.rpartition(":")
                 return (
-                    f"{_module(taker.path)} takes {source.function} of {_module(source.path)} ({source.line}), shape "
-                    f"{graph.values[n].shape}, before the other has run"
+                    f"{_module(taker.path)} takes what {_module(source.path)} gives ({source.function}, "
+                    f"{source_place(file, int(line or 0))}, shape {graph.values[n].shape}), and waits for it"
                 )
     return "they stand one after the other"
 
