@@ -68,8 +68,8 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
                 fix=f"{name}: {{on: 'tp[0:{Mesh(entry.mesh).size}]', mesh: {_flow(entry.mesh)}}}",
             )
     for name, entry in entries.items():
-        around = [entries[m] for m in modules if m in entries and name.startswith(f"{m}.")]
-        if entry.on is not None and name not in modules and all(e.on != entry.on for e in around):
+        inside_of = [entries[m] for m in modules if m in entries and name.startswith(f"{m}.")]
+        if entry.on is not None and name not in modules and all(e.on != entry.on for e in inside_of):
             findings.add(
                 where=f"modules.{name}.on",
                 given=f"a place for a parameter, {_places(entry)}",
