@@ -242,6 +242,39 @@ def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
     assert both < 0.6  # one after the other: 0.7
 
 
+def trained(plan: Any, build: Any, batch: Any) -> list[float]:
+    job = mw.parallelize(build, plan, batch=batch)
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.05)
+    losses = []
+    for _ in range(3):
+        losses.append(job.step(batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.dtype == torch.float32 for p in job.parameters())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("build", "plan"),
+    [
+        (models.Toy, beside(1, 2)),
+        (models.Siamese, {"mesh": {"tp": 2}, "modules": {"tower": {"on": ["tp[0]", "tp[1]"]}}}),
+        (models.Nested, on({"tp": 3}, inner="tp[0:2]", other="tp[2]", inner__left="tp[0]", inner__right="tp[1]")),
+    ],
+    ids=["toy", "siamese", "nested"],
+)
+def test_bfloat16_in_branches(build: Any, plan: Any, workers: LocalWorkers) -> None:
+    ranks = plan["mesh"]["tp"]
+    exact = workers.run(trained, plan, build, models.rows(), ranks=ranks)[0]
+    low = workers.run(trained, {**plan, "precision": "bfloat16"}, build, models.rows(), ranks=ranks)[0]
+    assert low == pytest.approx(exact, rel=0.05) and low != exact
+
+
+def test_zero_bubble_around_branches(workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}, "schedule": "zero_bubble"}
+    same(models.Toy, models.rows(), plan, workers)
+
+
 # --- on the same rank -------------------------------------------------------------------------------------------------
 
 STREAMS = {"block_a": {"on": "stream[0]"}, "block_b": {"on": "stream[1]"}}

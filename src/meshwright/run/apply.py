@@ -177,7 +177,7 @@ class LocalParameters:
         return found[1]
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
-        local = local_part(x)
+        local = self._as_computed(local_part(x), line)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):
             return View(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
@@ -192,9 +192,17 @@ class LocalParameters:
         key = id(x), counts, torch.is_grad_enabled() and x.requires_grad
         found = self._parts.get(key)
         if found is None or found[0] is not x:
-            found = self._parts[key] = x, _Counted.apply(x, counts)
+            found = self._parts[key] = x, self._as_computed(_Counted.apply(x, counts), line)
         found[1]._mw_is_parameter = True  # type: ignore[attr-defined]
         return found[1]
+
+    def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
+        """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no
+        unit, say, as something of it is used outside its forward."""
+        low = getattr(torch, self._recipe.precision, torch.float32)
+        if not self._recipe.branches or line.data != "loose" or not (x.is_floating_point() and x.dim()):
+            return x
+        return x.to(low) if low.itemsize < x.dtype.itemsize else x
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
         found = self._lines.get(id(x))
