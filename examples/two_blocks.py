@@ -2,8 +2,7 @@
 
 Answers questions 2 and 3 of the thread on two concurrent blocks, about its model ``Foo``, which is not edited.
 ``block_b`` is the larger, so its weights are sharded, while ``block_a`` is replicated; then the layers of both are cut
-over tensor parallel ranks as well. (Question 1, blocks at the same time on ranks of their own, is that of branches,
-which are to come.)
+over tensor parallel ranks as well. Question 1, blocks at the same time on ranks of their own, is that of branches.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,17 @@ class Bare(nn.Linear):
 
 def bare():
     return Bare(8, 4), {"input": rows(4)["x"]}
+
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.a(x) + self.b(x), y))
+
+def beside():
+    return Beside(), rows(4)
 
 def squares(output):
     return output.logits.square().mean()
@@ -149,6 +161,17 @@ def test_show_a_model_of_transformers_on_a_thousand_ranks() -> None:
     text = meshwright("show", "hf:llama", "--mesh", "dp_shard=128,tp=8", "--set", sizes, "--rank", "9").output
     assert "1024 ranks" in text
     assert "layers.{0…1} ×2" in text
+
+
+BRANCHES = "mesh: {tp: 3}\nmodules:\n  a: {on: 'tp[0]'}\n  b: {on: 'tp[1:3]', mesh: {dp: 2}}\n"
+
+
+def test_show_branches(file: str, tmp_path: Path) -> None:
+    (plan := tmp_path / "plan.yaml").write_text(BRANCHES)
+    shown = meshwright("show", f"{file}:beside", "--plan", str(plan), "--rank", "2").output
+    assert "ranks 0–2 ─ fork ─┬─ 0     a ─┬─ join" in shown
+    assert "dp_replicate=2   divided   b" in shown  # enough rows are made up that its data ranks can divide them
+    assert re.search(r"4×8 +whole +0 \(tp\[0\]\) +nothing", shown)
 
 
 def test_show_as_data(file: str) -> None:

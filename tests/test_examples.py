@@ -150,6 +150,24 @@ def test_one_block_replicated_and_one_sharded(
     assert [ranks for ranks, _ in shards.held_by("block_b.0.weight")] == [(0,), (1,), (2,), (3,)]
 
 
+# --- (f) two blocks at the same time ----------------------------------------------------------------------------------
+
+
+def test_two_blocks_run_at_the_same_time_on_ranks_of_their_own(
+    example: object, capsys: pytest.CaptureFixture[str], workers: LocalWorkers
+) -> None:
+    module = example("branches")  # type: ignore[operator]
+    module.main()  # asserts that the losses are those of one device
+    told = capsys.readouterr().out
+    assert told.count("ranks 0–7 ─ fork ─┬─ 0, 1  foo.block_a ─┬─ join") == 2
+    assert all(told.count(f"rank {rank} runs foo.block_{'a' if rank < 2 else 'b'}") == 2 for rank in range(8))
+    # 12 × 32 results in float32: ranks 0 and 1 send theirs to six others in turn; 12 × 256 gradients meet at the fork
+    assert "rank 0 runs foo.block_a; a step: 4608 bytes to the join, 12288 of gradients to the fork" in told
+    # of the six, 0 and 1 lack block_b's results: two ranks send them, or six the shares of three
+    assert told.count("rank 2 runs foo.block_b; a step: 1536 bytes") == 2
+    assert [f"rank 7 runs foo.block_b; a step: {sent} bytes" in told for sent in (0, 1536)] == [True, True]
+
+
 # --- the demo and the script ------------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import branching
 import meshwright as mw
 from meshwright.parity.sides import gradients_as_planned, silence, widened
 from meshwright.run.workers import LocalWorkers
+from test_branches import WAYS
 from zoo import ZOO
 
 Check = Callable[..., mw.Report]
@@ -383,6 +385,30 @@ def test_the_text_says_what_a_person_wants_to_know(check: Check) -> None:
     lines = [line for line in differ.splitlines() if "gradients" in line and "up.weight" in line]
     assert len(lines) == 1 and lines[0].endswith("  up.weight    dp_shard: cut(0), tp: cut(0)")
     assert likely == "Likely:\n  " + report.hints[0]
+
+
+TITLES = {
+    "block_a on tp[0:2] | block_b on tp[2:8] as dp_replicate=3 × tp=2": (
+        branching.Toy, branching.rows(), branching.beside(2, 6, b={"dp": 3, "tp": 2})
+    ),
+    "layers.{0…2}.attn on tp[0:2] | layers.{0…2}.mlp on tp[2:3]": WAYS["parallel attention and MLP"],
+    "inner on tp[0:3] | other on tp[3] | inner.left on tp[0] of tp[0:3] | inner.right on tp[1:3] of tp[0:3]":
+        WAYS["nested"],
+    "tower on tp[0] | tower on tp[1]": WAYS["siamese"],
+    "left.{0…1} on stream[0] | right.{0…1} on stream[1]": (
+        branching.Tracks, branching.rows(),
+        {"mesh": "tp=2", "modules": {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", TITLES)
+def test_the_title_says_what_branches_run_where(said: str) -> None:
+    build, batch, plan = TITLES[said]
+    recipe = mw.make_recipe(build, plan, batch)
+    report = mw.Report(True, mw.Plan.parse(plan), 1e-9, "float64", 3, 0.0, recipe=recipe)
+    assert report._verdict() == f"{recipe.mesh}, {said} is one device"
+    assert ("on tp[0" in " ".join(report.layout(line.name) for line in recipe)) == bool(recipe.branches)
 
 
 def test_the_report_as_data_is_json(check: Check) -> None:

@@ -39,7 +39,8 @@ entries = st.builds(
     units=st.none() | st.integers(1, 99),
     recompute=st.sampled_from([None, "none", "block"]),
     unit=st.sampled_from([None, True, False]),
-    on=st.sampled_from([None, "pp[0]", "pp[17]"]),
+    on=st.sampled_from([None, "pp[0]", "pp[17]", "tp[3]", "tp[2:8]", ("tp[0:2]", "tp[2:8]")]),
+    mesh=st.sampled_from([None, (("tp", 2),), (("dp_replicate", 3), ("tp", 2)), (("dp_shard", 2),)]),
 )
 globs = st.text(min_size=1).filter(str.strip) | st.sampled_from(["*", "h.*.c_attn", "0", "no", "<<", "null", "a: b"])
 plans = st.builds(
@@ -100,6 +101,16 @@ parameters:
     assert Plan.parse(path) == Plan.parse(str(path)) == Plan.parse(plan) == Plan.parse(path.read_text()) == plan
     assert plan.dump(tmp_path / "copy.yaml") == (tmp_path / "copy.yaml").read_text()
     assert Plan.load(tmp_path / "copy.yaml") == plan
+
+
+def test_branches_come_back_from_yaml_and_dp_is_a_word_for_dp_replicate_in_them() -> None:
+    text = "mesh: {tp: 8}\nmodules:\n  b: {on: 'tp[2:8]', mesh: {dp: 3, tp: 2}}\n  t: {on: ['tp[0:2]', 'tp[2:8]']}\n"
+    plan = Plan.from_yaml(text)
+    assert plan.modules["b"] == Entry(on="tp[2:8]", mesh=(("dp_replicate", 3), ("tp", 2)))
+    assert plan.modules["t"].places == ("tp[0:2]", "tp[2:8]")
+    assert Plan.from_yaml(plan.dump()) == plan == Plan.from_dict(plan.settings())
+    assert Plan({"tp": 8}, {"b": {"on": "tp[2:8]", "mesh": "dp=3,tp=2"}}).modules["b"] == plan.modules["b"]
+    assert Plan({"tp": 8}, {"b": {"on": "tp[2:8]", "mesh": (("dp", 3), ("tp", 2))}}).modules["b"] == plan.modules["b"]
 
 
 def test_a_short_plan_is_written_short() -> None:
@@ -268,6 +279,8 @@ def test_every_problem_of_a_file_is_told_at_once_in_its_order() -> None:
         ('mesh: "tp=2\n', "1:7", 'mesh: "tp=2"'),
         ("mesh:\n\ttp: 2\n", "2:1", "  tp: 2"),
         ("mesh: tp=2\nseed 3\nrecompute: none\n", "2:1", "seed: 3"),
+        ("mesh: tp=2\nmodules:\n  a: {on: tp[0:2]}\n", "3:13", "a: {on: 'tp[0:2]'}"),
+        ("mesh: tp=2\nmodules:\n  a: {on: [tp[0], 'tp[1]']}\n", "3:14", "a: {on: ['tp[0]', 'tp[1]']}"),
         ("mesh: \x01", "1:7", "mesh: {dp_shard: 2, tp: 2}"),
         ("mesh: tp=2\n---\nseed: 1\n", "2:1", "mesh: {dp_shard: 2, tp: 2}"),
         ("[" * 3000, "1:1", "mesh: {dp_shard: 2, tp: 2}"),
@@ -276,6 +289,9 @@ def test_every_problem_of_a_file_is_told_at_once_in_its_order() -> None:
 def test_text_that_is_not_yaml(text: str, place: str, fix: str) -> None:
     finding = problem(lambda: Plan.from_yaml(text, "plan.yaml"))
     assert (finding.where, finding.fix) == (f"plan.yaml:{place}", fix)
+
+
+BRANCH = "mesh: {tp: 8}\nmodules:\n  b: {on: 'tp[2:8]', "
 
 
 @pytest.mark.parametrize(
@@ -287,7 +303,7 @@ def test_text_that_is_not_yaml(text: str, place: str, fix: str) -> None:
         ("mesh: 4\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: {}\n", "plan.yaml:1:7 (mesh)", "at least one axis"),
         ("mesh: dp_shrd=2\n", "plan.yaml:1:7 (mesh.dp_shrd)", "did you mean dp_shard?"),
-        ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'tp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
+        ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'dp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
         ("mesh: {pp: 2}\nschedule: zero_buble\n", "plan.yaml:2:11 (schedule)", "did you mean zero_bubble?"),
         ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),
@@ -297,6 +313,12 @@ def test_text_that_is_not_yaml(text: str, place: str, fix: str) -> None:
         ("mesh: tp=2\nmodules: {a: {units: 2.5}}\n", "plan.yaml:2:22 (modules.a.units)", "at least 1"),
         ("mesh: tp=2\nsequence_parallel: 1\n", "plan.yaml:2:20 (sequence_parallel)", "true or false"),
         ("mesh: tp=2\nprecision: bf16\n", "plan.yaml:2:12 (precision)", "float32, bfloat16 or float64"),
+        ("mesh: tp=2\nmodules:\n  a: {on: 'tp[0:2'}\n", "plan.yaml:3:11 (modules.a.on)", "tp[<from>:<to>]"),
+        ("mesh: tp=2\nmodules: {a: {on: []}}\n", "plan.yaml:2:19 (modules.a.on)", "tp[<from>:<to>]"),
+        (f"{BRANCH}mesh: {{dp: 3, ttp: 2}}}}\n", "plan.yaml:3:41 (modules.b.mesh.ttp)", "did you mean tp?"),
+        (f"{BRANCH}mesh: {{dp: 3.0}}}}\n", "plan.yaml:3:33 (modules.b.mesh.dp)", "at least 1"),
+        (f"{BRANCH}mesh: {{dp: 3, dp_replicate: 2}}}}\n", "plan.yaml:3:50 (modules.b.mesh.dp_replicate)", "once"),
+        (f"{BRANCH}mesh: 6}}\n", "plan.yaml:3:28 (modules.b.mesh)", "axes with their sizes"),
         ("mesh: tp=2\nseed: -1\n", "plan.yaml:2:7 (seed)", "at least 0"),
         ("mesh: tp=2\n<<: {seed: 3}\n", "plan.yaml:2:1", "a name as key"),
         ("mesh: tp=2\n? [a]\n: 3\n", "plan.yaml:2:3", "a name as key"),
@@ -321,6 +343,8 @@ def test_a_wrong_plan_is_told_with_line_and_column(text: str, where: str, requir
         ({"modules": {"a": Entry(parts=())}}, "modules.a.parts", "parts: 3"),
         ({"modules": {3: {"dp": "shard"}}}, "modules.3", '"3": {dp: shard}'),
         ({"modules": {"a": {"dp": object}}}, "modules.a.dp", "dp: shard"),
+        ({"modules": {"a": {"on": "tp[0:2"}}}, "modules.a.on", "on: 'tp[0:2]'"),
+        ({"modules": {"a": {"on": "tp[0]", "mesh": (2, 2)}}}, "modules.a.mesh", "mesh: {tp: 2}"),
         ({"mesh": object()}, "mesh", "mesh: {dp_shard: 2, tp: 2}"),
         ({"mesh": None}, "plan", "mesh: {dp_shard: 2, tp: 2}"),
     ],

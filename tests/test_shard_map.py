@@ -12,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import branching as models
+from branching import on
+from meshwright.api import make_recipe
 from meshwright.draw.facts import ShardMap, itemsize, shard_map
 from meshwright.draw.terminal import console, count_text, ranges_text, ranks_text, render, size_text
 from meshwright.layout import WHOLE, cut
 from meshwright.mesh import Mesh
+from meshwright.place import Place
 from meshwright.recipe import ParameterRecipe, Recipe, Slices, Unit, place_slices, take_slices
+from test_branches import SHARES, WAYS
 
 
 def mapped(mesh: str, *parameters: ParameterRecipe, **rest: object) -> ShardMap:
@@ -133,6 +138,96 @@ def test_it_is_plain_data_and_can_be_drawn(recipe: Recipe) -> None:
     text = printed(render(held, rank=recipe.mesh.size - 1))
     assert all(line.name in text for line in recipe.parameters)
     assert printed(render(held, parameter="p0"))
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+NESTED, SIAMESE = WAYS["nested"], WAYS["siamese"]
+WITHIN = on({"dp_shard": 2, "tp": 4}, inner="tp[0:3]", other="tp[3]", inner__left="tp[0]", inner__right="tp[1:3]")
+WITHIN["modules"]["inner.right"]["mesh"] = {"dp_shard": 2}
+IN_BRANCHES = {
+    **{name: (models.Toy, models.rows(), plan) for name, plan in SHARES.items()},
+    **{name: WAYS[name] for name in ("nested", "siamese", "siamese, unequal", "inception", "two tracks")},
+    "nested, sharded within": (models.Nested, models.rows(), WITHIN),
+}
+
+
+@pytest.fixture(params=IN_BRANCHES)
+def branched(request: pytest.FixtureRequest) -> ShardMap:
+    build, batch, plan = IN_BRANCHES[request.param]
+    return shard_map(make_recipe(build, plan, batch))
+
+
+def test_the_slices_of_branches_tile_every_parameter_exactly(branched: ShardMap) -> None:
+    for line in branched.recipe.parameters:
+        groups = branched.held_by(line.name)
+        holders = [rank for rank in range(branched.mesh.size) if branched.holds(line.name, rank)]
+        assert sorted(rank for ranks, _ in groups for rank in ranks) == holders
+        assert len(holders) == branched.recipe.holders(line)
+        tiles = sum((covered(slices) for _, slices in groups), Counter())
+        assert tiles == Counter(product(*map(range, line.shape))), line.name
+        for ranks, slices in groups:
+            assert all(covered(branched.slices(line.name, rank)) == covered(slices) for rank in ranks)
+
+
+def test_bytes_of_a_rank_are_those_of_its_slices_in_branches(branched: ShardMap) -> None:
+    for rank in range(branched.mesh.size):
+        sizes = [covered(branched.slices(p.name, rank)).total() * itemsize(p.dtype) for p in branched.recipe.parameters]
+        assert branched.bytes_by_rank[rank] == branched.bytes_at(rank) == sum(sizes)
+
+
+def test_branches_are_plain_data_and_are_drawn(branched: ShardMap) -> None:
+    data = json.loads(json.dumps(branched.to_dict()))
+    assert len(data["branches"]) == len(branched.recipe.branches)
+    for rank in range(branched.mesh.size):
+        assert printed(render(branched, rank=rank), 200).count("─ fork ─") >= 1
+    assert printed(render(branched, parameter="head.*"))
+
+
+def test_what_a_branch_is_as_data() -> None:
+    build, batch, plan = models.Toy, models.rows(), SHARES["tp2 | dp3 x tp2"]
+    held = shard_map(make_recipe(build, plan, batch))
+    a, b = held.to_dict()["branches"]
+    assert a == {
+        "number": 1, "on": "tp[0:2]", "parent": 0, "ranks": [0, 1], "mesh": {"tp": 2},
+        "modules": [{"name": "block_a", "calls": []}], "splits": False, "numel": 6296,
+    }  # fmt: skip
+    assert (b["ranks"], b["mesh"], b["splits"]) == ([2, 3, 4, 5, 6, 7], {"dp_replicate": 3, "tp": 2}, True)
+    assert held.held_by("block_b.up.weight") == (
+        ((2, 4, 6), (((0, 32),), ((0, 24),))), ((3, 5, 7), (((32, 64),), ((0, 24),))),
+    )  # fmt: skip
+
+
+def test_who_runs_what_between_fork_and_join_is_drawn() -> None:
+    build, batch, plan = NESTED
+    text = printed(render(shard_map(make_recipe(build, plan, batch))), 120)
+    assert "ranks 0–3 ─ fork ─┬─ 0–2  inner ─┬─ join" in text
+    assert "ranks 0–2 ─ fork ─┬─ 0     inner.left ──┬─ join" in text
+    assert "1, 2 (tp[1:3] of tp[0:3])" in text
+    build, batch, plan = SIAMESE
+    text = printed(render(shard_map(make_recipe(build, plan, batch))), 120)
+    assert "─┬─ 0  tower, call 1 ─┬─ join" in text
+
+
+def test_blocks_on_streams_are_drawn() -> None:
+    plan = {"mesh": "dp_shard=2", "modules": {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}}
+    held = shard_map(make_recipe(models.Tracks, plan, models.rows()))
+    assert "  stream 0  left.{0…1}\n  stream 1  right.{0…1}" in printed(render(held))
+    assert held.to_dict()["streams"] == {"left.0": 0, "left.1": 0, "right.0": 1, "right.1": 1}
+
+
+def test_repeated_blocks_of_branches_are_one_line_and_blocks_of_other_branches_are_not() -> None:
+    build, batch, plan = WAYS["parallel attention and MLP"]
+    held = shard_map(make_recipe(build, plan, batch))
+    assert "─┬─ 0, 1  layers.{0…2}.attn ─┬─ join" in printed(render(held), 120)
+    assert "layers.{0…2}.attn.out.weight ×3" in map(str, held.rows)
+    apart = [
+        ParameterRecipe(f"layers.{i}.weight", (8, 8), "float32", places=(1 + i,), data="replicate") for i in range(2)
+    ]
+    places = [Place(f"tp[{i}]", 0, i, i + 1, Mesh.parse("tp=1"), (f"layers.{i}",)) for i in range(2)]
+    placed = {f"layers.{i}": (1 + i,) for i in range(2)}
+    rows = mapped("tp=2", *apart, branches=tuple(places), placed=placed).rows
+    assert list(map(str, rows)) == ["layers.0.weight", "layers.1.weight"]
 
 
 # --- folding, and the rest of the data --------------------------------------------------------------------------------

@@ -5,10 +5,13 @@
     layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
     recipe      Recipe                         every decision, with its reason
+    container   Branches                       modules side by side, and how their results become one
     api         parallelize, make_recipe       a model and a plan → a job
     run.job     Job                            step, clip, evaluate, batches
     run.workers local_workers                  processes on this machine, started once
     parity      check, Report                  the same as one device?
+    cost        compare_branches, Comparison   does it pay?
+    hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
 
 Names load when they are first used, so that a picture of a plan needs no torch.
@@ -21,8 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import make_recipe, parallelize
+    from meshwright.container import Branches
+    from meshwright.cost.compare import compare_branches
+    from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.errors import Finding, PlanError
+    from meshwright.hardware import Hardware
     from meshwright.layout import PARTIAL, WHOLE, Cut
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
@@ -40,17 +47,23 @@ _HOME = {
     "Plan": "plan",
     "Recipe": "recipe",
     "parallelize": "api", "make_recipe": "api",
+    "Branches": "container",
     "Job": "run.job",
     "local_workers": "run.workers",
     "check": "parity", "Report": "parity",
+    "compare_branches": "cost.compare", "Comparison": "cost.comparison",
+    "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
 }  # fmt: skip
 
 __all__ = [
     "PARTIAL",
     "WHOLE",
+    "Branches",
+    "Comparison",
     "Cut",
     "Finding",
+    "Hardware",
     "Job",
     "Mesh",
     "Plan",
@@ -59,6 +72,7 @@ __all__ = [
     "Report",
     "ShardMap",
     "check",
+    "compare_branches",
     "local_workers",
     "make_recipe",
     "parallelize",

@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
+from meshwright.place import Place
 from meshwright.plan import Plan, PlanLike
+from meshwright.planning.branch import rows_apart
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.shadow import Meeting, Shadow
@@ -108,6 +110,10 @@ class Planned:
         """A forward, recorded; ``run``: runs it, given the model."""
         with computing_in(self._model, self._precision):
             return capture(self._model, run)
+
+    def rows_apart(self, place: Place, graph: ModelGraph) -> bool:
+        """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
+        return rows_apart(self._model, place, graph)
 
     def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
         """Runs the forward for its shapes under ``recorder``."""

@@ -149,6 +149,15 @@ class ModelGraph:
         return found
 
     @cached_property
+    def live(self) -> frozenset[int]:
+        """The values that get a gradient in a backward from what was returned."""
+        found = {n for n in self.returned if self.values[n].requires_grad}
+        for event in reversed(self.events):
+            if found.intersection((*event.outputs, event.written)):
+                found.update(n for n in event.inputs if self.values[n].requires_grad)
+        return frozenset(found)
+
+    @cached_property
     def uses(self) -> dict[str, list[int]]:
         """Parameter → positions of the events that take it."""
         found: dict[str, list[int]] = {}

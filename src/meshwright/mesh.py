@@ -160,13 +160,16 @@ class Mesh:
 MeshLike: TypeAlias = Mesh | Mapping[str, int] | str
 
 
-def read_mesh(spec: object, findings: Findings, where: Callable[[str], str]) -> Mesh | None:
+def read_mesh(
+    spec: object, findings: Findings, where: Callable[[str], str], aliases: Mapping[str, str] = ALIASES
+) -> Mesh | None:
     """A mesh from anything; None where something is wrong with it, which is then in ``findings``.
 
     Args:
         spec: what `Mesh.parse` takes, or anything else (a finding).
         findings: where problems go.
         where: the place of an axis, as findings name it; of the mesh itself for ``""``.
+        aliases: other words for axes.
     """
     if isinstance(spec, Mesh):
         return spec
@@ -179,7 +182,7 @@ def read_mesh(spec: object, findings: Findings, where: Callable[[str], str]) -> 
         example = "mesh: {dp_shard: 2, tp: 2}"
         findings.add(where=where(""), given=repr(spec), required="axes with their sizes", fix=example)
         return None
-    axes = () if len(findings) > before and not pairs else _checked(pairs, findings, where, text=text)
+    axes = () if len(findings) > before and not pairs else _checked(pairs, findings, where, aliases, text=text)
     return Mesh(axes) if len(findings) == before else None
 
 
@@ -197,7 +200,12 @@ def _pairs(text: str, findings: Findings, where: Callable[[str], str]) -> tuple[
 
 
 def _checked(
-    pairs: Sequence[tuple[object, object]], findings: Findings, where: Callable[[str], str], *, text: bool
+    pairs: Sequence[tuple[object, object]],
+    findings: Findings,
+    where: Callable[[str], str],
+    aliases: Mapping[str, str] = ALIASES,
+    *,
+    text: bool,
 ) -> tuple[tuple[str, int], ...]:
     """The pairs, aliases resolved; problems go to ``findings``. ``text``: fixes as ``a=2``, not ``a: 2``."""
     sign = "=" if text else ": "
@@ -207,7 +215,7 @@ def _checked(
         required = f"at least one axis: {listing(AXES)}"
         findings.add(where=where(""), given="no axis", required=required, fix=f"dp_shard{sign}1")
     for word, size in pairs:
-        name = ALIASES.get(word, word) if isinstance(word, str) else str(word)
+        name = aliases.get(word, word) if isinstance(word, str) else str(word)
         place = where(str(word))
         if name not in AXES:
             required, axis = _no_axis(name)

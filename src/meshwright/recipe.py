@@ -6,7 +6,7 @@ It names no process group and holds no tensor, so that a picture can be drawn of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright.graph import Path
 from meshwright.layout import ELSEWHERE, WHOLE, Cut, Interval, Layout, Whole
 from meshwright.mesh import Mesh
+from meshwright.place import Place, Places, trunk
 from meshwright.schedule import stage_ranks
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ParameterRecipe:
             FSDP2, which takes no parameter without dims).
         unit: the wrap unit that gathers it, as a module name; empty for the root.
         stages: the pipeline stages that use it; a tied one may have several.
+        places: where it is used: 0 is the trunk, others are branches; of several, each holds it whole.
         reason: why it is cut, or is not.
     """
 
@@ -48,7 +50,13 @@ class ParameterRecipe:
     data: str = "shard"
     unit: str = ""
     stages: tuple[int, ...] = (0,)
+    places: tuple[int, ...] = (0,)
     reason: str = ""
+
+    @property
+    def place(self) -> int:
+        """The first place it is used in."""
+        return self.places[0]
 
     @property
     def numel(self) -> int:
@@ -65,11 +73,12 @@ class ParameterRecipe:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together (an FSDP2 wrap unit), and whether it is recomputed."""
+    """A module whose parameters are gathered together (an FSDP2 wrap unit), whether it is recomputed, and its place."""
 
     name: str
     data: str = "shard"
     recompute: bool = False
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,11 @@ class Recipe:
         rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
         stages: of a pipeline, in the order of the forward; empty without one.
         schedule: of a pipeline, by name.
-        buffers: (name, the stage whose copy counts) for each buffer of the model, where there is a pipeline.
+        buffers: (name, the stage, the place whose copy counts) for each buffer of the model, where there are several.
+        branches: the places that modules stand on besides the trunk, each after its parent; from 1 on, as places are
+            numbered.
+        streams: module → the stream of each rank that it runs on, at the same time as those on others.
+        placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
     """
@@ -129,7 +142,10 @@ class Recipe:
     rows: str = "auto"
     stages: tuple[Stage, ...] = ()
     schedule: str = "1f1b"
-    buffers: tuple[tuple[str, int], ...] = ()
+    buffers: tuple[tuple[str, int, int], ...] = ()
+    branches: tuple[Place, ...] = ()
+    placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -149,38 +165,62 @@ class Recipe:
         place = self.stage_rank[stage]
         return [rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank).get("pp", 0) == place]
 
+    @cached_property
+    def places(self) -> Places:
+        """The trunk and the branches."""
+        return Places(self.mesh, (trunk(self.mesh), *self.branches))
+
     def holds(self, parameter: ParameterRecipe, rank: int) -> bool:
-        """Whether a stage on this rank uses the parameter."""
-        return self.mesh.coordinate(rank).get("pp", 0) in self.owners(parameter)
+        """Whether a stage or branch on this rank uses the parameter."""
+        if self.mesh.coordinate(rank).get("pp", 0) not in self.owners(parameter):
+            return False
+        return parameter.places == (0,) or any(self.places.at(rank, p) is not None for p in parameter.places)
 
     def owners(self, parameter: ParameterRecipe) -> tuple[int, ...]:
         """The ranks of the pipeline axis whose stages use the parameter, in order."""
         return tuple(sorted({self.stage_rank[s] for s in parameter.stages}))
 
+    @cached_property
+    def _buffers(self) -> Mapping[str, tuple[int, int]]:
+        return {name: (stage, place) for name, stage, place in self.buffers}
+
     def owns_buffer(self, name: str, rank: int) -> bool:
-        """Whether the stage whose copy of a buffer counts is on this rank."""
-        return self.stage_rank[dict(self.buffers).get(name, 0)] == self.mesh.coordinate(rank).get("pp", 0)
+        """Whether the stage and branch whose copy of a buffer counts is on this rank."""
+        stage, place = self._buffers.get(name, (0, 0))
+        here = self.places.at(rank, place)
+        return here is not None and here.pp == self.stage_rank[stage]
 
     def buffer_owner(self, name: str) -> int:
         """The first rank whose copy of a buffer is the one that the forward changes."""
-        stage = dict(self.buffers).get(name, 0)
-        return self.mesh.rank({"pp": self.stage_rank[stage]} if self.stages else {})
+        return next(rank for rank in range(self.mesh.size) if self.owns_buffer(name, rank))
+
+    def shards(self, parameter: ParameterRecipe) -> int:
+        """Over how many ranks FSDP2 shards a parameter."""
+        return self.places.axis_size(parameter.place, "dp_shard") if parameter.data == "shard" else 1
 
     def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
-        """The parameter's layout on each axis of the mesh."""
+        """The parameter's layout on each axis of the mesh; for a branch's, on the axes of its place."""
         found: dict[str, Layout] = {}
+        at = self.places[parameter.place]
         for axis, size in self.mesh.axes:
             if axis == "pp":
                 found[axis] = WHOLE if len(self.owners(parameter)) == size else ELSEWHERE
             elif axis == "tp":
-                found[axis] = parameter.tp if size > 1 else WHOLE
-            elif axis == "dp_shard" and parameter.data == "shard" and size > 1:
-                rows = parameter.local_shape(0)[0]
-                step = -(-rows // size)
-                found[axis] = Cut(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
+                slices = ", ".join(self.places.spelled(p) for p in parameter.places if p)
+                name = f"{axis} on {slices}" if slices and 0 not in parameter.places else axis
+                found[name] = parameter.tp if at.tp > 1 else WHOLE
+            elif axis == "dp_shard" and self.shards(parameter) > 1:
+                found[axis] = self._rows(parameter)
             else:
                 found[axis] = WHOLE
+        if "dp_shard" not in found and self.shards(parameter) > 1:
+            found["dp_shard"] = self._rows(parameter)
         return found
+
+    def _rows(self, parameter: ParameterRecipe) -> Cut:
+        size, rows = self.shards(parameter), parameter.local_shape(0)[0]
+        step = -(-rows // size)
+        return Cut(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
 
     def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
         """What a rank holds of a parameter at rest, if it `holds` it: per dim, ranges of the whole, in local order.
@@ -188,24 +228,32 @@ class Recipe:
         Sharding over tp comes first, FSDP2 then shards what is left (``torch.chunk`` on dim 0): right to left, which
         DTensor writes as ``_StridedShard``.
         """
-        place = self.mesh.coordinate(rank)
         ranges: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in parameter.shape]
+        place = self.places.at(rank, parameter.place)
+        if place is None:  # of another of its places; all hold it whole
+            return tuple(ranges)
         if isinstance(parameter.tp, Cut):
-            ranges[parameter.tp.dim] = parameter.tp.intervals(place.get("tp", 0))
-        size = self.mesh.axis_size("dp_shard")
-        if parameter.data == "shard" and size > 1:
+            ranges[parameter.tp.dim] = parameter.tp.intervals(place.tp)
+        size = self.shards(parameter)
+        if size > 1:
             rows = sum(stop - start for start, stop in ranges[0])
             step = -(-rows // size)
-            first = place["dp_shard"] * step
+            first = place.dp_shard * step
             ranges[0] = _part(ranges[0], first, min(first + step, rows))
         return tuple(ranges)
 
+    def holders(self, parameter: ParameterRecipe) -> int:
+        """How many ranks hold a parameter, or a part of it."""
+        if parameter.places == (0,):
+            return self.mesh.size // self.mesh.axis_size("pp") * len(self.owners(parameter))
+        return sum(self.holds(parameter, rank) for rank in range(self.mesh.size))
+
     def copies(self, parameter: ParameterRecipe) -> int:
         """How many ranks hold the same values of a parameter."""
-        distinct = self.mesh.axis_size("dp_shard") if parameter.data == "shard" else 1
+        distinct = self.shards(parameter)
         if isinstance(parameter.tp, Cut):
-            distinct *= self.mesh.axis_size("tp")
-        return self.mesh.size // self.mesh.axis_size("pp") * len(self.owners(parameter)) // distinct
+            distinct *= parameter.tp.ranks
+        return self.holders(parameter) // distinct
 
     def __iter__(self) -> Iterator[ParameterRecipe]:
         return iter(self.parameters)

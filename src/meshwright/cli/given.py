@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from meshwright.errors import Findings, PlanError
+from meshwright.mesh import Mesh
 from meshwright.plan import KEYS, Plan
 from meshwright.target import Target, TargetLoss, load_target
 
@@ -47,7 +48,7 @@ class Given:
         problems = Problems()
         found, count = problems.of(lambda: Plan.from_command(plan, mesh, ours)), 1
         if found is not None:
-            count = rows(found.mesh.data_size * found.pieces)
+            count = rows(_pieces(found))
         loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
         loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
         problems.of(lambda: _check_device(device))
@@ -70,8 +71,8 @@ class Given:
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces a batch is divided: data ranks × microbatches."""
-        return self.plan.mesh.data_size * self.plan.pieces
+        """Into how many pieces a batch is divided: data ranks, those within a branch too, × microbatches."""
+        return _pieces(self.plan)
 
 
 class Problems:
@@ -92,6 +93,11 @@ class Problems:
         if self.errors:
             subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
             raise PlanError([finding for error in self.errors for finding in error.findings], subject)
+
+
+def _pieces(plan: Plan) -> int:
+    within = [Mesh(entry.mesh).data_size for entry in plan.modules.values() if entry.mesh is not None]
+    return plan.mesh.data_size * plan.pieces * max(within, default=1)
 
 
 def _check_device(device: str | None) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
 from meshwright.errors import nearest
-from meshwright.layout import Cut, Layout
+from meshwright.layout import WHOLE, Cut, Layout
 from meshwright.mesh import Mesh
+from meshwright.names import fold_alike, pattern
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 
 FEW_RANKS = 64
@@ -60,6 +60,7 @@ class ParameterFacts:
         bytes: of the whole parameter.
         requires_grad: whether it is trained.
         stages: the pipeline stages that use it; without a pipeline stage 0.
+        places: where it is used: 0 is the trunk, others are branches, as `Recipe.branches` numbers them from 1 on.
     """
 
     name: str
@@ -72,6 +73,11 @@ class ParameterFacts:
     bytes: int
     requires_grad: bool
     stages: tuple[int, ...] = (0,)
+    places: tuple[int, ...] = (0,)
+
+    def on_axis(self, axis: str) -> Layout:
+        """The layout on an axis; of a parameter of a branch, on that axis of its place."""
+        return next((layout for name, layout in self.layout.items() if name.split(" ")[0] == axis), WHOLE)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; layouts as words."""
@@ -86,6 +92,45 @@ class ParameterFacts:
             "bytes": self.bytes,
             "requires_grad": self.requires_grad,
             "stages": list(self.stages),
+            "places": list(self.places),
+        }
+
+
+@dataclass(frozen=True)
+class BranchFacts:
+    """A branch: one place of modules besides the trunk.
+
+    Attributes:
+        number: as `ParameterFacts.places` has it.
+        on: the slice, as the plan says it; of a nested branch ``tp[0] of tp[0:3]``.
+        parent: the number of the place around it; 0 is the trunk.
+        ranks: all ranks that run it, also those with other rows of the batch.
+        mesh: the axes that the ranks of one slice form.
+        modules: what the plan places there: (name, its turns: which of its calls run there, from 0; empty for all).
+        splits: whether the data ranks of its own mesh each run their share of the rows; else each runs all.
+        numel: elements of the parameters that are used there, each once.
+    """
+
+    number: int
+    on: str
+    parent: int
+    ranks: tuple[int, ...]
+    mesh: Mesh
+    modules: tuple[tuple[str, tuple[int, ...]], ...]
+    splits: bool
+    numel: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "number": self.number,
+            "on": self.on,
+            "parent": self.parent,
+            "ranks": list(self.ranks),
+            "mesh": dict(self.mesh.axes),
+            "modules": [{"name": name, "calls": list(turns)} for name, turns in self.modules],
+            "splits": self.splits,
+            "numel": self.numel,
         }
 
 
@@ -172,7 +217,7 @@ class ShardMap:
         return _slices(self.recipe.by_name[name], rank, self.recipe)
 
     def holds(self, name: str, rank: int) -> bool:
-        """Whether a stage on this rank uses the parameter: else it holds nothing of it."""
+        """Whether a stage or branch on this rank uses the parameter: else it holds nothing of it."""
         return self.recipe.holds(self.recipe.by_name[name], rank)
 
     def held_by(self, name: str) -> tuple[tuple[tuple[int, ...], Slices], ...]:
@@ -220,9 +265,16 @@ class ShardMap:
             "stages": [
                 {**asdict(stage), "ranks": self.recipe.stage_ranks_of(stage.index)} for stage in self.recipe.stages
             ],
+            "branches": [facts.to_dict() for facts in self.branches],
+            "streams": dict(self.recipe.streams),
             "units": [unit.name for unit in self.recipe.units],
             "notes": list(self.recipe.notes),
         }
+
+    @cached_property
+    def branches(self) -> tuple[BranchFacts, ...]:
+        """The places besides the trunk, each after its parent."""
+        return tuple(_branch(number, self.recipe) for number in self.recipe.places.branches)
 
     def _held(self, name: str) -> list[dict[str, Any]]:
         together: dict[Slices, list[int]] = {}
@@ -238,7 +290,7 @@ class ShardMap:
         """One parameter of each kind that is cut alike, and how many there are."""
         found: dict[Any, list[ParameterRecipe]] = {}
         for line in self.recipe.parameters:
-            found.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages), []).append(line)
+            found.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages, line.places), []).append(line)
         return {lines[0]: len(lines) for lines in found.values()}
 
 
@@ -257,16 +309,31 @@ def _facts(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
         bytes=line.numel * itemsize(line.dtype),
         requires_grad=line.requires_grad,
         stages=line.stages,
+        places=line.places,
     )
 
 
 def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
+    if line.places != (0,):
+        return _held_in_branches(line, recipe)
     layouts = recipe.layouts(line)
     copies = [axis for axis, layout in layouts.items() if axis != "pp" and not isinstance(layout, Cut)]
     together: dict[Slices, list[int]] = {}
     for group in recipe.mesh.groups(*copies):  # ranks that differ on axes which do not cut it hold the same
         if recipe.holds(line, group[0]):
             together.setdefault(_or_nothing(recipe.held(line, group[0])), []).extend(group)
+    return tuple((tuple(sorted(ranks)), slices) for slices, ranks in together.items())
+
+
+def _held_in_branches(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
+    """The same of a parameter that a branch uses: not the mesh's groups hold the same, but its place's, so rank by rank."""
+    alike: dict[tuple[int, int] | None, list[int]] = {}  # by where they stand on the axes that can cut it
+    for rank in filter(lambda rank: recipe.holds(line, rank), range(recipe.mesh.size)):
+        at = recipe.places.at(rank, line.place)
+        alike.setdefault(None if at is None else (at.dp_shard, at.tp), []).append(rank)
+    together: dict[Slices, list[int]] = {}
+    for ranks in alike.values():
+        together.setdefault(_or_nothing(recipe.held(line, ranks[0])), []).extend(ranks)
     return tuple((tuple(sorted(ranks)), slices) for slices, ranks in together.items())
 
 
@@ -294,6 +361,24 @@ def itemsize(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
+def _branch(number: int, recipe: Recipe) -> BranchFacts:
+    place, turns = recipe.places[number], recipe.placed
+    here = {name: tuple(i for i, p in enumerate(turns[name]) if p == number) for name in dict.fromkeys(place.modules)}
+    used = [line for line in recipe.parameters if number in line.places]
+    owners = {pp for line in used for pp in recipe.owners(line)}  # of the pipeline; without parameters any
+    found = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
+    return BranchFacts(
+        number=number,
+        on=recipe.places.spelled(number),
+        parent=place.parent,
+        ranks=tuple(rank for rank, at in found if at is not None and (not owners or at.pp in owners)),
+        mesh=place.mesh,
+        modules=tuple((name, calls if set(turns[name]) != {number} else ()) for name, calls in here.items()),
+        splits=place.splits,
+        numel=sum(line.numel for line in used),
+    )
+
+
 # --- folding ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,48 +398,21 @@ def fold(parameters: Iterable[ParameterFacts]) -> tuple[Row, ...]:
 
 def _kind(facts: ParameterFacts) -> Any:
     """What parameters of one row share."""
-    names = tuple(_pattern(name) for name in (facts.name, *facts.aliases))
+    names = tuple(pattern(name) for name in (facts.name, *facts.aliases))
     layout = tuple(facts.layout.values())
     return (
         names,
-        _pattern(facts.unit),
+        pattern(facts.unit),
         facts.shape,
         facts.dtype,
         layout,
         facts.reason,
         facts.requires_grad,
         facts.stages,
+        facts.places,
     )
 
 
-def _pattern(name: str) -> tuple[str, ...]:
-    return tuple("#" if part.isdigit() else part for part in name.split("."))
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
 def _rows(alike: list[ParameterFacts]) -> list[Row]:
-    found = [_numbers(facts.name) for facts in alike]
-    choices = [sorted(set(column)) for column in zip(*found, strict=True)]
-    if prod(map(len, choices)) == len(alike):
-        return [Row(_label(alike[0].name, choices), tuple(facts.name for facts in alike), alike[0])]
-    # Some combinations are missing: fold by the first number alone, for each choice of the others.
-    rest = sorted(alike, key=lambda facts: (_numbers(facts.name)[1:], _numbers(facts.name)))
-    return [row for _, group in groupby(rest, lambda facts: _numbers(facts.name)[1:]) for row in _rows(list(group))]
-
-
-def _label(name: str, choices: list[list[int]]) -> str:
-    columns = iter(choices)
-    return ".".join(_range(next(columns)) if part.isdigit() else part for part in name.split("."))
-
-
-def _range(numbers: list[int]) -> str:
-    """The numbers as a label has them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(steps) > 1 or (len(numbers) == 2 and steps != {1}):
-        return "{" + ",".join(map(str, numbers)) + "}"
-    return f"{{{numbers[0]}…{numbers[-1]}}}" if steps == {1} else f"{{{numbers[0]},{numbers[1]}…{numbers[-1]}}}"
+    facts = {f.name: f for f in alike}
+    return [Row(folded.label, folded.names, facts[folded.names[0]]) for folded in fold_alike(list(facts))]

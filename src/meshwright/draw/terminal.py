@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from meshwright.draw.branches import branches
 from meshwright.draw.facts import FEW_RANKS, ParameterFacts, Row, ShardMap, elements
 from meshwright.draw.stages import stages, stages_text
 from meshwright.layout import Cut, Interval, Layout
@@ -62,7 +63,15 @@ def render(
     rows = shard_map.rows if parameter is None else shard_map.matching(parameter)
     drawn = (0 if parameter is None else 3) if pictures is None else pictures
     above = () if parameter is not None else (heading(shard_map, shown), Text())
-    below = () if parameter is not None else (*stages(shard_map.recipe), *notes(shard_map))
+    below = (
+        ()
+        if parameter is not None
+        else (
+            *stages(shard_map.recipe),
+            *branches(shard_map),
+            *notes(shard_map),
+        )
+    )
     return Group(*above, _Listing(shard_map, rows, shown, width), *below, *_drawings(shard_map, rows, rank, drawn))
 
 
@@ -163,7 +172,8 @@ class _Columns:
 
     def __init__(self, shard_map: ShardMap, root: _Node, rank: int, width: int) -> None:
         self.map, self.root, self.rank = shard_map, root, rank
-        self.axes = [axis for axis, size in shard_map.mesh.axes if size > 1]
+        self.axes = _axes(shard_map)
+        self.parted = bool(shard_map.recipe.branches)
         self.units = {unit.name for unit in shard_map.recipe.units if unit.name}
         nodes = list(root.depths())
         cells = [self.cells(node.row) for _, node in nodes if node.row]
@@ -173,17 +183,27 @@ class _Columns:
         self.below = self.name + sum(_GAP + w for w in self.wide) > width
 
     def titles(self) -> list[str]:
-        axes = [f"{axis}={self.map.mesh.axis_size(axis)}" for axis in self.axes]
-        return ["shape", *axes, f"rank {self.rank} holds"]
+        sizes = dict(self.map.mesh.axes)
+        axes = [f"{axis}={sizes[axis]}" if sizes.get(axis, 1) > 1 else axis for axis in self.axes]
+        return ["shape", *axes, *["ranks"] * self.parted, f"rank {self.rank} holds"]
 
     def cells(self, row: Row) -> list[str]:
         facts = row.first
         layouts = [
-            stages_text(facts.stages) if axis == "pp" else layout_text(facts.layout[axis], len(facts.shape))
+            stages_text(facts.stages) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
             for axis in self.axes
         ]
+        layouts += [self.ranks(facts)] * self.parted
         held = slices_text(self.map.slices(facts.name, self.rank), facts.shape)
         return [shape_text(facts), *layouts, held if self.map.holds(facts.name, self.rank) else "nothing"]
+
+    def ranks(self, facts: ParameterFacts) -> str:
+        """Who holds a parameter; of one of a branch ``2–7 (tp[2:8])``."""
+        if facts.places == (0,):
+            return "all" if facts.stages == (0,) else "of its stage"
+        held = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
+        places = [self.map.recipe.places.spelled(p) or "the trunk" for p in facts.places]
+        return f"{ranks_text(held)} ({', '.join(places)})"
 
     def tree(self) -> Tree:
         titles = self.titles()[: -1 if self.below else None]
@@ -207,10 +227,12 @@ class _Columns:
         facts = row.first
         styles = [
             "",
-            *("dim" if cell == "whole" else _COLORS.get(a, "") for a, cell in zip(self.axes, cells[1:], strict=True)),
+            *("dim" if cell == "whole" else _COLORS.get(a, "") for a, cell in zip(self.axes, cells[1:], strict=False)),
+            *[""] * self.parted,
         ]
         below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
-        below += [Text(remark, style="dim") for remark in remarks(facts)]
+        tp = self.map.recipe.places[facts.places[0]].tp > 1
+        below += [Text(remark, style="dim") for remark in remarks(facts, tp)]
         if not self.below:
             cells, styles = [*cells, held], [*styles, ""]
         line = self.line(node.label, depth, cells, styles)
@@ -227,14 +249,22 @@ class _Columns:
         return text
 
 
-def remarks(facts: ParameterFacts) -> Iterator[str]:
-    """What is to be said of a parameter below its line."""
+def _axes(shard_map: ShardMap) -> list[str]:
+    """The axes that have a column: those of the mesh, and ``dp_shard`` where a branch alone has it."""
+    axes = [axis for axis, size in shard_map.mesh.axes if size > 1]
+    if "dp_shard" not in axes and any(b.mesh.axis_size("dp_shard") > 1 for b in shard_map.recipe.branches):
+        axes.insert(axes.index("tp"), "dp_shard")
+    return axes
+
+
+def remarks(facts: ParameterFacts, tp: bool = True) -> Iterator[str]:
+    """What is to be said of a parameter below its line. ``tp``: whether there is such an axis where it is used."""
     if facts.aliases:
         yield f"the same tensor: {', '.join(facts.aliases)}"
     if not facts.requires_grad:
         yield "frozen"
-    if facts.reason and "tp" in facts.layout:
-        cut = isinstance(facts.layout["tp"], Cut)
+    if facts.reason and tp and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
+        cut = isinstance(facts.on_axis("tp"), Cut)
         yield f"{'cut' if cut else 'whole'} over tp: {facts.reason}"
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
+from meshwright.names import fold_names
 from meshwright.parity.compare import KINDS, Errors, Kind
 from meshwright.plan import Plan
 from meshwright.recipe import Recipe
 
 _MOST = 10  # lines of a list
+_FEW = 4  # branches in the title, and modules of each
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,14 @@ class Report:
         return "\n\n".join(blocks)
 
     def _verdict(self) -> str:
+        layout = f"{self.plan.mesh}{_beside(self.recipe)}"
         if self.failure:
-            return f"{self.plan.mesh} did not come to an end"
+            return f"{layout} did not come to an end"
         if self.passed:
-            return f"{self.plan.mesh} is one device"
+            return f"{layout} is one device"
         wrong = [f"{self._count(kind)} of {len(self.errors[kind])} {kind}" for kind in KINDS if self._count(kind)]
         loss = ["the loss"] * (not self.errors["loss"] <= self.tolerance)
-        return f"{self.plan.mesh} is not one device: {', '.join(loss + wrong)}"
+        return f"{layout} is not one device: {', '.join(loss + wrong)}"
 
     def _count(self, kind: Kind) -> int:
         return len(self._over(kind))
@@ -137,6 +140,24 @@ class Report:
             if len(over) > _MOST:
                 rows.append((kind, "", f"… and {len(over) - _MOST} more", "", ""))
         return _table(rows)
+
+
+def _beside(recipe: Recipe | None) -> str:
+    """What branches run where: ``, block_a on tp[0:2] | block_b on tp[2:8] as dp_replicate=3 × tp=2``."""
+    if recipe is None or not (recipe.branches or recipe.streams):
+        return ""
+    said = []
+    for number, place in enumerate(recipe.branches, 1):
+        within = f" as {place.mesh}" if place.data > 1 else ""
+        said.append(f"{_named(place.modules)} on {recipe.places.spelled(number)}{within}")
+    for stream in sorted(set(recipe.streams.values())):
+        said.append(f"{_named(n for n, s in recipe.streams.items() if s == stream)} on stream[{stream}]")
+    return f", {' | '.join(said[:_FEW])}" + f" | {len(said) - _FEW} more branches" * (len(said) > _FEW)
+
+
+def _named(modules: Iterable[str]) -> str:
+    names = [folded.label for folded in fold_names(modules)]
+    return ", ".join(names[:_FEW]) + f" and {len(names) - _FEW} more" * (len(names) > _FEW)
 
 
 def _plain(error: float) -> float | str:

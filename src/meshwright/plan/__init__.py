@@ -61,6 +61,8 @@ class Plan:
         rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
             ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
             of the batch, losses that compare rows), which is tried out before the first step.
+        branches: ``auto``: what can run at the same time is found in the forward, and placed on slices of tp; ``said``: only
+            what ``on`` places.
         seed: of the initial values and of dropout.
 
     Raises:
@@ -84,6 +86,7 @@ class Plan:
     precision: str
     reshard_after_forward: bool | None
     rows: str
+    branches: str
     seed: int
 
     def __init__(
@@ -100,6 +103,7 @@ class Plan:
         precision: str = "float32",
         reshard_after_forward: bool | None = None,
         rows: str = "auto",
+        branches: str = "said",
         seed: int = 0,
     ) -> None:
         given = {
@@ -114,6 +118,7 @@ class Plan:
             "precision": precision,
             "reshard_after_forward": reshard_after_forward,
             "rows": rows,
+            "branches": branches,
             "seed": seed,
         }
         for name, value in (_DEFAULTS | Reader(Source(given)).plan()).items():
@@ -207,7 +212,7 @@ class Plan:
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
-        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None)}
+        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None, mesh=None)}
         """
         values = self.settings()
         source = Source(values)

@@ -20,7 +20,11 @@ class Entry:
         recompute: ``block`` computes this module again in backward, instead of keeping its activations;
             ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
-        on: where on the pipeline axis this module runs: ``pp[1]``, its second rank.
+        on: where this module runs: ``pp[1]``, the second rank of the pipeline axis; ``tp[2:8]``, those ranks of the tp axis
+            (a branch; within a branch, of its own tp axis). Several, for a module that is called several times: the
+            place of each call. ``stream[0]``: on every rank, at the same time as what is on ``stream[1]``. ``auto``: what
+            within it can run at the same time is found, and placed on slices of tp.
+        mesh: the axes that the ranks of a slice form, pairs of name and size; left out: all of them ``tp``.
     """
 
     dp: str | None = None
@@ -29,12 +33,23 @@ class Entry:
     units: int | None = None
     recompute: str | None = None
     unit: bool | None = None
-    on: str | None = None
+    on: str | tuple[str, ...] | None = None
+    mesh: tuple[tuple[str, int], ...] | None = None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What ``on`` says, for each call."""
+        return (self.on,) if isinstance(self.on, str) else self.on or ()
 
     @property
     def pp_rank(self) -> int | None:
         """The rank of ``on: pp[<rank>]``."""
-        return int(self.on[len("pp[") : -1]) if self.on else None
+        return int(self.on[len("pp[") : -1]) if isinstance(self.on, str) and self.on.startswith("pp") else None
+
+    @property
+    def stream(self) -> int | None:
+        """The stream of ``on: stream[<n>]``."""
+        return int(self.on[len("stream[") : -1]) if isinstance(self.on, str) and self.on.startswith("stream") else None
 
     @property
     def cut_dim(self) -> int | None:
@@ -44,6 +59,8 @@ class Entry:
     def settings(self) -> dict[str, Any]:
         """The keys that are said, as plain YAML values."""
         said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if self.mesh is not None:
+            said["mesh"] = dict(self.mesh)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
 
     def __or__(self, later: Entry) -> Entry:

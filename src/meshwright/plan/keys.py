@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import listing
+from meshwright.place import SLICE
 from meshwright.schedule import NAMES as SCHEDULES
 
 
@@ -47,8 +48,19 @@ def _is_parts(value: object) -> bool:
     return _is_int(value, 1)
 
 
+_RANK = re.compile(r"(pp|stream)\[[0-9]{1,4}\]")
+
+
 def _is_place(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"pp\[[0-9]{1,4}\]", value) is not None
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(v, str) and SLICE.fullmatch(v) for v in value)
+    return isinstance(value, str) and (value == "auto" or _RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
+
+
+def _is_mesh(value: object) -> bool:
+    """Axes as a mapping or a text; from Python also as pairs."""
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    return isinstance(value, (Mapping, str)) or pairs
 
 
 _STYLES = ("column", "row", "whole", "auto")
@@ -62,6 +74,7 @@ PLAN = {
     "precision": _choice("float32", "bfloat16", "float64"),
     "reshard_after_forward": _flag(),
     "rows": _choice("auto", "split", "whole"),
+    "branches": _choice("said", "auto"),
     "seed": _number(0, 0),
 }
 ENTRY = {
@@ -71,7 +84,12 @@ ENTRY = {
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),
     "unit": _flag(),
-    "on": Kind(_is_place, "a rank of the pipeline axis: pp[<rank>]", "pp[0]"),
+    "on": Kind(
+        _is_place,
+        "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], a stream of each rank, stream[<n>], or auto",
+        "tp[0:2]",
+    ),
+    "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
 }
 
 SECTIONS = ("modules", "parameters")

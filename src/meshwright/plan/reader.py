@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from meshwright.errors import Finding, PlanError, nearest
-from meshwright.mesh import read_mesh
+from meshwright.mesh import ALIASES, read_mesh
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import ENTRY, KEYS, PLAN, SECTIONS, Kind
 from meshwright.plan.source import KeyPath, Source, flow
@@ -116,9 +116,19 @@ class Reader:
             key: self.value(ENTRY[key], item, (*path, key))
             for key, item in self.section(values, path, ENTRY, "an entry").items()
         }
-        if isinstance(said.get("parts"), list):
-            said["parts"] = tuple(said["parts"])
+        for key in ("parts", "on"):
+            if isinstance(said.get(key), list):
+                said[key] = tuple(said[key])
+        if said.get("mesh") is not None:
+            said["mesh"] = self.inner_mesh(said["mesh"], (*path, "mesh"))
         return Entry(**said)
+
+    def inner_mesh(self, value: Any, path: KeyPath) -> tuple[tuple[str, int], ...] | None:
+        """The mesh of a branch, in which ``dp`` is a word for ``dp_replicate``."""
+        value = dict(value) if isinstance(value, tuple) else value
+        where = lambda axis: self.source.where((*path, axis) if axis else path)  # noqa: E731
+        mesh = read_mesh(value, self.findings, where, {**ALIASES, "dp": "dp_replicate"})
+        return None if mesh is None else mesh.axes
 
     def both(self, before: Entry, entry: Entry, path: KeyPath) -> None:
         """A glob that stands in both sections may not be said two things."""

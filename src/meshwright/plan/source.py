@@ -65,8 +65,10 @@ class Source:
 
 
 def flow(value: object) -> str:
-    """A value as YAML writes it on one line."""
+    """A value as YAML writes it on one line, also within braces: ``'tp[0:2]'`` needs its quotes there."""
     try:
+        if isinstance(value, str) and "[" in value:
+            return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=WIDE).strip()[1:-1]
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=WIDE)
     except yaml.YAMLError:
         return repr(value)

@@ -131,6 +131,7 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -
     findings.add(where=where, given=given, required=f"YAML: {reason}", fix=_mended(line))
 
 
+_PLACE = re.compile(r"""(?<![\w'"])((?:tp|pp|stream)\[[0-9:]*\])(?!['"])""")
 _OPENS = re.compile("flow|quoted|simple key")
 
 
@@ -139,6 +140,8 @@ def _mended(line: str) -> str:
     if "\t" in line:
         return line.expandtabs(2)
     line = "".join(c for c in line if c.isprintable()).strip()
+    if (quoted := _PLACE.sub(r"'\1'", line)) != line:  # brackets within braces read as a list
+        return quoted
     if match := re.fullmatch(r"(\*[^:\s]*)(:.*)", line):  # a bare glob reads as an alias
         return f'"{match[1]}"{match[2]}'
     for quote in "\"'":

@@ -3,6 +3,7 @@
 A cut is a position in the recorded program (graph.py). It may stand anywhere but
 
     within a call of a module without modules in it, or of a repeated block (unless there are too few other places)
+    between a fork and the join of branches
     after a value was read for Python to act on, within the module that read it
     between the making of two names for one memory and the last use of one after a write to the other
 
@@ -35,8 +36,8 @@ class Places:
     reasons: tuple[str, ...]
 
 
-def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
-    """The positions at which a stage may begin."""
+def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = ()) -> Places:
+    """The positions at which a stage may begin; ``regions``: spans in which branches run (regions.py)."""
     end = len(graph.events)
     closed, in_block, reasons = [False] * (end + 1), [False] * (end + 1), []
 
@@ -52,6 +53,9 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str]) -> Places:
             close(call.start + 1, call.stop, closed)
         if call.module in blocks:
             close(call.start + 1, call.stop, in_block)
+    for start, stop in regions:
+        close(start + 1, stop, closed)
+        reasons.append("branches run at the same time")
     stops = {path: call.stop for path, call in graph.calls.items()}
     for i, event in enumerate(graph.events):
         if event.reads and event.inputs:  # (a parameter that is read is held by every stage)

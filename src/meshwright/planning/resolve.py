@@ -21,13 +21,22 @@ from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.plan import Entry, Plan
+from meshwright.planning.branch import (
+    Branches,
+    buffer_place,
+    find_branches,
+    place_of,
+    read_places,
+)
 from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.concurrent import place_concurrent, wants_branches
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
+from meshwright.regions import Regions
 from meshwright.view.sequence import cutting_inputs
 
 Run = Callable[[nn.Module], Any]
@@ -64,40 +73,53 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     """
     findings = Findings()
     names = Names.of(model)
-    entries = _entries(model, names, plan, findings)
+    plan, entries, of_branches = _all_said(model, names, plan, run, findings)
     if whole_batch:
         _check_rows(plan, batch, findings)
     _check_cuts(plan, names, findings)
     _check_scripted(model, findings)
+    branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    units, recompute = _units(model, blocks, plan, entries)
+    graph = _captured(model, plan, run) if branches or plan.mesh.axis_size("pp") > 1 else None
+    if graph is not None:
+        branches, more = find_branches(model, plan, branches, graph, findings)
+        of_branches += more
+        findings.raise_if_any()
+    units, recompute = _units(model, blocks, plan, entries, branches.placed)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
-    cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run)
+    cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run, branches)
+    notes += of_branches
     _check_refused(cuts, names, findings)
     findings.raise_if_any()
-    routed = plan.mesh.data_size > 1 and (cuts is None or cuts.reads > 0)
+    data = plan.mesh.data_size * max((p.data for p in branches.places), default=1)
+    routed = data > 1 and (cuts is None or cuts.reads > 0)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
-    schedule = plan.schedule
     written = uses.written if uses is not None else set()
     if written and plan.mesh.data_size > 1:
         more.append(
             f"the forward writes {', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}: whole on every data rank"
         )
-    stages: tuple[Stage, ...] = ()
-    buffers: tuple[tuple[str, int], ...] = ()
+    stages, schedule = tuple[Stage, ...](), plan.schedule
+    buffers: tuple[tuple[str, int, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
-    if plan.mesh.axis_size("pp") > 1:
-        stages, homes, graph = _stages(model, plan, names, entries, blocks, run, findings)
+    if graph is not None and plan.mesh.axis_size("pp") > 1:
+        stages, homes = _stages(plan, names, entries, blocks, graph, branches.regions, findings)
         findings.raise_if_any()
         schedule, why = _schedule(plan, graph)
         units, recompute, parted = _whole_in_stages(units, recompute, graph, stages)
-        buffers = _buffer_homes(model, graph, stages)
         more += why + parted + _shared(homes)
+    if graph is not None:
+        buffers = _buffer_homes(model, graph, stages, branches)
+    if graph is not None and branches.regions is not None:
+        recompute, parted = _recomputed_whole(recompute, graph, branches, names)
+        more += parted
+        _check_shared(homes, branches, findings)
+        findings.raise_if_any()
     owners = _owners(model, units)
     lines = tuple(
-        replace(_line(name, p, aliases, cuts, units, owners.get(id(p), ""), written), stages=homes[name])
+        _line(name, p, aliases, cuts, units, owners.get(id(p), ""), written, homes[name], branches.home(name))
         for name, (p, aliases) in names.parameters.items()
     )
     return Recipe(
@@ -108,15 +130,29 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         sequence=sequence,
         microbatches=plan.microbatches or _microbatches(plan, rows_of(batch) or 1, whole_batch),
         precision=plan.precision,
-        reshard_after_forward=_reshards(plan),
+        reshard_after_forward=_reshards(plan) and not branches,
         rows=plan.rows,
         stages=stages,
         schedule=schedule,
         buffers=buffers,
+        branches=branches.places,
+        placed=branches.placed,
+        streams=branches.streams,
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
     )
+
+
+def _all_said(
+    model: nn.Module, names: Names, plan: Plan, run: Run, findings: Findings
+) -> tuple[Plan, dict[str, Entry], list[str]]:
+    """The plan, with the branches that it leaves to be found; what it says of each module and parameter; what was found."""
+    entries = _entries(model, names, plan, findings)
+    if findings or not wants_branches(plan):
+        return plan, entries, []
+    plan, notes = place_concurrent(plan, entries, _captured(model, plan, run))
+    return plan, _entries(model, names, plan, findings), notes
 
 
 # --- what the plan's globs name ---------------------------------------------------------------------------------------
@@ -214,16 +250,23 @@ def _model_tp_plan(model: nn.Module, names: Names) -> tuple[dict[str, Style], li
 
 
 def _units(
-    model: nn.Module, blocks: tuple[str, ...], plan: Plan, entries: Mapping[str, Entry]
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    plan: Plan,
+    entries: Mapping[str, Entry],
+    placed: Mapping[str, tuple[int, ...]],
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
-    """Wrap units, innermost first and the root last; and the modules to recompute."""
+    """Wrap units, innermost first and the root last; and the modules to recompute.
+
+    A module that stands in a place of its own is a unit, as a unit lives on one mesh.
+    """
     modules = dict(model.named_modules())
     chosen = {b: Unit(b) for b in blocks if entries.get(b, Entry()).unit is not False}
     recompute = [b for b in blocks if plan.recompute == "blocks" and entries.get(b, Entry()).recompute != "none"]
     for name, entry in entries.items():
         if name not in modules:
             continue
-        if name and (entry.unit or entry.dp is not None):
+        if name and (entry.unit or entry.dp is not None or name in placed):
             chosen[name] = Unit(name, entry.dp or "shard")
         if name and entry.recompute == "block" and name not in recompute:
             recompute.append(name)
@@ -234,6 +277,7 @@ def _units(
                 chosen[name] = replace(unit, data=chosen[max(above, key=len)].data)
     held = {n: u for n, u in chosen.items() if any(True for _ in modules[n].parameters())}
     order = sorted(held, key=lambda n: -n.count("."))
+    held = {n: replace(u, place=place_of(n, placed)[0]) for n, u in held.items()}
     return (*(held[n] for n in order), Unit("", entries.get("", Entry()).dp or "shard")), tuple(recompute)
 
 
@@ -286,8 +330,9 @@ def _cuts(
     units: tuple[Unit, ...],
     sequence: tuple[str, ...],
     run: Run,
+    branches: Branches,
 ) -> tuple[Cuts | None, Uses | None, list[str]]:
-    """The cuts over tp, and which units are used as units, from the model's own forward."""
+    """The cuts over tp, and which units are used as units, from the model's own forward; a branch's over its own tp."""
     modules = dict(model.named_modules())
     soft, notes = _model_tp_plan(model, names)
     styles = _styles(names, entries, soft)
@@ -298,9 +343,8 @@ def _cuts(
         styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
     seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
     try:
-        cuts = infer_cuts(
-            model, run, axis="tp", size=size, styles=styles, names=ids, seeds=seeds, uses=uses,
-        )  # fmt: skip
+        trunk = _styles_in(0, styles, branches)
+        cuts = infer_cuts(model, run, axis="tp", size=size, styles=trunk, names=ids, seeds=seeds, uses=uses)
     except Exception as error:  # whatever a model may raise on tensors without values
         notes.append(
             f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
@@ -309,12 +353,48 @@ def _cuts(
         said = cuts_as_said(model, size=size, styles=styles, names=ids) if size > 1 else None
         return said, None, notes
     if size > 1 and not cuts.layouts:
-        reasons = sorted({r for r in cuts.reasons.values() if r})
-        notes.append(
-            f"no parameter is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])
-        )
+        reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
+        what = "no parameter outside branches" if branches.places else "no parameter"
+        notes.append(f"{what} is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3]))
+    cuts = _branch_cuts(model, run, names, styles, ids, cuts, branches)
     notes += [f"{p} is not used by the forward" for p in names.parameters if p not in uses.seen]
     return cuts, uses, notes
+
+
+def _branch_cuts(
+    model: nn.Module,
+    run: Run,
+    names: Names,
+    styles: Mapping[str, Style],
+    ids: Mapping[int, str],
+    cuts: Cuts,
+    branches: Branches,
+) -> Cuts:
+    """The cuts of the trunk, with those of each branch over its own tp axis."""
+    for number, place in enumerate(branches.places, 1):
+        own = [n for n in names.parameters if branches.home(n) == (number,)]
+        found = replace(cuts, layouts={}, reasons=dict.fromkeys(own, "its place has no tp axis"), refused={})
+        if place.tp > 1:
+            alone = _styles_in(number, styles, branches)
+            found = infer_cuts(model, run, axis="tp", size=place.tp, styles=alone, names=ids)
+        cuts = _with_place(cuts, found, own)
+    return cuts
+
+
+def _styles_in(place: int, styles: Mapping[str, Style], branches: Branches) -> dict[str, Style]:
+    """The styles of a place's own parameters; those of others stay whole."""
+    other = Style("whole", forced=True, reason="used in another place")
+    return {name: style if branches.home(name) == (place,) else other for name, style in styles.items()}
+
+
+def _with_place(cuts: Cuts, found: Cuts, own: list[str]) -> Cuts:
+    """The cuts, with those of a place's own parameters as they were found over its tp axis."""
+    return replace(
+        cuts,
+        layouts={**cuts.layouts, **{n: found.layouts[n] for n in own if n in found.layouts}},
+        reasons={**cuts.reasons, **{n: found.reasons[n] for n in own if n in found.reasons}},
+        refused={**cuts.refused, **{n: found.refused[n] for n in own if n in found.refused}},
+    )
 
 
 def _line(
@@ -325,9 +405,13 @@ def _line(
     units: tuple[Unit, ...],
     owner: str,
     written: set[str],
+    stages: tuple[int, ...],
+    places: tuple[int, ...],
 ) -> ParameterRecipe:
-    tp = cuts.layouts.get(name, WHOLE) if cuts else WHOLE
-    data = next(u.data for u in units if u.name == owner)
+    tp = cuts.layouts.get(name, WHOLE) if cuts and len(places) == 1 else WHOLE
+    unit = next(u for u in units if u.name == owner)
+    loose = not p.dim() or name in written or places != (unit.place,)  # a unit lives on one mesh
+    reason = cuts.reasons.get(name, "") if cuts else ""
     return ParameterRecipe(
         name=name,
         shape=tuple(p.shape),
@@ -335,9 +419,11 @@ def _line(
         requires_grad=p.requires_grad,
         aliases=aliases,
         tp=tp,
-        data="loose" if not p.dim() or name in written else data,
+        data="loose" if loose else unit.data,
         unit=owner,
-        reason=cuts.reasons.get(name, "") if cuts else "",
+        stages=stages,
+        places=places,
+        reason="used in several places" if len(places) > 1 else reason,
     )
 
 
@@ -356,23 +442,27 @@ def _reshards(plan: Plan) -> bool:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+def _captured(model: nn.Module, plan: Plan, run: Run) -> ModelGraph:
+    """The forward on the sample, recorded."""
+    with computing_in(model, plan.precision):
+        return capture(model, run)
+
+
 def _stages(
-    model: nn.Module,
     plan: Plan,
     names: Names,
     entries: Mapping[str, Entry],
     blocks: tuple[str, ...],
-    run: Run,
+    graph: ModelGraph,
+    regions: Regions | None,
     findings: Findings,
-) -> tuple[tuple[Stage, ...], dict[str, tuple[int, ...]], ModelGraph]:
+) -> tuple[tuple[Stage, ...], dict[str, tuple[int, ...]]]:
     """The stages of the pipeline, and those that use each parameter."""
     ranks = plan.mesh.axis_size("pp")
     count = ranks * (plan.stages_per_rank or (2 if plan.schedule == "interleaved" else 1))
-    with computing_in(model, plan.precision):
-        graph = capture(model, run)
     sizes = {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
     pinned = _pinned(graph, plan, entries, ranks, count, findings)
-    places = cut_places(graph, blocks)
+    places = cut_places(graph, blocks, regions.spans if regions is not None else ())
     cuts = choose_cuts(graph, places.between_blocks, count, sizes, pinned)
     if cuts is None:
         cuts = choose_cuts(graph, places.anywhere, count, sizes, pinned)
@@ -401,18 +491,53 @@ def _stages(
             if scope in called:
                 homes[name] = tuple(sorted(called[scope])) if scope else (min(called[scope]),)
         homes.setdefault(name, (0,))
-    return stages, homes, graph
+    return stages, homes
 
 
-def _buffer_homes(model: nn.Module, graph: ModelGraph, stages: tuple[Stage, ...]) -> tuple[tuple[str, int], ...]:
-    """For each buffer, the last stage that takes it, or else the first that runs its module."""
+def _buffer_homes(
+    model: nn.Module,
+    graph: ModelGraph,
+    stages: tuple[Stage, ...],
+    branches: Branches,
+) -> tuple[tuple[str, int, int], ...]:
+    """For each buffer, the last stage that takes it, or else the first that runs its module; and its place."""
     cuts = [graph.positions[s.first] for s in stages[1:]]
     found = {name: stage_of(cuts, p) for p, event in enumerate(graph.events) for name in event.buffers}
     runs: dict[str, int] = {}
     for call in graph.calls.values():
         runs.setdefault(call.module, stage_of(cuts, call.start))
     names = (name for name, _ in model.named_buffers())
-    return tuple((name, found.get(name, runs.get(name.rpartition(".")[0], 0))) for name in names)
+    return tuple(
+        (name, found.get(name, runs.get(name.rpartition(".")[0], 0)), buffer_place(name, graph, branches))
+        for name in names
+    )
+
+
+def _recomputed_whole(
+    recompute: tuple[str, ...], graph: ModelGraph, branches: Branches, names: Names
+) -> tuple[tuple[str, ...], list[str]]:
+    """The modules to recompute, without those in which a region is, or a parameter that several places use."""
+    assert branches.regions is not None
+    shared = {name for name in names.parameters if len(branches.home(name)) > 1}
+    parted = {
+        c.module for c in graph.calls.values()
+        if len(set(branches.regions.places[c.start : c.stop])) > 1
+        or any(shared & set(e.parameters) for e in graph.events[c.start : c.stop])
+    }  # fmt: skip
+    notes = [f"{r} keeps its activations: branches part or meet in it" for r in recompute if r in parted]
+    return tuple(r for r in recompute if r not in parted), notes
+
+
+def _check_shared(homes: Mapping[str, tuple[int, ...]], branches: Branches, findings: Findings) -> None:
+    """What several stages share stands on the same ranks of each."""
+    for name, stages in homes.items():
+        if len(stages) > 1 and branches.home(name) != (0,):
+            findings.add(
+                where=f"the model's {name}",
+                given="a parameter of a branch that several stages of the pipeline use",
+                required="parameters of branches that one stage uses",
+                fix="leave out on: for the module that uses it",
+            )
 
 
 def _pinned(

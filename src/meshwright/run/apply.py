@@ -3,7 +3,7 @@
 1  build on meta         run/init:    no rank holds the whole model
 2  cut                   run/parameters.py: tensor parallelism's DTensors
 3  recompute             run/recompute.py
-4  stages                view/walk.py: forwards that ask which part of them is this rank's
+4  stages and branches   view/walk.py: forwards that ask which part of them is this rank's
 5  shard                 run/data.py: FSDP2 on units, then the root
 6  allocate and fill     run/parameters.py: each parameter's own slice of its one-device value
 7  view                  the model's forward sees whole tensors
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshwright.graph import ModelGraph
 from meshwright.layout import Cut
 from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.run.branch import Branching
 from meshwright.run.counts import LabelCounter
 from meshwright.run.data import needs_fsdp, shard_units
 from meshwright.run.groups import Groups
@@ -32,6 +33,7 @@ from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.recompute import recompute
 from meshwright.run.routing import Routed
+from meshwright.run.streams import Streams, collectives_within
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.sequence import cutting_inputs
@@ -66,21 +68,33 @@ def apply(
         cast(model, dtype)
     cut_parameters(model, recipe, groups)
     recompute(model, recipe.recompute)
-    forwards = Forwards(model) if recipe.stages else None
+    forwards = Forwards(model) if recipe.stages or recipe.branches or recipe.streams else None
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     ledger = Ledger()
-    view = _view(model, recipe, groups, ledger)
+    branching = Branching(recipe, groups, ledger) if recipe.branches else None
+    view = _view(model, recipe, groups, ledger, branching)
     # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
     torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
-    routed = Routed(model, groups) if recipe.routed and needs_fsdp(recipe) else None
+    routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
     pipeline = None
     if forwards is not None:
         assert graph is not None
-        pipeline = Pipeline(forwards, recipe, groups, graph=graph, view=view, loss=loss)
+        streams = _streams(recipe, groups)
+        pipeline = Pipeline(
+            forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
+        )
     return Job(
         model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed, pipeline=pipeline
     )
+
+
+def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
+    """What runs blocks at the same time on this rank. In threads only blocks without collectives: the order of those is
+    the same on all ranks because one thread makes it."""
+    if not recipe.streams or (groups.device.type == "cpu" and collectives_within(recipe)):
+        return None
+    return Streams(1 + max(recipe.streams.values()), groups.device)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -100,16 +114,36 @@ def _values(
     return value
 
 
-def _view(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger) -> GlobalView | None:
-    """The view over tp; None where the mesh has none. Sequence cuts are hooks that stay for the model's life."""
+def _view(
+    model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, branching: Branching | None
+) -> GlobalView | None:
+    """The view over tp, and over that of each branch; None where the mesh has none. Sequence cuts are hooks that stay for
+    the model's life."""
     if recipe.mesh.axis_size("tp") == 1:
         return None
-    axis = Axis("tp", recipe.mesh.axis_size("tp"), groups.tp_rank, groups.tp, ledger)
-    work = Work(axis, ledger, {id(m): n for n, m in model.named_modules()})
+    names, works = {id(m): n for n, m in model.named_modules()}, {}
+    for place in sorted(recipe.places.of(groups.rank)):
+        at, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
+        assert at is not None
+        axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger)
+        works[place] = Work(axis, ledger, names)
     modules = dict(model.named_modules())
-    ExitStack().enter_context(cutting_inputs(work, [modules[n] for n in recipe.sequence]))
-    local = LocalParameters(model, recipe, work)
-    return GlobalView(work, local, local.forget)
+    ExitStack().enter_context(cutting_inputs(works[0], [modules[n] for n in recipe.sequence]))
+    local = LocalParameters(model, recipe, works, branching)
+    return GlobalView(works[0], local, local.forget)
+
+
+class _Counted(torch.autograd.Function):
+    """A value as it is; its gradient, or zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g if ctx.counts else torch.zeros_like(g), None
 
 
 class LocalParameters:
@@ -119,8 +153,11 @@ class LocalParameters:
     While the view is on, a parameter has one local part, so that a gradient by the parameter can be asked for.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, work: Work) -> None:
-        self._model, self._recipe, self._work = model, recipe, work
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, works: Mapping[int, Work], branching: Branching | None
+    ) -> None:
+        self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
+        self._several = any(len(line.places) > 1 for line in recipe.parameters)
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._parts: dict[Any, tuple[Tensor, Tensor]] = {}
 
@@ -129,6 +166,8 @@ class LocalParameters:
         self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
+        if self._several and isinstance(x, nn.Parameter) and not isinstance(x, DTensor):
+            return self._counted(x)
         if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes it is FSDP2's, at rest
         key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled()
@@ -138,11 +177,32 @@ class LocalParameters:
         return found[1]
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
-        local = local_part(x)
+        local = self._as_computed(local_part(x), line)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):
-            return View(local, line.tp, self._work, parameter=(line.name, tuple(range(x.dim()))))
+            return View(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
         return local
+
+    def _counted(self, x: nn.Parameter) -> Tensor | None:
+        """A parameter that several places share: its gradient is counted on one rank of each."""
+        line = self._line(x)
+        if line is None or len(line.places) < 2 or self._branching is None:
+            return None
+        counts = self._branching.counts(line.places)
+        key = id(x), counts, torch.is_grad_enabled() and x.requires_grad
+        found = self._parts.get(key)
+        if found is None or found[0] is not x:
+            found = self._parts[key] = x, self._as_computed(_Counted.apply(x, counts), line)
+        found[1]._mw_is_parameter = True  # type: ignore[attr-defined]
+        return found[1]
+
+    def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
+        """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no
+        unit, say, as something of it is used outside its forward."""
+        low = getattr(torch, self._recipe.precision, torch.float32)
+        if not self._recipe.branches or line.data != "loose" or not (x.is_floating_point() and x.dim()):
+            return x
+        return x.to(low) if low.itemsize < x.dtype.itemsize else x
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
         found = self._lines.get(id(x))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +36,7 @@ _TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 Trial = Callable[[], AbstractContextManager[None]]
 Losses = Callable[[list[Any], Trial], tuple[list[float], list[float]]]
-Slot = tuple[dict[str, Any], str]  # where a module keeps a tensor, as a forward may put another in its place
+Slot = tuple[nn.Module, str]  # where a module keeps a tensor, as a forward may put another in its place
 
 
 def how_rows_combine(batch: Any, changed: Sequence[Slot], losses: Losses, dtype: torch.dtype) -> str:
@@ -93,16 +93,16 @@ def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
 @contextmanager
 def _undisturbed(changed: Sequence[Slot], left: list[list[Tensor]], trial: _Trial) -> Iterator[None]:
     """Random streams and what a forward changes as they were before."""
-    tensors = [held[name] for held, name in changed]
+    tensors = [getattr(module, name) for module, name in changed]
     values = [t.detach().clone() for t in tensors]
     try:
         with torch.random.fork_rng(_devices()), trial:
             yield
     finally:
         with torch.no_grad():
-            left.append([local_tensor(held[name]).detach().clone() for held, name in changed])
-            for (held, name), t, value in zip(changed, tensors, values, strict=True):
-                held[name] = t
+            left.append([local_tensor(getattr(module, name)).detach().clone() for module, name in changed])
+            for (module, name), t, value in zip(changed, tensors, values, strict=True):
+                setattr(module, name, t)
                 local_tensor(t).copy_(local_tensor(value))
 
 

@@ -23,7 +23,8 @@ from meshwright.view.tensor import View
 
 def needs_fsdp(recipe: Recipe) -> bool:
     """Whether there is something for FSDP2 to do: data ranks, or mixed precision, which comes from it."""
-    return recipe.mesh.data_size > 1 or recipe.precision in ("bfloat16", "float16")
+    data = recipe.mesh.data_size * max((p.data for p in recipe.branches), default=1)
+    return data > 1 or recipe.precision in ("bfloat16", "float16")
 
 
 def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
@@ -36,7 +37,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in own}
     for unit in recipe.units:
         if unit.name and not any(p.unit == unit.name for p in own):
-            continue  # it runs on other stages
+            continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
         with _hooks_without_view(module):
             fully_shard(
@@ -103,7 +104,7 @@ def without_gradient(fsdp_param: Any) -> Tensor | None:
 
 
 def _mesh(unit: Unit, groups: Groups) -> Any:
-    mesh = groups.of(unit.data)
+    mesh = groups.of(unit.data, unit.place)
     names = [n for n in ("dp_replicate", "dp_shard") if n == "dp_shard" or mesh[n].size() > 1]
     return mesh[tuple(names)] if len(names) > 1 else mesh["dp_shard"]
 

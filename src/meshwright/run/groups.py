@@ -1,11 +1,12 @@
 """Process groups: the only place where they are born.
 
-Every rank makes the same meshes in the same order. There are at most two, over all ranks:
+Every rank makes the same meshes in the same order. There are at most two for each place, over all its ranks:
 
     sharded      (pp, dp_replicate, dp_shard, tp)         FSDP, HSDP
     replicated   (pp, dp_replicate·dp_shard, 1, tp)       modules that the plan replicates over the data axes
 
-and a group for each set of pipeline ranks whose stages share a parameter, along each line of the pp axis.
+a group for each set of pipeline ranks whose stages share a parameter, along each line of the pp axis; and one for each set
+of places that share a parameter, of all ranks of them in a stage.
 
 A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
 """
@@ -34,16 +35,19 @@ class Groups:
     mesh: Mesh
     rank: int
     device: torch.device
-    sharded: DeviceMesh
-    replicated: DeviceMesh | None
+    meshes: Mapping[int, DeviceMesh]  # place → its ranks
+    replicated: Mapping[int, DeviceMesh]
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # ranks of the pp axis → those of this line of it
+    together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
 
-    def of(self, data: str) -> DeviceMesh:
+    @property
+    def sharded(self) -> DeviceMesh:
+        """All ranks."""
+        return self.meshes[0]
+
+    def of(self, data: str, place: int = 0) -> DeviceMesh:
         """The mesh that a unit of this kind of data parallelism lives on."""
-        if data != "replicate":
-            return self.sharded
-        assert self.replicated is not None
-        return self.replicated
+        return self.replicated[place] if data == "replicate" else self.meshes[place]
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -67,20 +71,46 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) ->
 
     ``timeout``: seconds that a collective of any of them waits for other ranks.
     """
-    mesh = recipe.mesh
-    ranks = torch.arange(mesh.size).reshape(mesh.shape)
-    order = [mesh.names.index(d) for d in DIMS if d in mesh.names]
-    sizes = [mesh.axis_size(d) for d in DIMS]
-    placed = ranks.permute(order).reshape(sizes)
-    sharded = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
-    replicated = None
-    if any(u.data == "replicate" for u in recipe.units):
-        flat = placed.reshape(sizes[0], sizes[1] * sizes[2], 1, sizes[3])
-        replicated = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
-    shared = _shared(recipe, placed)
-    for group in [g for m in (sharded, replicated) if m is not None for g in m.get_all_groups()] + [*shared.values()]:
+    places = recipe.places
+    meshes, replicated = {}, {}
+    for place in range(len(places)):
+        placed = _placed(recipe, place)
+        meshes[place] = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
+        if any(u.data == "replicate" and u.place == place for u in recipe.units):
+            pp, replicate, shard, tp = placed.shape
+            flat = placed.reshape(pp, replicate * shard, 1, tp)
+            replicated[place] = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
+    shared, together = _shared(recipe, _placed(recipe, 0)), _together(recipe)
+    of_meshes = [
+        g for meshes_ in (meshes, replicated) for place, m in meshes_.items()
+        if places.at(dist.get_rank(), place) is not None for g in m.get_all_groups()
+    ]  # fmt: skip
+    for group in [*of_meshes, *shared.values(), *together.values()]:
         _set_timeout(group, timeout)
-    return Groups(mesh, dist.get_rank(), device, sharded, replicated, shared)
+    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together)
+
+
+def _placed(recipe: Recipe, place: int) -> torch.Tensor:
+    """The ranks of a place by their coordinates on ``DIMS``."""
+    places = recipe.places
+    found = torch.zeros([places.axis_size(place, d) for d in DIMS], dtype=torch.int64)
+    for rank in range(recipe.mesh.size):
+        if (at := places.at(rank, place)) is not None:
+            found[at.pp, at.dp_replicate, at.dp_shard, at.tp] = rank
+    return found
+
+
+def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of places that hold the same parameter. Every rank makes all groups."""
+    found, rank, places = {}, dist.get_rank(), recipe.places
+    for chosen in sorted({p.places for p in recipe.parameters if len(p.places) > 1}):
+        for stage in range(recipe.mesh.axis_size("pp")):
+            at = [[places.at(r, p) for p in chosen] for r in range(recipe.mesh.size)]
+            ranks = [r for r, seen in enumerate(at) if any(c is not None and c.pp == stage for c in seen)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found[chosen] = group
+    return found
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.run import streams
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
@@ -198,7 +199,8 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        return (*self.recipe.notes, *filter(None, [note(self.rows)]))
+        found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
+        return (*self.recipe.notes, *filter(None, found))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -314,9 +316,9 @@ class Job:
         held = {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
         slots: list[Slot] = []
         for path, module in self.module.named_modules():
-            slots += [(module._buffers, name) for name, b in module._buffers.items() if b is not None]
+            slots += [(module, name) for name, _ in module.named_buffers(recurse=False)]
             at = f"{path}." if path else ""
-            slots += [(module._parameters, name) for name in module._parameters if at + name in held]
+            slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
         return slots
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
@@ -355,13 +357,16 @@ class Job:
         if self._routed is not None:
             self._routed.settle()
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        data = [a for a in ("dp_replicate", "dp_shard") if self.recipe.mesh.axis_size(a) > 1]
         for line in self.recipe.parameters:
             if not line.requires_grad or not self.recipe.holds(line, self.groups.rank):
                 continue
             owners = self.recipe.owners(line)
-            if line.data == "loose":
-                self._reduce(named[line.name], [self.groups.sharded[axis].get_group() for axis in data])
+            if len(line.places) > 1:
+                self._reduce(named[line.name], [self.groups.together[line.places]])
+            elif line.data == "loose":
+                mesh = self.groups.meshes[line.place]
+                axes = [a for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
+                self._reduce(named[line.name], [mesh[axis].get_group() for axis in axes])
             if len(owners) > 1:
                 self._reduce(named[line.name], [self.groups.shared[owners]])
 

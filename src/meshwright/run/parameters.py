@@ -37,17 +37,20 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         return
     made: dict[int, nn.Parameter] = {}
     for name, module, key, p in list(places(model)):
-        if not recipe.holds(recipe.by_name[name], groups.rank):
-            continue
+        line = recipe.by_name[name]
+        if not recipe.holds(line, groups.rank) or len(line.places) > 1:
+            continue  # (one that several places share stands on no mesh)
         if id(p) not in made:
-            made[id(p)] = _at_rest(p, recipe.by_name[name], groups)
+            made[id(p)] = _at_rest(p, line, recipe, groups)
         setattr(module, key, made[id(p)])
 
 
-def _at_rest(p: nn.Parameter, line: ParameterRecipe, groups: Groups) -> nn.Parameter:
+def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
     placement = Shard(line.tp.dim) if isinstance(line.tp, Cut) else Replicate()
-    local = torch.empty(line.local_shape(groups.tp_rank), dtype=p.dtype, device="meta")
-    mesh = groups.of(line.data)["tp"]
+    at = recipe.places.at(groups.rank, line.place)
+    assert at is not None
+    local = torch.empty(line.local_shape(at.tp), dtype=p.dtype, device="meta")
+    mesh = groups.of(line.data, line.place)["tp"]
     stride = torch.empty(line.shape, device="meta").stride()
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
     made = nn.Parameter(whole, requires_grad=p.requires_grad)

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from meshwright.graph import ROOT, ModelGraph, spelled
 from meshwright.private import pytree
 from meshwright.recipe import Recipe
+from meshwright.run.branch import Branching
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
-from meshwright.run.step import BACKWARD, called
+from meshwright.run.step import BACKWARD, called, rows_of
+from meshwright.run.streams import Streams
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
@@ -92,6 +94,8 @@ class Pipeline:
         graph: what runs a forward, given a model → the forward, recorded.
         view: the view over tp, if there is one.
         loss: the loss of the model's output.
+        branching: what forks and joins, where there are branches.
+        streams: what runs blocks at the same time on this rank.
     """
 
     def __init__(
@@ -103,11 +107,14 @@ class Pipeline:
         graph: Callable[[Callable[[nn.Module], Any]], ModelGraph],
         view: GlobalView | None,
         loss: Callable[[Any], Tensor],
+        branching: Branching | None = None,
+        streams: Streams | None = None,
     ) -> None:
+        self.branching, self.streams = branching, streams
         self.forwards, self.recipe, self.groups = forwards, recipe, groups
         self._graph, self._view, self._loss = graph, view, loss
-        self.rank = groups.mesh.coordinate(groups.rank)["pp"]
-        self.stages = [s.index for s in recipe.stages if recipe.stage_rank[s.index] == self.rank]
+        self.rank = groups.pp_rank
+        self.stages = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.has_loss = recipe.stage_rank[-1] == self.rank
         self._programs: dict[Any, Program] = {}
         self._paths: dict[Any, Program] = {}
@@ -169,14 +176,20 @@ class Pipeline:
                 "Give parallelize a sample of this kind"
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
-        return Program(graph, crossing, {s: StageProgram(graph, crossing, s) for s in self.stages})
+        mine = None if self.branching is None else (self.recipe.placed, self.recipe.places, self.branching.mine)
+        streams = dict(self.recipe.streams) if self.streams is not None else None
+        stages = {
+            s: StageProgram(graph, crossing, s, *(mine or ()), streams=streams, whole_output=whole_output)
+            for s in self.stages
+        }
+        return Program(graph, crossing, stages)
 
     def schedule(
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
     ) -> Schedule:
         key = (microbatches, edges, back, backward)
         if key not in self._schedules:
-            ranks, stages = self.recipe.mesh.axis_size("pp"), len(self.recipe.stages)
+            ranks, stages = self.recipe.mesh.axis_size("pp"), len(self.recipe.stage_rank)
             plain = make_schedule(self.recipe.schedule, ranks, stages, microbatches, backward=backward)
             self._schedules[key] = with_transfers(plain, edges, back)
         return self._schedules[key]
@@ -184,7 +197,7 @@ class Pipeline:
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""
         rank, mesh = self.recipe.stage_rank[stage], self.recipe.mesh
-        ranks = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank]
+        ranks = [r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == rank]
         shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         return f"stage {stage} ({shown})"
 
@@ -340,7 +353,11 @@ class _Step:
             name=self.p.describe,
             send=whole,
             at_position=lambda position: shares.at(before[position]),
+            exchange=self.p.branching,
+            streams=None if self.split else self.p.streams,
         )
+        if self.p.branching is not None:
+            self.p.branching.begin(rows_of(self.pieces[m]))
         if self.split:
             flight.later = LaterWeights()
         with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares.on():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.private import without_modes
+from meshwright.recipe import Recipe
 from meshwright.run.data import before_reduction, parameter_groups, without_gradient
 from meshwright.run.groups import Groups
 
@@ -22,11 +23,15 @@ from meshwright.run.groups import Groups
 class Routed:
     """Makes every rank reduce the same set of gradients. Made once, after ``fully_shard``."""
 
-    def __init__(self, model: nn.Module, groups: Groups) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._groups = groups
         self._filled: set[int] = set()
+        self._count = len(recipe.parameters)
+        numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
+        named = {id(p): numbers[recipe.by_name[n].name] for n, p in model.named_parameters()}
         self._parameters = [
-            fsdp_param for module in model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)
+            (named[id(fsdp_param.sharded_param)], fsdp_param)
+            for module in model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)
             for fsdp_param in group.fsdp_params
         ]  # fmt: skip
         for module in model.modules():
@@ -42,11 +47,12 @@ class Routed:
 
     def settle(self) -> None:
         """After a step's last backward: gradients that no rank had go back to ``None``. Collective."""
-        used = torch.tensor([id(p) not in self._filled for p in self._parameters], device=self._groups.device).int()
+        used = torch.zeros(self._count, dtype=torch.int32, device=self._groups.device)
+        for number, fsdp_param in self._parameters:
+            used[number] = id(fsdp_param) not in self._filled
         self._filled.clear()
-        for axis in ("dp_replicate", "dp_shard", "tp"):
-            if len(used) and self._groups.mesh.axis_size(axis) > 1:
-                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._groups.sharded[axis].get_group())
-        for fsdp_param, was_used in zip(self._parameters, used.tolist(), strict=True):
-            if not was_used:
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        was_used = used.tolist()
+        for number, fsdp_param in self._parameters:
+            if not was_used[number]:
                 fsdp_param.sharded_param.grad = None

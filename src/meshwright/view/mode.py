@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import Cut, Layout
@@ -49,14 +49,16 @@ _OWN = frozenset(
 )
 
 
+_FLAT = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor])
+
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class GlobalView(TorchFunctionMode):
-    """Turns on the view over one axis.
+    """Turns on the view.
 
     Args:
-        work: answers the functions.
+        work: answers functions that no View takes part in; those with one are answered by its own.
         local: a parameter → its local part (a View, or a plain tensor where it is whole), or None for other tensors.
         forget: called at the end.
     """
@@ -72,18 +74,19 @@ class GlobalView(TorchFunctionMode):
             return None  # a cast that did nothing: as a write it would make what was computed before seem stale
         kwargs = kwargs or {}
         if func == _SET_DATA and (part := self.local(args[0])) is not None and part.shape == args[1].shape:
+            part = part.detach()
             with torch.no_grad():
-                self.work.call(Tensor.copy_, (part.detach(), args[1]), {})
+                (part._mw_work if isinstance(part, View) else self.work).call(Tensor.copy_, (part, args[1]), {})
             return None
         if func in _OWN:
             view = first_view(args)
-            return func(*args, **kwargs) if view is None else self.work.call(func, args, kwargs)
+            return func(*args, **kwargs) if view is None else view._mw_work.call(func, args, kwargs)
         if transforming():
             return self._in_transform(func, args, kwargs)
         if func in ENGINES:
             return self._differentiate(func, args, kwargs)
         ours, args, kwargs = self._substitute(args, kwargs)
-        return self.work.call(func, args, kwargs) if ours else func(*args, **kwargs)
+        return ours.call(func, args, kwargs) if ours is not None else func(*args, **kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward within the forward; what it makes again needs the view, which is off while it answers."""
@@ -108,25 +111,36 @@ class GlobalView(TorchFunctionMode):
             if part is None:
                 return x
             if isinstance(part, View) and isinstance(part._mw_layout, Cut):
-                self.work.gathered(user, [part])
-            found: Tensor = self.work.whole(part)
+                part._mw_work.gathered(user, [part])
+            found: Tensor = whole(part)
             return found
 
     def _substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
-        """(whether any argument is a View, the arguments with parameters' local parts)."""
-        ours = changed = False
-        leaves = []
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        for leaf in flat:
+    ) -> tuple[Work | None, tuple[Any, ...], dict[str, Any]]:
+        """(the work of the first View among the arguments, the arguments with parameters' local parts)."""
+        if any(type(x) not in _FLAT and not isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            ours, changed, leaves = self._parts(flat)
+            if changed:
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return ours, args, kwargs
+        ours, changed, leaves = self._parts([*args, *kwargs.values()])  # the usual call, at a tenth of the cost
+        if changed:
+            args, kwargs = tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
+        return ours, args, kwargs
+
+    def _parts(self, leaves: list[Any]) -> tuple[Work | None, bool, list[Any]]:
+        """(the work of the first View, whether there are parameters, the leaves with their local parts)."""
+        ours: Work | None = None
+        changed, found = False, []
+        for leaf in leaves:
             if not isinstance(leaf, View) and isinstance(leaf, Tensor) and (part := self.local(leaf)) is not None:
                 changed, leaf = True, part
-            ours = ours or isinstance(leaf, View)
-            leaves.append(leaf)
-        if changed:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return ours, args, kwargs
+            if ours is None and isinstance(leaf, View):
+                ours = leaf._mw_work
+            found.append(leaf)
+        return ours, changed, found
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -146,11 +160,11 @@ class GlobalView(TorchFunctionMode):
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Custom ``autograd.Function`` s get, and give, whole tensors."""
         ours, args, kwargs = self._substitute(args, kwargs)
-        if ours:
+        if ours is not None:
             views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
             if any(isinstance(v._mw_layout, Cut) for v in views):
-                self.work.gathered(function, views)
-            args, kwargs = pytree.tree_map_only(View, self.work.whole, (args, kwargs))
+                ours.gathered(function, views)
+            args, kwargs = pytree.tree_map_only(View, whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
 
 

@@ -1,15 +1,15 @@
-"""A stage of a pipeline: the model's own forward, of which this rank runs an interval.
+"""A part of the model: its own forward, of which this rank runs a stage, and in it the trunk and its own branches.
 
 Each call of a module is one of
 
-    run      all of it is this stage's: it runs as it is, unseen
+    run      all of it is this rank's: it runs as it is, unseen
     stub     none of it is: what it returned when it was recorded stands in for its result
-    open     its forward runs, and its own functions are looked at one by one: this stage's are run, values of
+    open     its forward runs, and its own functions are looked at one by one: this rank's are run, values of
              others are ``Elsewhere``, what follows from the batch alone is computed, here as on every rank
 
-A value that another stage gives is, here, the tensor that was received, if something here takes it, or else an
+A value that another stage or branch gives is, here, the tensor that was received, if something here takes it, or else an
 ``Elsewhere``: shape and type, and an error for whoever reads it. The forward stops as soon as everything that other
-stages take of this one exists.
+stages take of this one exists. Forks and joins (regions.py) come in their turn, on every rank of the place around them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
+from meshwright.place import Places
 from meshwright.private import pytree, without_subclasses, wrapper
+from meshwright.regions import Fork, Join, Placed, find_regions
 from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.walk import Walk, is_fact
+from meshwright.view.walk import RANDOM, Walk, is_fact
 
 RUN, STUB, OPEN = "run", "stub", "open"
 
@@ -77,8 +80,47 @@ def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
     mark, number = getattr(before, "_mw_value", (None, None))
     walk = mark.walk() if mark is not None else None
-    if isinstance(walk, StageWalk) and number is not None:
+    if not isinstance(walk, StageWalk) or number is None:
+        return
+    if walk.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
+        walk.name_value(now, number)
+    else:
         walk.keep(now, number)
+
+
+class Exchange(Protocol):
+    """What forks and joins (run/branch.py)."""
+
+    def fork(
+        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
+    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
+        """(value, branch) → what it computes with; and an anchor, for the join of the region."""
+
+    def join(
+        self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Value → what the place around computes with, where this rank takes it; and the tail, which ties the next region
+        of that place to this one. ``own``: those of this rank's branch."""
+
+    def share(self, place: int, t: Tensor) -> Tensor:
+        """The rows of a tensor that this rank runs in a place."""
+
+    def inside(self, place: int) -> AbstractContextManager[None]:
+        """For the time of a part of a branch."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A block whose work has begun; ``finish`` waits for it and gives its result."""
+
+    finish: Callable[[], Any]
+
+
+class Streams(Protocol):
+    """What runs blocks at the same time on one rank (run/streams.py)."""
+
+    def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
+        """Begins a block's forward."""
 
 
 class PathError(RuntimeError):
@@ -116,28 +158,63 @@ def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = Fa
 
 
 class StageProgram:
-    """What one stage does with each call and event of a recorded forward."""
+    """What a rank does with each call and event of a recorded forward, in one stage.
 
-    def __init__(self, graph: ModelGraph, crossing: Crossing, stage: int) -> None:
+    Args:
+        placed: module → the places of its calls (regions.py).
+        mine: the places that the rank is of.
+        streams: module → the stream of this rank that it runs on, at the same time as others.
+        whole_output: whether all that the model returns is wanted.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        crossing: Crossing,
+        stage: int,
+        placed: Placed | None = None,
+        places: Places | None = None,
+        mine: frozenset[int] = frozenset({0}),
+        *,
+        streams: Mapping[str, int] | None = None,
+        whole_output: bool = False,
+    ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
-        self.graph, self.stage, self.cuts = graph, stage, crossing.cuts
+        self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
         self.start, self.stop = ends[stage], ends[stage + 1]
         self.last = stage == len(crossing.cuts)
         self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
         self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
+        self._places: Sequence[int] = ()
+        self.moves: tuple[Fork | Join, ...] = ()
+        if placed and places is not None:
+            found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
+            self._places, self.moves = found.places, found.moves
+        self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
+        self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+        self.streamed = {
+            path: ((streams or {})[call.module], self._taken(call))
+            for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
+        }  # fmt: skip
+
+    def place(self, position: int) -> int:
+        """The place of an event."""
+        return self._places[position] if self._places else 0
 
     def here(self, position: int) -> bool:
-        return self.start <= position < self.stop
+        return self.start <= position < self.stop and self.place(position) in self.mine
 
     def _treat(self, call: Call) -> str:
         graph, seen = self.graph, set(call.outputs)
         inside = range(call.start, call.stop)
         made = [n for p in inside for n in (*graph.events[p].outputs, graph.events[p].written) if n is not None]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
-        if self.start <= call.start < call.stop <= self.stop:
-            return OPEN if any(n not in seen for n in {*used_outside, *(set(made) & set(self.out))}) else RUN
-        if call.start == call.stop or not (call.stop <= self.start or self.stop <= call.start) or call.fresh:
+        ours = sum(map(self.here, inside))
+        if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1:
+            kept = {*self.out, *self.joined} & set(made)
+            return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
+        if call.start == call.stop or ours or call.fresh:
             return OPEN
         if any(n not in seen or n in call.stashed for n in used_outside):
             return OPEN
@@ -146,6 +223,18 @@ class StageProgram:
             if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
                 return OPEN
         return STUB
+
+    def _may_wait(self, call: Call) -> bool:
+        """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
+        events = self.graph.events[call.start : call.stop]
+        plain = not any(e.mean_loss or e.function in RANDOM for e in events)
+        return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
+
+    def _taken(self, call: Call) -> int:
+        """The first position at which something takes what a call gave."""
+        made = [n for e in self.graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
+        return min(later, default=len(self.graph.events))
 
 
 class _Done(BaseException):
@@ -162,6 +251,8 @@ class StageWalk(Walk):
         name: a stage → how errors call it.
         send: what the model calls a value → the tensor that is sent (a cut one made whole).
         at_position: called before each part of the forward that runs here, with its position.
+        exchange: what forks and joins, where there are branches.
+        streams: what runs blocks at the same time on this rank.
     """
 
     def __init__(
@@ -173,11 +264,19 @@ class StageWalk(Walk):
         name: Callable[[int], str],
         send: Callable[[Tensor], Tensor],
         at_position: Callable[[int], None],
+        exchange: Exchange | None = None,
+        streams: Streams | None = None,
     ) -> None:
         super().__init__()
         self.program, self.graph, self.device = program, program.graph, device
-        self._name, self._send, self._at = name, send, at_position
+        self._name, self._send, self._at, self._exchange = name, send, at_position, exchange
         self._values: dict[int, Tensor] = {}
+        self._streams = streams
+        self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
+        self._moves = [m for m in program.moves if m.around in program.mine]
+        self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
+        self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
+        self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
         for number, value in received.items():
             self.keep(value, number)
         self._missing = set(program.out)
@@ -199,7 +298,8 @@ class StageWalk(Walk):
         if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
             return
         self.keep(t, number)
-        self._missing.discard(number)
+        if number not in self.program.joined:
+            self._missing.discard(number)
 
     def _stop_if_done(self) -> None:
         """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
@@ -207,10 +307,70 @@ class StageWalk(Walk):
         if not self._missing and not self.program.last and not self._units:
             raise _Done
 
-    def _had(self, t: Tensor) -> Tensor:
-        """The tensor that stands for ``t`` here; itself where it is not a value or there is none."""
+    def _had(self, t: Tensor, place: int = 0) -> Tensor:
+        """The tensor that stands for ``t`` here, in a place; itself where it is not a value or there is none."""
         number = self.number(t)
-        return self._values.get(number, t) if number is not None else t
+        if number is None:
+            return t
+        if place and self.program.branches is not None:
+            for p in reversed(self.program.branches.chain(place)):
+                if number in self._forked.get(p, ()):
+                    return self._forked[p][number]
+        return self._values.get(number, t)
+
+    def _reach(self, position: int) -> None:
+        """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
+        blocks that run beside."""
+        for entry in [s for s in self._started if s[0] <= position]:
+            self._started.remove(entry)
+            self.closed += 1
+            result = entry[2].finish()
+            self.closed -= 1
+            self._returned(entry[1], result)
+        while self._moves and self._moves[0].position <= position:
+            move = self._moves.pop(0)
+            self.closed += 1
+            if isinstance(move, Fork):
+                self._fork(move)
+            else:
+                self._join(move)
+            self.closed -= 1
+
+    def _fork(self, move: Fork) -> None:
+        assert self._exchange is not None
+        apart = self.program.apart  # what only some branches take is on their ranks alone
+        standing = {n: self._inside(n, move.around) for n in move.values if n in self._values or n not in apart}
+        given, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
+        self._anchors.setdefault(move.around, []).append(anchor)
+        for n, takers in move.takers.items():
+            for branch in takers & self.program.mine:
+                self._forked.setdefault(branch, {})[n] = given[n, branch]
+
+    def _join(self, move: Join) -> None:
+        assert self._exchange is not None
+        own = {n: self._inside(n, b) for n, b in move.values if b in self.program.mine}
+        tail = self._tails.get(move.around)
+        anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
+        found, self._tails[move.around] = self._exchange.join(move, own, self.graph, anchors)
+        for n, t in found.items():
+            self.keep(t, n)
+        self._missing -= {n for n, _ in move.values}
+        for branch in move.branches:
+            self._forked.pop(branch, None)
+
+    def _inside(self, number: int, place: int) -> Tensor:
+        """What stands for a value in a place that has it."""
+        assert self.program.branches is not None
+        for p in reversed(self.program.branches.chain(place)):
+            if number in self._forked.get(p, ()):
+                return self._forked[p][number]
+        if number not in self._values:
+            event = self.graph.events[self.graph.values[number].position]
+            raise PathError(
+                f"there is no {event.function} of {spelled(event.path)} ({event.line}), "
+                "which was there when the forward was recorded"
+            )
+        return self._values[number]
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
@@ -223,6 +383,13 @@ class StageWalk(Walk):
         maker = self.graph.events[value.position]
         stage = next(s for s, end in enumerate([*self.program.cuts, len(self.graph.events)]) if value.position < end)
         module = next((name for name, _ in reversed(maker.path) if name), "the model")
+        if self.program.branches is not None and self.program.place(value.position) not in self.program.mine:
+            place = self.program.branches[self.program.place(value.position)]
+            return PathError(
+                f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}, where it "
+                "was not to take it when the forward was recorded: it took another path then. Give the sample batch the "
+                "path that training takes"
+            )
         return PathError(
             f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {self._name(stage)}, "
             f"on {self._name(self.program.stage)}, which was not to take it when the forward was recorded: it took "
@@ -249,17 +416,33 @@ class StageWalk(Walk):
                 self._returned(self.graph.calls[path], result)
             return result
         call = self.graph.calls[path]
+        self._reach(call.stop - 1)
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
         self._at(call.start)
-        args, kwargs = map_tensors(self._had, (args, kwargs))
+        place = self.program.place(call.start)
+        given = args, kwargs
+        args, kwargs = map_tensors(lambda t: self._had(t, place), given)
         self.closed += 1
+        if self._streams is not None and path in self.program.streamed:
+            stream, taken = self.program.streamed[path]
+            self._started.append((taken, call, self._streams.start(stream, forward, args, kwargs)))
+            self.closed -= 1
+            return self._stand_in(call, *given)
         try:
-            result = forward(*args, **kwargs)
+            result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
         finally:
             self.closed -= 1
         self._returned(call, result)
         return result
+
+    def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call or event of a branch: on its share of the rows, with its own random numbers."""
+        assert self._exchange is not None
+        exchange = self._exchange
+        with exchange.inside(place):
+            args, kwargs = map_tensors(lambda t: exchange.share(place, t), (args, kwargs))
+            return forward(*args, **kwargs)
 
     def _returned(self, call: Call, result: Any) -> None:
         """A call that ran here, unseen, gave ``result``."""
@@ -277,8 +460,9 @@ class StageWalk(Walk):
             result = self.follow(ROOT, forward, args, kwargs)
         except _Done:
             result = None
+        self._reach(len(self.graph.events))
         if self.program.last:
-            return result
+            return map_tensors(self._had, result) if self.program.moves or self.program.streamed else result
         if self._missing:
             event = self.graph.events[self.graph.values[min(self._missing)].position]
             raise PathError(
@@ -320,6 +504,7 @@ class StageWalk(Walk):
                 "values outside its blocks cannot be cut there"
             )
         event = self.graph.events[position]
+        self._reach(position)
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or _gives_parameters(event))):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
@@ -328,13 +513,14 @@ class StageWalk(Walk):
         return self._pass(event, args)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._at(self.graph.positions[event.path, event.index])
-        target = args[0] if event.written is not None and args else None
-        args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
+        position = self.graph.positions[event.path, event.index]
+        self._at(position)
+        target, place = args[0] if event.written is not None and args else None, self.program.place(position)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Elsewhere) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
             self.closed += 1

@@ -11,6 +11,7 @@ that both mean the same by the n-th event of a call:
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ _QUIET = frozenset(
     for n in "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __repr__ is_contiguous \
         stride storage_offset data_ptr untyped_storage is_shared share_memory_ backward".split()
 )
-_RANDOM = frozenset(
+RANDOM = frozenset(
     "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial normal normal_ uniform_ \
      exponential_ geometric_ log_normal_ cauchy_ random_ poisson dropout dropout1d dropout2d dropout3d alpha_dropout \
      feature_alpha_dropout gumbel_softmax rrelu".split()
@@ -48,7 +49,7 @@ def is_fact(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _RANDOM
+    return getattr(func, "__name__", "") in RANDOM
 
 
 @dataclass
@@ -77,7 +78,9 @@ class Forwards:
 
     def _called(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         walk = self.walk
-        return forward(*args, **kwargs) if walk is None else walk.call(name, module, forward, args, kwargs)
+        if walk is None or walk.thread != threading.get_ident():  # a block in a thread of its own is not looked into
+            return forward(*args, **kwargs)
+        return walk.call(name, module, forward, args, kwargs)
 
     @contextmanager
     def followed(self, walk: Walk) -> Iterator[None]:
@@ -90,6 +93,10 @@ class Forwards:
             self.walk = before
 
 
+def _no_walk() -> None:
+    return None
+
+
 class Mark:
     """What a value is marked with, besides its number: whose it is.
 
@@ -99,8 +106,11 @@ class Mark:
 
     __slots__ = ("walk",)
 
-    def __init__(self, walk: Walk) -> None:
-        self.walk = weakref.ref(walk)
+    def __init__(self, walk: Walk | None) -> None:
+        self.walk: Callable[[], Walk | None] = _no_walk if walk is None else weakref.ref(walk)
+
+    def __reduce__(self) -> Any:  # outputs are saved, and sent to other processes, which know no walk
+        return Mark, (None,)
 
 
 class Walk(TorchFunctionMode):
@@ -110,6 +120,7 @@ class Walk(TorchFunctionMode):
         super().__init__()
         self.mark = Mark(self)
         self.frames = [Frame(())]
+        self.thread = threading.get_ident()
         self.closed = 0  # how many calls that are not looked into are running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +133,7 @@ class Walk(TorchFunctionMode):
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An ``autograd.Function`` of the model's."""
-        if self.closed or function.__module__.startswith("torch."):
+        if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
         def whole(*args: Any, **kwargs: Any) -> Any:

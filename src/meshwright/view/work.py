@@ -181,7 +181,7 @@ class Work:
         if not base.requires_grad:
             return base
         wide = getattr(base, "_mw_is_parameter", False)
-        return self._once(base, "_mw_entered", lambda t: moves.enter(t, self.axis, wide=wide))
+        return self._once(base, f"_mw_entered_{id(self)}", lambda t: moves.enter(t, self.axis, wide=wide))
 
     def cut(self, x: Tensor, layout: Cut) -> Tensor:
         """This rank's slice of ``x`` under ``layout``: the local tensor."""

@@ -1,0 +1,318 @@
+"""What a region of branches costs on G ranks: on one of them, by data, by tensor, or branches beside each other.
+
+Everything is of one forward and backward of a microbatch on the rows of a data rank, without the optimizer. Branch i takes
+cᵢ(g) seconds on g ranks: the fastest of dp × tp with at most g, predicted (work.py) or measured. Branches side by side take
+
+    max cᵢ(gᵢ) + fork (backward: one all-reduce of gradients of what they were given) + join (forward: one all-to-all)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from meshwright.cost.split import best_split, imbalance, monotone
+from meshwright.cost.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
+from meshwright.cost.work import Meter, Spent
+from meshwright.layout import Cut
+from meshwright.mesh import Mesh
+from meshwright.place import Place, Places
+from meshwright.regions import Fork, Join, Regions
+
+ONE, DATA, TENSOR, GIVEN, BEST = (
+    "one device",
+    "data parallel",
+    "tensor parallel",
+    "branches, as planned",
+    "branches, best",
+)
+
+Cuts = Callable[[int], Mapping[str, Cut]]
+"""Tensor-parallel ranks → the parameters that are cut over them."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch of a region.
+
+    Attributes:
+        name: the modules that it runs here.
+        place: its number (place.py).
+        positions: of its events.
+        apart: whether data ranks can each run their own rows of it.
+    """
+
+    name: str
+    place: int
+    positions: tuple[int, ...]
+    apart: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """Branches between their forks and their join, on the ``ranks`` of the place around."""
+
+    branches: tuple[Branch, ...]
+    forks: tuple[Fork, ...]
+    join: Join
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return " | ".join(b.name for b in self.branches)
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted(p for b in self.branches for p in b.positions)
+
+
+def read_regions(
+    regions: Regions, places: Places, modules: Callable[[Sequence[int], int], str], apart: Callable[[int], bool]
+) -> list[Region]:
+    """The regions, in the order in which they run. Also those of one branch, which has its fork and join all the same.
+
+    Args:
+        modules: positions of a branch's events, and its place → its name.
+        apart: a place → whether data ranks can each run their own rows of it.
+    """
+    found = []
+    for join in (m for m in regions.moves if isinstance(m, Join)):
+        inside: dict[int, list[int]] = {b: [] for b in join.branches}
+        for p in range(join.first, join.position):
+            at = regions.places[p]
+            if at != join.around and join.around in places.chain(at):
+                inside[places.child(at, join.around)].append(p)
+        forks = tuple(
+            m for m in regions.moves
+            if isinstance(m, Fork) and m.around == join.around and join.first <= m.position < join.position
+        )  # fmt: skip
+        branches = tuple(Branch(modules(found_, b), b, tuple(found_), apart(b)) for b, found_ in inside.items())
+        found.append(Region(branches, forks, join, places[join.around].tp))
+    return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a region, and what it costs the rank that takes longest.
+
+    Attributes:
+        seconds: of a forward and backward, collectives included.
+        compute: of them, what is no collective (measured tables: with those within branches).
+        traffic: calls and bytes put in by a rank.
+        imbalance: how many times longer computing takes than if all its ranks were busy all the time.
+        split: ranks of each branch; empty where branches are not beside each other.
+        note: what limits it.
+    """
+
+    name: str
+    ranks: int
+    seconds: float
+    compute: float
+    traffic: Traffic = NOTHING
+    imbalance: float = 1.0
+    split: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A branch on some ranks: the fastest way found, and the mesh they form."""
+
+    seconds: float
+    spent: Spent
+    mesh: Mesh
+
+
+class RegionCost:
+    """The ways of one region.
+
+    Args:
+        rows: of the batch that was recorded.
+        cuts: over so many tensor-parallel ranks.
+        tables: (branch's name, ranks) → seconds, measured, in place of predicted ones.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        places: Places,
+        meter: Meter,
+        rows: int | None,
+        cuts: Cuts,
+        tables: Mapping[tuple[str, int], float],
+    ) -> None:
+        self.region, self.places, self.meter, self.rows = region, places, meter, rows
+        self.cuts, self.given = cuts, tables
+
+    @property
+    def ranks(self) -> int:
+        return self.region.ranks
+
+    @cached_property
+    def cells(self) -> list[list[Cell]]:
+        """For each branch, on 1, 2 … ranks."""
+        return [self._cells(b) for b in self.region.branches]
+
+    @cached_property
+    def tables(self) -> list[list[float]]:
+        """cᵢ(g) of each branch: with more ranks never slower, as some can do nothing."""
+        return [monotone([cell.seconds for cell in row]) for row in self.cells]
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """All of them, one device first."""
+        found = [self._one(), self._by_data(), self._by_tensor(), self._beside(GIVEN, self.places)]
+        if len(self.region.branches) <= self.ranks:
+            found.append(self._best())
+        return found
+
+    @property
+    def parameter_bytes(self) -> tuple[int, int]:
+        """Bytes of parameters that a rank gathers and reduces where data ranks shard them: branches as planned, and all
+        branches on each rank, as FSDP of the whole has it.
+        """
+        own = [0] * self.ranks
+        for b in self.region.branches:
+            place = self.places[b.place]
+            cuts = self.cuts(place.tp) if place.tp > 1 else {}
+            held = self._gathered(b.positions, cuts)
+            for r in range(place.start, place.stop):
+                own[r] += held
+        return max(own), self._gathered(self.region.positions, {})
+
+    def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Cut]) -> int:
+        return self.meter.bytes(positions, cuts) + self.meter.reduced(positions, cuts)
+
+    # --- a branch ---------------------------------------------------------------------------------------------------
+
+    def _cells(self, branch: Branch) -> list[Cell]:
+        found: list[Cell] = []
+        for ranks in range(1, self.ranks + 1):
+            meshes = [_mesh(ranks // t, t) for t in range(1, ranks + 1) if ranks % t == 0]
+            cell = min((self._cell(branch, mesh) for mesh in meshes), key=lambda c: c.seconds)
+            if (seconds := self.given.get((branch.name, ranks))) is not None:
+                cell = Cell(seconds, Spent(seconds), cell.mesh)
+            found.append(cell)
+        return found
+
+    def _cell(self, branch: Branch, mesh: Mesh) -> Cell:
+        """A branch on a mesh of its own."""
+        data, tp = mesh.axis_size("dp_replicate") * mesh.axis_size("dp_shard"), mesh.axis_size("tp")
+        positions, cuts = list(branch.positions), self.cuts(tp) if tp > 1 else {}
+        rows = self._share(data) if branch.apart else 1.0
+        spent = self.meter.cut(positions, cuts, tp, rows) if tp > 1 else self.meter.whole(positions, rows)
+        if data > 1:
+            spent += Spent(0.0, all_reduce(self.meter.reduced(positions, cuts), data))
+        return Cell(spent.compute + spent.traffic.seconds(self.meter.hardware), spent, mesh)
+
+    def _share(self, pieces: int) -> float:
+        """Of the rows, what the rank with the most of them has."""
+        return 1.0 if self.rows is None else ceil(self.rows / pieces) / self.rows
+
+    # --- ways -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> list[float]:
+        return [row[0].seconds for row in self.cells]
+
+    def _one(self) -> Way:
+        return Way(ONE, 1, sum(self._alone), sum(self._alone))
+
+    def _by_data(self) -> Way:
+        ranks, region = self.ranks, self.region
+        share, note = self._share(ranks), ""
+        if not all(b.apart for b in region.branches):
+            share, note = 1.0, "what a row gives depends on others: each rank runs all"
+        elif self.rows is None or self.rows < ranks:
+            note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
+        spent = self.meter.whole(region.positions, share)
+        measured = sum(self._alone) / max(self.meter.whole(region.positions).compute, 1e-30)  # by tables, if any
+        compute = spent.compute * measured + self._view(region.positions)
+        traffic = all_reduce(self.meter.reduced(region.positions, {}), ranks)
+        return self._way(DATA, compute, traffic, imbalance=share * ranks, note=note)
+
+    def _by_tensor(self) -> Way:
+        cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
+        spent = self.meter.cut(self.region.positions, cuts, self.ranks)
+        measured = sum(self._alone) / max(self.meter.whole(self.region.positions).compute, 1e-30)
+        names = self.meter.names(self.region.positions)
+        note = "" if any(n in cuts for n in names) else "no parameter of it can be cut"
+        compute = spent.compute * measured + self._view(self.region.positions)
+        return self._way(TENSOR, compute, spent.traffic, note=note)
+
+    def _beside(self, name: str, places: Places, cells: Sequence[Cell] | None = None) -> Way:
+        """Branches at their places; ``cells``: what each takes there."""
+        plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
+        chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
+        on = [places[b.place] for b in self.region.branches]
+        crossing = [fork_traffic(self.meter.graph, self.region.forks, self.ranks) + t
+                    for t in join_traffic(self.meter.graph, self.region.join, places, self.rows)]  # fmt: skip
+        ranks = []
+        for r, moved in enumerate(crossing):
+            here = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
+            spent = sum((c.spent for c in here), Spent(0.0, moved))
+            ranks.append(spent)
+        hardware = self.meter.hardware
+        slowest = max(ranks, key=lambda s: s.compute + s.traffic.seconds(hardware))
+        # All wait for the slowest branch, and then for the slowest part of the exchange.
+        inner = max(sum(c.seconds for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop)
+                    for r in range(self.ranks))  # fmt: skip
+        seconds = inner + max(t.seconds(hardware) for t in crossing)
+        split = tuple(p.size for p in on)
+        traffic = max((s.traffic for s in ranks), key=lambda t: (t.bytes, t.calls))
+        return Way(name, self.ranks, seconds, slowest.compute, traffic, self._rho(on), split, _meshes(on))
+
+    def _placed(self, branch: Branch, place: Place) -> Cell:
+        cell = self._cell(branch, place.mesh)
+        measured = self.given.get((branch.name, place.size))
+        return cell if measured is None else Cell(measured, Spent(measured), place.mesh)
+
+    def _view(self, positions: Sequence[int]) -> float:
+        """Seconds that a job adds to these events."""
+        return self.meter.hardware.view * len(positions)
+
+    def _in_job(self, branch: Branch, cell: Cell) -> Cell:
+        added = self._view(branch.positions)
+        return replace(cell, seconds=cell.seconds + added, spent=cell.spent + Spent(added))
+
+    def _rho(self, on: Sequence[Place]) -> float:
+        """max(cᵢ/gᵢ)·G/Σcᵢ; of a rank that has several branches, together."""
+        if all(p.stop <= q.start or q.stop <= p.start for i, p in enumerate(on) for q in on[:i]):
+            idle = self.ranks / sum(p.size for p in on)
+            return imbalance(self._alone, [p.size for p in on]) * idle
+        loads = [sum(c / p.size for c, p in zip(self._alone, on, strict=True) if p.start <= r < p.stop)
+                 for r in range(self.ranks)]  # fmt: skip
+        return max(loads) * self.ranks / sum(self._alone)
+
+    def _best(self) -> Way:
+        added = [self._view(b.positions) for b in self.region.branches]
+        tables = [[t + more for t in table] for table, more in zip(self.tables, added, strict=True)]
+        split = best_split(tables, self.ranks)
+        cells, all_, start = [], list(self.places.all), 0
+        for branch, row, ranks in zip(self.region.branches, self.cells, split, strict=True):
+            cell = row[ranks - 1]
+            splits = branch.apart and cell.mesh.axis_size("dp_replicate") > 1
+            all_[branch.place] = replace(
+                all_[branch.place], on="", start=start, stop=start + ranks, mesh=cell.mesh, splits=splits
+            )
+            cells.append(cell)
+            start += ranks
+        found = self._beside(BEST, replace(self.places, all=tuple(all_)), cells)
+        idle = self.ranks - sum(split)
+        return replace(found, note=f"{found.note}; {idle} idle".removeprefix("; ")) if idle else found
+
+    def _way(self, name: str, compute: float, traffic: Traffic, *, imbalance: float = 1.0, note: str = "") -> Way:
+        seconds = compute + traffic.seconds(self.meter.hardware)
+        return Way(name, self.ranks, seconds, compute, traffic, imbalance, (), note)
+
+
+def _mesh(data: int, tp: int) -> Mesh:
+    return Mesh((("dp_replicate", data), ("tp", tp)))
+
+
+def _meshes(on: Sequence[Place]) -> str:
+    """How ranks of a place share its work, where several do."""
+    named = [", ".join(f"{a}={n}" for a, n in p.mesh.axes if n > 1) for p in on]
+    return " | ".join(n or "1" for n in named) if any(named) else ""

@@ -1,0 +1,144 @@
+"""``Comparison``: the ways to run each region of branches, as a table, and a verdict of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR, Way
+from meshwright.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One region.
+
+    Attributes:
+        name: its branches, ``a | b``.
+        ranks: G, of the place around it.
+        rows: of a microbatch on a data rank.
+        ways: one device first.
+        tables: for each branch, seconds on 1 … G ranks.
+        parameter_bytes: that a rank gathers and reduces: of its branches; of the whole, as by FSDP of all of them.
+    """
+
+    name: str
+    ranks: int
+    rows: int | None
+    ways: tuple[Way, ...]
+    tables: tuple[tuple[float, ...], ...]
+    parameter_bytes: tuple[int, int]
+
+    def __getitem__(self, name: str) -> Way:
+        return next(w for w in self.ways if w.name == name)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Does it pay to run branches beside each other? ``print`` it; or look at ``regions``, ``fastest`` and ``verdict``."""
+
+    hardware: Hardware
+    regions: tuple[Compared, ...]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each way, over all regions: of those that every region has."""
+        return {n: sum(r[n].seconds for r in self.regions) for n in (ONE, DATA, TENSOR, GIVEN, BEST)
+                if all(any(w.name == n for w in r.ways) for r in self.regions)}  # fmt: skip
+
+    @property
+    def fastest(self) -> str:
+        """The name of the fastest way; of equals, the first, which is the plainest."""
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def pays(self) -> bool:
+        """Whether some way over ranks is faster than one device."""
+        return self.fastest != ONE
+
+    @property
+    def verdict(self) -> str:
+        """What is fastest, and why, in one line."""
+        seconds, fastest = self.seconds, self.fastest
+        one = seconds[ONE]
+        if not self.pays:
+            near = min((n for n in seconds if n != ONE), key=seconds.__getitem__)
+            calls = sum(r[near].traffic.calls for r in self.regions)
+            return (
+                f"distributing does not pay: {spell_time(one)} of work on one device, against {_calls(calls)} of "
+                f"{spell_time(self.hardware.latency)} and {spell_time(self._compute(near))} of work in the nearest ({near})"
+            )
+        ways = [r[fastest] for r in self.regions]
+        second = min((n for n in seconds if n not in (ONE, fastest, GIVEN, BEST)), key=seconds.__getitem__)
+        splits = {"+".join(map(str, w.split)) for w in ways if w.split}
+        split = f" {splits.pop()}" if len(splits) == 1 else ""
+        text = f"{fastest}{split}: {one / seconds[fastest]:.2f} times as fast as one device on {ways[0].ranks} ranks"
+        other = second if fastest in (GIVEN, BEST) else GIVEN
+        return (
+            f"{text}, {seconds[other] / seconds[fastest]:.2f} times as fast as {other}: {self._why(fastest)} against "
+            f"{self._why(other)}"
+        )
+
+    def _compute(self, name: str) -> float:
+        return sum(r[name].compute for r in self.regions)
+
+    def _why(self, name: str) -> str:
+        ways = [r[name] for r in self.regions]
+        return f"{spell_time(self._compute(name))} of work with {_calls(sum(w.traffic.calls for w in ways))}" + (
+            f" and rho {max(w.imbalance for w in ways):.2f}" if max(w.imbalance for w in ways) > 1.005 else ""
+        )
+
+    def __str__(self) -> str:
+        h = self.hardware
+        lines = [
+            f"{h.name}: {h.flops / 1e12:.3g} Tflop/s, memory {h.memory / 1e9:.3g} GB/s, links {h.link / 1e9:.3g} GB/s, "
+            f"{spell_time(h.latency)} a collective, {spell_time(h.operation)} an operation"
+            + (f", {spell_time(h.view)} more in a job" if h.view else ""),
+            "forward and backward of a microbatch on a data rank, without the optimizer; nothing overlaps",
+        ]
+        for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
+            several = list(alike)
+            lines += ["", *_table(several[0], len(several))]
+        return "\n".join([*lines, "", self.verdict])
+
+
+def _table(region: Compared, times: int) -> Iterator[str]:
+    more = f", and {times - 1} like it" if times > 1 else ""
+    rows = f"{region.rows} row{'s' * (region.rows != 1)}" if region.rows is not None else "no rows"
+    yield f"{region.name}{more}: {rows}, {region.ranks} ranks"
+    heads = ("way", "seconds", "compute", "calls", "bytes", "rho")
+    yield f"  {heads[0]:24}" + "".join(f"{h:>11}" for h in heads[1:])
+    for way in region.ways:
+        split = f" {'+'.join(map(str, way.split))}" if way.split else ""
+        cells = (
+            spell_time(way.seconds), spell_time(way.compute), str(way.traffic.calls), spell_bytes(way.traffic.bytes),
+            f"{way.imbalance:.2f}",
+        )  # fmt: skip
+        yield f"  {way.name + split:24}" + "".join(f"{c:>11}" for c in cells) + (f"   {way.note}" if way.note else "")
+    own, whole = region.parameter_bytes
+    if own:
+        yield (
+            f"  parameters that a rank gathers and reduces over data ranks: {spell_bytes(own)}, against "
+            f"{spell_bytes(whole)} by FSDP of the whole: {whole / own:.2f} times fewer"
+        )
+
+
+def _calls(count: int) -> str:
+    return f"{count} collective{'s' * (count != 1)}"
+
+
+def spell_time(seconds: float) -> str:
+    """Three digits at most: ``12 µs``, ``1.5 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def spell_bytes(size: int) -> str:
+    """``12 B``, ``1.5 KiB``."""
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << bits:
+            return f"{size / (1 << bits):.4g} {unit}"
+    return f"{size} B"

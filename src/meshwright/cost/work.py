@@ -1,0 +1,145 @@
+"""What a part of a forward takes, with its backward: on one device, on some of the rows, cut over tensor-parallel ranks.
+
+First-order arithmetic over a recorded forward (graph.py). An operation takes a fixed time and the longer of computing and
+moving bytes. Backward is an operation for each input of a product that wants a gradient, each with the flops and bytes of
+the forward; for other operations, one as long as the forward; where nothing wants a gradient, none. Nothing overlaps:
+what is sent waits for what is computed, and the other way round. Optimizers are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from meshwright.cost.traffic import NOTHING, Traffic, all_gather, all_reduce
+from meshwright.graph import Event, ModelGraph
+from meshwright.hardware import Hardware
+from meshwright.layout import Cut
+from meshwright.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Bytes of each parameter, as computed with; and which of them are trained.
+
+    ``reduced``: bytes of their gradients, as they are summed over ranks.
+    """
+
+    bytes: Mapping[str, int]
+    reduced: Mapping[str, int]
+    trained: frozenset[str]
+
+    @staticmethod
+    def of(recipe: Recipe) -> Parameters:
+        half = recipe.precision in ("bfloat16", "float16")
+        own = {n: prod(p.shape) * _itemsize(p.dtype) for n, p in recipe.by_name.items()}
+        computed = {n: prod(p.shape) * 2 if half else own[n] for n, p in recipe.by_name.items()}
+        return Parameters(computed, own, frozenset(n for n, p in recipe.by_name.items() if p.requires_grad))
+
+
+def _itemsize(dtype: str) -> int:
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return int(digits) // 8 if digits else 1
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Of one rank: seconds of computing, and what it exchanges meanwhile with those that share its branch."""
+
+    compute: float = 0.0
+    traffic: Traffic = NOTHING
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.compute + other.compute, self.traffic + other.traffic)
+
+
+@dataclass
+class _Cutting:
+    """Which values are cut on the way, and what share of each a rank has."""
+
+    shares: dict[int, float] = field(default_factory=dict)
+    entered: set[int] = field(default_factory=set)
+    traffic: Traffic = NOTHING
+
+
+class Meter:
+    """Time and traffic of sets of events."""
+
+    def __init__(self, graph: ModelGraph, hardware: Hardware, parameters: Parameters) -> None:
+        self.graph, self.hardware, self.parameters = graph, hardware, parameters
+
+    def names(self, positions: Iterable[int]) -> list[str]:
+        """The parameters that events take."""
+        return list(dict.fromkeys(n for p in positions for n in self.graph.events[p].parameters))
+
+    def bytes(self, positions: Iterable[int], cuts: Mapping[str, Cut]) -> int:
+        """Of the parameters that events take, on one tp rank."""
+        return sum(int(self.parameters.bytes[n] * _share(cuts.get(n))) for n in self.names(positions))
+
+    def reduced(self, positions: Iterable[int], cuts: Mapping[str, Cut]) -> int:
+        """Of the gradients of the parameters that events take, on one tp rank."""
+        names = [n for n in self.names(positions) if n in self.parameters.trained]
+        return sum(int(self.parameters.reduced[n] * _share(cuts.get(n))) for n in names)
+
+    def whole(self, positions: Iterable[int], rows: float = 1.0) -> Spent:
+        """On one device; ``rows``: on this share of the rows."""
+        return Spent(sum(self._seconds(self.graph.events[p], rows) for p in positions))
+
+    def cut(self, positions: list[int], cuts: Mapping[str, Cut], ranks: int, rows: float = 1.0) -> Spent:
+        """On so many tensor-parallel ranks, with these parameters cut, as Megatron's pairs of column and row are."""
+        state, compute = _Cutting(), 0.0
+        for p in positions:
+            event = self.graph.events[p]
+            own = [cuts[n] for n in event.parameters if n in cuts]
+            share = self._follow(event, own, state, ranks, rows)
+            compute += self._seconds(event, rows, share)
+        inside = set(positions)
+        for number, share in state.shares.items():  # what leaves, leaves whole
+            used = self.graph.consumers.get(number, ())
+            if number in self.graph.returned or any(p not in inside for p in used):
+                state.traffic += all_gather(int(self.graph.values[number].bytes * rows * share), ranks)
+        return Spent(compute, state.traffic)
+
+    def _follow(self, event: Event, own: list[Cut], state: _Cutting, ranks: int, rows: float) -> float:
+        """The share of an event's work that a rank does; notes what of its results is cut, and what is exchanged."""
+        taken = [state.shares[n] for n in event.inputs if n in state.shares]
+        outputs = [n for n in (*event.outputs, event.written) if n is not None]
+        if not own and not taken:
+            return 1.0
+        share = max([_share(c) for c in own] or taken)
+        table, values = event.function == "embedding", self.graph.values
+        if (table and own[0].dim == 0) or (event.flops and own and taken):  # summands
+            for n in outputs:
+                state.traffic += all_reduce(int(values[n].bytes * rows), ranks)
+            return share
+        if own and not taken:
+            for n in event.inputs:
+                if n in self.graph.live and n not in state.entered:  # one for q, k and v together
+                    state.entered.add(n)
+                    state.traffic += all_reduce(int(values[n].bytes * rows), ranks)
+        state.shares |= dict.fromkeys(outputs, share)
+        return share
+
+    def _seconds(self, event: Event, rows: float, share: float = 1.0) -> float:
+        """Forward and backward of an event, of which a rank does a share."""
+        h, held = self.hardware, sum(self.parameters.bytes[n] for n in event.parameters)
+        moved = share * (min(held, event.moved) + max(event.moved - held, 0) * rows)
+        once = h.operation + max(event.flops * rows * share / h.flops, moved / h.memory)
+        return once * (1 + self._backward(event))
+
+    def _backward(self, event: Event) -> int:
+        """How many operations like the forward there are in its backward."""
+        given = [n for n in (*event.outputs, event.written) if n is not None]
+        if not self.graph.live.intersection(given):
+            return 0
+        if not event.flops:
+            return 1
+        wanted = sum(n in self.graph.live for n in event.inputs)
+        # A bias is no further product.
+        return max(1, min(2, wanted + any(n in self.parameters.trained for n in event.parameters)))
+
+
+def _share(cut: Cut | None) -> float:
+    """Of a dim, what the rank with the most of it has."""
+    return 1.0 if cut is None or not cut.size else max(cut.local(r) for r in range(cut.ranks)) / cut.size

@@ -1,0 +1,74 @@
+"""Names of modules and parameters, those that differ in whole numbers only folded into one.
+
+layers.0.up, layers.1.up, layers.2.up, head ──► layers.{0…2}.up ×3, head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import prod
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Names, and the label that stands for exactly these: their common text, with the ranges of its numbers."""
+
+    label: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.label
+
+
+def fold_names(names: Iterable[str]) -> tuple[Folded, ...]:
+    """The names, folded, in the order of the first of each.
+
+    >>> [str(folded) for folded in fold_names(["h.0.attn", "h.1.attn", "head"])]
+    ['h.{0…1}.attn', 'head']
+    """
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for name in order:
+        kinds.setdefault(pattern(name), []).append(name)
+    found = [folded for kind in kinds.values() for folded in fold_alike(kind)]
+    return tuple(sorted(found, key=lambda folded: order[folded.names[0]]))
+
+
+def fold_alike(names: list[str]) -> list[Folded]:
+    """Names of one pattern, folded where every combination of their numbers is there."""
+    choices = [sorted(set(column)) for column in zip(*map(_numbers, names), strict=True)]
+    if prod(map(len, choices)) == len(names):
+        return [Folded(_label(names[0], choices), tuple(names))]
+    # Some combinations are missing: fold by the first number alone, for each choice of the others.
+    rest = sorted(names, key=lambda name: (_numbers(name)[1:], _numbers(name)))
+    groups = groupby(rest, lambda name: _numbers(name)[1:])
+    return [folded for _, group in groups for folded in fold_alike(list(group))]
+
+
+def pattern(name: str) -> tuple[str, ...]:
+    """What names that may be folded share."""
+    return tuple("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _label(name: str, choices: list[list[int]]) -> str:
+    columns = iter(choices)
+    return ".".join(_range(next(columns)) if part.isdigit() else part for part in name.split("."))
+
+
+def _range(numbers: list[int]) -> str:
+    """The numbers as a label has them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(steps) > 1 or (len(numbers) == 2 and steps != {1}):
+        return "{" + ",".join(map(str, numbers)) + "}"
+    return f"{{{numbers[0]}…{numbers[-1]}}}" if steps == {1} else f"{{{numbers[0]},{numbers[1]}…{numbers[-1]}}}"
+
+
+__all__ = ["Folded", "fold_alike", "fold_names", "pattern"]

@@ -1,0 +1,397 @@
+"""Which ranks run which branch: the places that a plan names, and whether its branches can run at the same time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import Findings, listing, source_place
+from meshwright.graph import ROOT, Call, ModelGraph, spelled
+from meshwright.layout import Cut, cut
+from meshwright.mesh import Mesh
+from meshwright.place import INNER, Place, Places, read_slice, trunk
+from meshwright.plan import Entry, Plan
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import pytree
+from meshwright.regions import Join, Regions, find_regions
+from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.mode import GlobalView
+from meshwright.view.structure import map_tensors, tensors_of
+from meshwright.view.tensor import View
+from meshwright.view.work import Work
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches of a plan, over a recorded forward.
+
+    Attributes:
+        places: besides the trunk.
+        placed: module → the places of its calls, in turn.
+        streams: module → the stream of each rank that it runs on.
+        regions: where they part and meet.
+        homes: parameter → the places that use it.
+    """
+
+    places: tuple[Place, ...] = ()
+    placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
+    regions: Regions | None = None
+    homes: Mapping[str, tuple[int, ...]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.streams)
+
+    def home(self, name: str) -> tuple[int, ...]:
+        return (0,) if self.homes is None else self.homes[name]
+
+
+# --- what the plan says -----------------------------------------------------------------------------------------------
+
+
+def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], findings: Findings) -> Branches:
+    """The places that a plan's entries name, and what stands there; problems go to ``findings``."""
+    modules = dict(model.named_modules())
+    said = {n: e for n, e in entries.items() if n in modules and any(read_slice(on) for on in e.places)}
+    for name, entry in entries.items():
+        if entry.mesh is not None and name not in said:
+            findings.add(
+                where=f"modules.{name}.mesh",
+                given="a mesh of its own, without the ranks that form it",
+                required="on: a slice of the tp axis",
+                fix=f"{name}: {{on: 'tp[0:{Mesh(entry.mesh).size}]', mesh: {_flow(entry.mesh)}}}",
+            )
+    for name, entry in entries.items():
+        inside_of = [entries[m] for m in modules if m in entries and name.startswith(f"{m}.")]
+        if entry.on is not None and name not in modules and all(e.on != entry.on for e in inside_of):
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"a place for a parameter, {_places(entry)}",
+                required="a place for a module: its parameters go with it",
+                fix=f"{name.rpartition('.')[0] or '*'}: {{on: {_places(entry)}}}",
+            )
+    if "" in said:
+        findings.add(
+            where="modules, of the whole model",
+            given=f"on: {_places(said.pop(''))}, by a glob that matches the model itself",
+            required="modules within it; the model itself runs on all ranks",
+            fix="mesh: {tp: …}, with as many ranks as the model is to have; or name modules",
+        )
+    if said and plan.sequence_parallel:
+        findings.add(
+            where="sequence_parallel",
+            given="true, in a plan that places modules on a slice of tp",
+            required="one of them: a sequence that is cut over all of tp has no slice in a branch",
+            fix="sequence_parallel: false",
+        )
+    found, at, placed = [trunk(plan.mesh)], {"": 0}, dict[str, tuple[int, ...]]()
+    numbers: dict[tuple[int, int, int, Mesh], int] = {}
+    for name in sorted(said, key=lambda n: (n.count("."), list(modules).index(n))):
+        around = max((n for n in at if not n or name.startswith(n + ".")), key=len)
+        if around and (said[around].on, said[around].mesh) == (said[name].on, said[name].mesh):
+            continue  # the same glob names what is within
+        parent = at[around]
+        for on in said[name].places:
+            place = _place(name, on, said[name], parent, found[parent], findings)
+            if place is None:
+                continue
+            key = parent, place.start, place.stop, place.mesh
+            if key not in numbers:
+                numbers[key] = len(found)
+                found.append(place)
+            number = numbers[key]
+            found[number] = replace(found[number], modules=(*found[number].modules, name))
+            at[name] = number
+            placed[name] = (*placed.get(name, ()), number)
+    return Branches(tuple(found[1:]), placed, read_streams(model, entries))
+
+
+def _places(entry: Entry) -> str:
+    quoted = [f"'{on}'" for on in entry.places]
+    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
+
+
+def _place(name: str, on: str, entry: Entry, number: int, parent: Place, findings: Findings) -> Place | None:
+    """One slice, with the mesh that its ranks form."""
+    start, stop = read_slice(on) or (0, 0)
+    where = f"modules.{name}"
+    if not start < stop <= parent.tp:
+        within = f"of tp={parent.tp}" + (f" of {parent.on}" if number else "")
+        last, meant = parent.tp - 1, start if start < min(stop, parent.tp) else 0
+        findings.add(
+            where=f"{where}.on",
+            given=f"{on}, {within}",
+            required=f"at least one of its ranks, which are 0 to {last}" if last else "a tp axis of several ranks",
+            fix=f"on: 'tp[{meant}:{min(max(stop, meant + 1), parent.tp)}]'"
+            if last
+            else f"mesh: {{tp: {max(stop, 2)}}}",
+        )
+        return None
+    mesh = Mesh((("tp", stop - start),)) if entry.mesh is None else Mesh(entry.mesh)
+    others = [axis for axis in mesh.names if axis not in INNER]
+    if others:
+        findings.add(
+            where=f"{where}.mesh",
+            given=f"the axis {listing(others, 'and')} within a branch",
+            required=f"axes of {listing(INNER)}: a pipeline goes around branches, not into one",
+            fix=f"mesh: {{tp: {stop - start}}}",
+        )
+        return None
+    if mesh.size != stop - start:
+        findings.add(
+            where=f"{where}.mesh",
+            given=f"{mesh}: {mesh.size} ranks, on {on}, which has {stop - start}",
+            required="a mesh of as many ranks as the slice has",
+            fix=f"mesh: {{tp: {stop - start}}}"
+            + (f", or on: 'tp[{start}:{start + mesh.size}]'" if start + mesh.size <= parent.tp else ""),
+        )
+        return None
+    return Place(on, number, start, stop, mesh)
+
+
+def _flow(mesh: Iterable[tuple[str, int]]) -> str:
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh) + "}"
+
+
+# --- against the forward ----------------------------------------------------------------------------------------------
+
+
+def find_branches(
+    model: nn.Module, plan: Plan, said: Branches, graph: ModelGraph, findings: Findings
+) -> tuple[Branches, list[str]]:
+    """The branches, as the forward has them; and what a person should know.
+
+    Args:
+        graph: the forward, recorded.
+    """
+    notes: list[str] = []
+    check_streams(said.streams, graph, findings)
+    if not said.places:
+        return said, notes
+    chosen, placed = (
+        tuple(replace(p, splits=p.data > 1 and rows_apart(model, p, graph)) for p in said.places),
+        said.placed,
+    )
+    for place in chosen:
+        if place.data > 1 and not place.splits:
+            notes.append(
+                f"{', '.join(place.modules[:3])} on {place.on}: what a row gives depends on others, or is not one result a "
+                "row: each data rank of it runs all rows, which is right, and no faster"
+            )
+    tree = Places(plan.mesh, (trunk(plan.mesh), *chosen))
+    regions = find_regions(graph, placed, tree)
+    _check_called(placed, tree, graph, findings)
+    _check_reads(regions, graph, findings)
+    _check_alone(regions, tree, graph, findings)
+    homes = _homes(model, graph, regions, placed)
+    several = [name for name, found in homes.items() if len(found) > 1]
+    if several:
+        more = f" and {len(several) - 3} more" if len(several) > 3 else ""
+        notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
+    return Branches(chosen, placed, said.streams, regions, homes), notes
+
+
+def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Module → its stream; of modules within each other the outermost."""
+    said = {n: e.stream for n, e in entries.items() if e.stream is not None}
+    return {
+        n: said[n] for n, _ in model.named_modules() if n in said and not any(n.startswith(f"{m}.") for m in said)
+    }  # fmt: skip
+
+
+def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findings) -> None:
+    """Each block on a stream must have another beside it, of another stream, before something takes what it gave."""
+    calls = sorted((c for c in graph.calls.values() if c.module in streams), key=lambda c: c.start)
+    beside: set[str] = set()
+    for i, call in enumerate(calls):
+        made = [n for e in graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        taken = min((p for n in made for p in graph.consumers.get(n, ()) if p >= call.stop), default=len(graph.events))
+        for other in calls[i + 1 :]:
+            if other.stop <= taken and streams[other.module] != streams[call.module]:
+                beside |= {call.module, other.module}
+    for name in sorted(set(streams) - beside):
+        findings.add(
+            where=f"modules.{name}.on",
+            given=f"stream[{streams[name]}], and no block on another stream that could run at the same time",
+            required="blocks on several streams that take nothing of each other, called one after the other",
+            fix=f"leave out on: for {name}",
+        )
+
+
+def _check_called(placed: Mapping[str, tuple[int, ...]], places: Places, graph: ModelGraph, findings: Findings) -> None:
+    calls = Counter(call.module for call in graph.calls.values())
+    for name, turns in placed.items():
+        if not calls[name]:
+            findings.add(
+                where=f"modules.{name}.on",
+                given="a module whose forward the model does not call",
+                required="modules that are called; of a container, those within it",
+                fix=f"'{name}.*': {{on: '{places[turns[0]].on}'}}",
+            )
+        elif len(turns) > calls[name]:
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"{len(turns)} places, for a module that is called {calls[name]} times",
+                required="a place for each call",
+                fix=f"on: [{', '.join(repr(places[p].on) for p in turns[: calls[name]])}]",
+            )
+
+
+def _check_reads(regions: Regions, graph: ModelGraph, findings: Findings) -> None:
+    """After a value is read, what a module does may follow from it: a branch in there may be another one."""
+    for i, event in enumerate(graph.events):
+        call = graph.calls.get(event.path)
+        if not event.reads or not event.inputs or call is None or regions.places[i]:
+            continue
+        later = {regions.places[p] for p in range(i + 1, call.stop)} - {0}
+        if later:
+            findings.add(
+                where=f"modules.on, in {spelled(event.path)}",
+                given=f"a value is read there ({event.function}, {event.line}), and a branch comes after it",
+                required="branches whose way does not depend on values",
+                fix="leave out on: for what is in that module",
+            )
+
+
+def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
+    """Branches beside which no other runs: what ties them to each other; each tie once."""
+    told: set[str] = set()
+    for branch, join in regions.alone().items():
+        place = places[branch]
+        others = [p for p in places.branches if places[p].parent == place.parent and p != branch]
+        tie = _tie(regions, places, graph, branch, join)
+        if not others or tie in told:
+            continue  # (without others it is alone on its ranks because the plan wants it so)
+        told.add(tie)
+        findings.add(
+            where=f"modules.{place.modules[0]}.on",
+            given=f"{place.on}, at the same time as {places[others[0]].on}: {tie}",
+            required="branches that take nothing of each other between the fork and the join",
+            fix=f"leave out on: for {place.modules[0]}",
+        )
+
+
+def _tie(regions: Regions, places: Places, graph: ModelGraph, branch: int, join: Join) -> str:
+    """The value that stands between a branch and the others."""
+    own = places[branch].parent
+
+    def top(position: int) -> int:
+        chain = places.chain(regions.places[position])
+        return places.child(regions.places[position], own) if own in chain and chain[-1] != own else 0
+
+    for position, event in enumerate(graph.events):
+        for n in event.inputs:
+            maker = graph.values[n].position
+            if (top(position) == branch) != (top(maker) == branch) and (top(maker) or top(position)):
+                source, taker = graph.events[maker], event
+                file, _, line = source.line.rpartition(":")
+                return (
+                    f"{_module(taker.path)} takes what {_module(source.path)} gives ({source.function}, "
+                    f"{source_place(file, int(line or 0))}, shape {graph.values[n].shape}), and waits for it"
+                )
+    return "they stand one after the other"
+
+
+def _module(path: Any) -> str:
+    return next((name for name, _ in reversed(path) if name), "the model")
+
+
+def _homes(
+    model: nn.Module, graph: ModelGraph, regions: Regions, placed: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Parameter → the places that use it; one that this forward does not use is where its module stands."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, _ in model.named_parameters():
+        used = {regions.places[p] for p in graph.uses.get(name, ())}
+        found[name] = tuple(sorted(used)) or place_of(name, placed)
+    return found
+
+
+def place_of(name: str, placed: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The places of the innermost placed module that a name is of; the trunk if there is none."""
+    while name:
+        if name in placed:
+            return tuple(sorted(set(placed[name])))
+        name = name.rpartition(".")[0]
+    return placed.get("", (0,))
+
+
+def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:
+    """The place whose copy of a buffer counts: of the last event that takes it, or where its module stands."""
+    if branches.regions is None:
+        return 0
+    for position in range(len(graph.events) - 1, -1, -1):
+        if name in graph.events[position].buffers:
+            return branches.regions.places[position]
+    return place_of(name.rpartition(".")[0], branches.placed)[0]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
+    """Whether the data ranks of a place can each run their own rows: every call of its modules then gives, of some rows,
+    those rows of what it gives of all. Shown by the rules of the view, with the rows cut: nothing may have to be gathered.
+    """
+    modules = dict(model.named_modules())
+    calls = [c for c in graph.calls.values() if c.module in place.modules]
+    return bool(calls) and all(_call_rows_apart(model, modules[c.module], c, place.data, graph) for c in calls)
+
+
+def _call_rows_apart(model: nn.Module, module: nn.Module, call: Call, shares: int, graph: ModelGraph) -> bool:
+    rows = _rows(graph)
+    inputs = [t for t in tensors_of(call.given) if t.dim() and t.shape[0] == rows]
+    outputs = tensors_of(call.returned)
+    if rows is None or rows < shares or not inputs or any(not t.dim() or t.shape[0] != rows for t in outputs):
+        return False
+    layout = cut(0, rows, shares)
+    work = Work(PlannedAxis("rows", shares, 0, ledger := Ledger()), ledger)
+
+    def by_rows(t: Tensor) -> Tensor:
+        if not t.dim() or t.shape[0] != rows:
+            return t
+        return View(t.detach().new_empty((layout.local(0), *t.shape[1:])), layout, work)
+
+    mode = GlobalView(work, lambda x: None)
+    try:
+        with ExitStack() as stack:
+            for context in (torch.no_grad(), Shadow(), Meeting(), mode.on()):
+                stack.enter_context(context)
+            args, kwargs = pytree.tree_map_only(Tensor, by_rows, call.given)
+            found = tensors_of(module(*args, **kwargs))
+        apart = all(isinstance(t, View) and t._mw_layout == layout for t in found) and not ledger.calls
+        return apart and not ledger.fallbacks and _runs_on_fewer(module, call, layout, len(outputs))
+    except Exception:  # what a module makes of fewer rows need not make sense to it: then it gets all
+        return False
+
+
+def _runs_on_fewer(module: nn.Module, call: Call, layout: Cut, count: int) -> bool:
+    """Whether a module, given some of the rows, gives as many."""
+    rows = layout.local(0)
+
+    def some(t: Tensor) -> Tensor:
+        return t[:rows] if t.dim() and t.shape[0] == layout.size else t
+
+    with torch.no_grad(), Shadow(), Meeting():
+        if not _plain(call.given):
+            return False
+        args, kwargs = map_tensors(some, call.given)
+        found = tensors_of(module(*args, **kwargs))
+    return len(found) == count and all(t.shape[0] == rows for t in found)
+
+
+def _plain(given: Any) -> bool:
+    """Whether pytree knows all of it: other containers would be written to."""
+    return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(given))
+
+
+def _rows(graph: ModelGraph) -> int | None:
+    """Of the batch that was recorded."""
+    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]
+    return sizes[0] if sizes else None

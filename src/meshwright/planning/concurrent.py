@@ -1,0 +1,174 @@
+"""What of a model could run at the same time: found in the recorded forward.
+
+Within a call, the calls of modules that it makes form a graph: one follows another where it takes something that follows
+from it. A call that comes before or after *each* of the others is where all ways meet: the trunk. Between two such the
+others fall into sets that take nothing of each other: branches.
+
+    stem ─┬─ reduce3 ── conv3 ─┬─ head          trunk: stem, head
+          ├─ one ──────────────┤                branches: {reduce3, conv3}, {one}, {pool, project}
+          └─ pool ── project ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.split import best_split
+from meshwright.graph import ROOT, Call, ModelGraph, Path
+from meshwright.plan import Entry, Plan
+from meshwright.planning.pipeline import INTENSITY
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A part of a branch's forward: the calls of modules, one after the other; and its work, in operations."""
+
+    modules: tuple[str, ...]
+    work: int
+
+
+def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...]]:
+    """Sets of branches, in the order of the forward; none lies in another.
+
+    Where no branch has more than one place with parameters (q, k and v of attention), tensor parallelism cuts them all
+    without an exchange, and there is nothing to win.
+
+    Args:
+        within: look in this module's calls only.
+    """
+    children: dict[Path, list[Call]] = {}
+    for call in graph.calls.values():
+        if call.start < call.stop and len(call.path) > 1:
+            children.setdefault(call.path[:-1], []).append(call)
+    found: list[tuple[Candidate, ...]] = []
+
+    def look(path: Path) -> None:
+        calls = sorted(children.get(path, []), key=lambda c: c.start)
+        regions = [
+            r for r in _regions(graph, graph.calls[path], calls)
+            if len(r) > 1 and any(_weights(graph, branch) > 1 for branch in r)
+        ]  # fmt: skip
+        taken = {c.path for region in regions for branch in region for c in branch}
+        found.extend(tuple(_candidate(graph, branch) for branch in region) for region in regions)
+        for call in calls:
+            if call.path not in taken:
+                look(call.path)
+
+    for root in [ROOT] if not within else [c.path for c in graph.calls.values() if c.module == within]:
+        look(root)
+    return found
+
+
+def _weights(graph: ModelGraph, calls: Sequence[Call]) -> int:
+    """How many calls within use parameters of their own."""
+    return len({e.path for c in calls for e in graph.events[c.start : c.stop] if e.parameters})
+
+
+def _candidate(graph: ModelGraph, calls: Sequence[Call]) -> Candidate:
+    events = [e for c in calls for e in graph.events[c.start : c.stop]]
+    return Candidate(tuple(c.module for c in calls), sum(e.flops + INTENSITY * e.moved for e in events))
+
+
+def _regions(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> Iterator[list[list[Call]]]:
+    """The calls of a module's forward in regions, each a list of branches."""
+    before = _dependencies(graph, around, calls)
+    everyone = range(len(calls))
+
+    def ordered(i: int, j: int) -> bool:
+        return j in before[i] or i in before[j]
+
+    trunk = {i for i in everyone if all(ordered(i, j) for j in everyone if j != i)}
+    segments: dict[frozenset[int], list[int]] = {}
+    for i in everyone:
+        if i not in trunk:
+            segments.setdefault(frozenset(before[i] & trunk), []).append(i)
+    for members in segments.values():
+        branches: list[list[int]] = []
+        for i in members:
+            tied = [b for b in branches if any(ordered(i, j) for j in b)]
+            branches = [b for b in branches if b not in tied] + [[*(j for b in tied for j in b), i]]
+        yield [[calls[i] for i in branch] for branch in sorted(branches)]
+
+
+def _dependencies(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> list[set[int]]:
+    """For each call, those that it follows from."""
+    inside = {p: i for i, c in enumerate(calls) for p in range(c.start, c.stop)}
+    before: list[set[int]] = [set() for _ in calls]
+    of_value: dict[int, set[int]] = {}
+    for p in range(around.start, around.stop):
+        event, i = graph.events[p], inside.get(p)
+        deps = {d for n in event.inputs for d in of_value.get(n, ())}
+        if i is not None:
+            before[i] |= deps - {i}
+            deps = before[i] | {i}
+        for n in (*event.outputs, event.written):
+            if n is not None:
+                of_value[n] = deps
+    return before
+
+
+# --- where they go ----------------------------------------------------------------------------------------------------
+
+
+def wants_branches(plan: Plan) -> bool:
+    """Whether a plan leaves it to us which modules run at the same time."""
+    return plan.branches == "auto" or any(entry.on == "auto" for entry in plan.modules.values())
+
+
+def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph) -> tuple[Plan, list[str]]:
+    """The plan, with what it leaves open said; and what was found, for a person.
+
+    The tp ranks are shared out so that the slowest branch of a region is as fast as can be, if work is cut evenly.
+
+    Args:
+        entries: module → what the plan says of it.
+        graph: the forward, recorded.
+    """
+    ranks, found, notes = plan.mesh.axis_size("tp"), dict[str, list[str]](), list[str]()
+    said = {name for name, entry in entries.items() if entry.on not in (None, "auto")}
+    names = [""] if plan.branches == "auto" else [name for name, entry in entries.items() if entry.on == "auto"]
+    for region in (r for name in names for r in concurrent(graph, name)):
+        modules = [m for branch in region for m in branch.modules]
+        if ranks < 2 or any(_within(m, s) or _within(s, m) for m in modules for s in said):
+            continue
+        for branch, place in zip(region, _slices([b.work for b in region], ranks), strict=True):
+            for module in branch.modules:
+                found.setdefault(module, []).append(place)
+        if len(notes) < 3:
+            notes.append(
+                "at the same time: " + " | ".join(f"{b.modules[0]} on {found[b.modules[0]][-1]}" for b in region)
+            )
+    if not found:
+        notes.append("branches: auto: nothing in this model was found that could run at the same time")
+    placed = {m: {"on": on[0] if len(set(on)) == 1 else on} for m, on in found.items()}
+    rest = {
+        glob: {**entry.settings(), "on": None} if entry.on == "auto" else entry.settings()
+        for glob, entry in plan.modules.items()
+    }
+    settings = {k: v for k, v in plan.settings().items() if k not in ("modules", "branches")}
+    return Plan.from_dict({**settings, "modules": {**placed, **rest}}), notes
+
+
+def _within(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def _slices(work: Sequence[int], ranks: int) -> list[str]:
+    """A slice of tp for each branch; where there are more branches than ranks, some share one."""
+    bins: list[list[int]] = [[] for _ in range(min(ranks, len(work)))]
+    for i in sorted(range(len(work)), key=lambda i: -work[i]):
+        min(bins, key=lambda b: sum(work[j] for j in b)).append(i)
+    bins.sort(key=min)
+    loads = [sum(work[i] for i in b) for b in bins]
+    split = best_split([[load / g for g in range(1, ranks + 1)] for load in loads], ranks)
+    spare, places, start = ranks - sum(split), [""] * len(work), 0
+    for b, size in zip(bins, split, strict=True):
+        size, spare = size + spare, 0  # what makes nothing faster goes to the first
+        for i in b:
+            places[i] = f"tp[{start}:{start + size}]"
+        start += size
+    return places
+
+
+__all__ = ["Candidate", "concurrent", "place_concurrent", "wants_branches"]

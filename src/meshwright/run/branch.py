@@ -1,0 +1,346 @@
+"""Branches at work: what a region forks to them, and what it joins of them.
+
+    fork   forward: each branch has the value as it is.     backward: one all-reduce; each distinct share of the gradient once
+    join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
+           lacks, whole                                     it gave
+
+All ranks of the place around a region take part in both. Every fork is tied to the join by an anchor, so that on every
+rank the backward of the join comes before that of the forks, whatever the rank made of the values: autograd runs in the
+opposite order of the forward, and so all ranks meet in the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.graph import ModelGraph
+from meshwright.place import Coordinate
+from meshwright.recipe import Recipe
+from meshwright.regions import Fork, Join
+from meshwright.run.groups import Groups
+from meshwright.run.step import bounds
+from meshwright.view.axis import Ledger
+from meshwright.view.stage import PathError
+from meshwright.view.work import whole
+
+
+@dataclass(frozen=True)
+class Line:
+    """The tp ranks of a place around this rank, among whom its regions fork and join."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a joined value: rows ``start`` to ``stop`` of it (all of it where ``stop`` is None), and who has it."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int | None
+    owners: tuple[int, ...]
+    takers: tuple[int, ...]
+
+    def sender(self, to: int) -> int | None:
+        """Who sends it to a rank; None where that has it, or takes nothing of it."""
+        return None if to in self.owners or to not in self.takers else self.owners[to % len(self.owners)]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class Branching:
+    """Forks, joins and what runs between them, for one rank.
+
+    Args:
+        ledger: where calls and bytes are counted, as ``fork`` and ``join``.
+    """
+
+    def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger) -> None:
+        self.recipe, self.groups, self.ledger, self.places = recipe, groups, ledger, recipe.places
+        self.mine = self.places.of(groups.rank)
+        self._lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
+        self._members = {
+            b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
+        }
+        self.running: list[int] = [0]  # the places whose parts are running, the innermost last
+        self.rows = 0
+        self._streams: dict[int, Any] = {}
+
+    def _line(self, around: int) -> Line:
+        group = self.groups.meshes[around]["tp"].get_group()
+        return Line(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def begin(self, rows: int) -> None:
+        """A forward begins, of so many rows: the branches' random numbers follow from the trunk's."""
+        self.rows = rows
+        seed = int(torch.randint(2**48, ()))
+        own = [b for b in self.places.branches if b in self.mine]
+        self._streams = {b: seed + 1009 * b + self._splits(b, rows) * self._at(b).share for b in own}
+
+    # --- forks ------------------------------------------------------------------------------------------------------
+
+    def fork(
+        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
+    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
+        """See ``view.stage.Exchange``."""
+        wholes = {n: whole(t) for n, t in values.items()}
+        pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
+        given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
+        tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
+        anchor = self._anchor() if tail is None else tail
+        if tied:
+            # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
+            stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
+            kinds = tuple((n, b in self.mine and self._leads(b)) for n, b in tied)
+            entering = [(wholes | stand_ins)[n] for n, _ in tied]
+            anchor, *out = _Fork.apply(self, move.around, kinds, anchor, *entering)
+            given |= dict(zip(tied, out, strict=True))
+        return given, anchor
+
+    def _anchor(self) -> Tensor:
+        return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+
+    def _nothing(self, number: int, graph: ModelGraph) -> Tensor:
+        value = graph.values[number]
+        return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
+
+    def _leads(self, branch: int) -> bool:
+        """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
+        here = self._at(branch)
+        return here.tp == 0 and (here.share == 0 or self._splits(branch, self.rows))
+
+    def summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients, summed over the ranks of a place: one all-reduce a type."""
+        found: list[Tensor | None] = [None] * len(gradients)
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
+            chosen = [i for i, g in enumerate(gradients) if g.dtype == dtype]
+            flat = torch.cat([torch.view_as_real(g).reshape(-1) if g.is_complex() else g.reshape(-1)
+                              for g in (gradients[i] for i in chosen)])  # fmt: skip
+            self.ledger.moved("fork", flat)
+            dist.all_reduce(flat, group=self._lines[around].group)
+            base = 0
+            for i in chosen:
+                width = gradients[i].numel() * (2 if dtype.is_complex else 1)
+                piece, base = flat[base : base + width], base + width
+                g = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
+                found[i] = g.view(gradients[i].shape)
+        return [g for g in found if g is not None]
+
+    # --- joins ------------------------------------------------------------------------------------------------------
+
+    def join(
+        self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """See ``view.stage.Exchange``."""
+        anchors = anchors or [self._anchor()]
+        if not move.values:
+            return {}, anchors[0]
+        pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
+        mine = {n: whole(t) for n, t in own.items()}
+        self._check(mine, dict(move.values), graph)
+        # What gets no gradient on one device gets none here, and not zeros.
+        tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
+        given = [mine[n] if n in tied else mine[n].detach() for n in mine]
+        here = self._lines[move.around].rank
+        found = tuple(dict.fromkeys(p.number for p in pieces if here in p.owners or here in p.takers))
+        tail, *out = _Join.apply(self, move, pieces, tuple(mine), found, tied, len(anchors), *anchors, *given)
+        return dict(zip(found, out, strict=True)), tail
+
+    def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
+        value, members = graph.values[number], self._members[branch]
+        dtype = getattr(torch, value.dtype)
+        branches = move.takers.get(number)
+        takers = tuple(
+            r for r in range(len(members))
+            if branches is None or members[r] >= 0 or any(self._members[b][r] >= 0 for b in branches)
+        )  # fmt: skip
+        if not self._in_shares(branch, value.shape, self.rows):
+            owners = tuple(r for r, share in enumerate(members) if share >= 0)
+            return [Piece(number, value.shape, dtype, 0, None, owners, takers)]
+        found = []
+        for share, (start, stop) in enumerate(bounds(value.shape[0], self.places[branch].data)):
+            owners = tuple(r for r, s in enumerate(members) if s == share)
+            found.append(Piece(number, (stop - start, *value.shape[1:]), dtype, start, stop, owners, takers))
+        return found
+
+    def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
+        for n, t in own.items():
+            value = graph.values[n]
+            shape = list(value.shape)
+            if self._in_shares(branches[n], value.shape, self.rows):
+                start, stop = self._bounds(branches[n], self.rows)
+                shape[0] = stop - start
+            if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
+                event = graph.events[value.position]
+                raise PathError(
+                    f"{event.function} ({event.line}) gave {tuple(t.shape)} {t.dtype}, where {tuple(shape)} "
+                    f"torch.{value.dtype} was recorded: the other branches wait for that"
+                )
+
+    def exchanged(self, around: int, pieces: Sequence[Piece], own: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Value → all of it, where it is taken. One all-to-all, in bytes, as types are mixed."""
+        line = self._lines[around]
+        sent = [[_bytes(own[p.number]) for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
+        wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
+        flat = torch.cat([t for row in sent for t in row] or [torch.empty(0, dtype=torch.uint8, device=self.device)])
+        sizes = [sum(p.numel * p.dtype.itemsize for p in row) for row in wanted]
+        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.ledger.moved("join", flat)
+        dist.all_to_all_single(got, flat, sizes, [sum(t.numel() for t in row) for row in sent], group=line.group)
+        found: dict[int, dict[int, Tensor]] = {}
+        base = 0
+        for p in (p for row in wanted for p in row):
+            width = p.numel * p.dtype.itemsize
+            # A copy begins where its type may begin in memory.
+            piece = got[base : base + width].clone().view(p.dtype) if width else got.new_empty(0, dtype=p.dtype)
+            found.setdefault(p.number, {})[p.start] = piece.view(p.shape)
+            base += width
+        for p in pieces:
+            if line.rank in p.owners:
+                found.setdefault(p.number, {})[p.start] = own[p.number]
+        return {
+            n: next(iter(parts.values())) if len(parts) == 1 else torch.cat([parts[s] for s in sorted(parts)])
+            for n, parts in found.items()
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups.device
+
+    def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
+        """The gradient of what this rank gave of a value, in a forward of so many rows."""
+        if self._in_shares(branch, tuple(gradient.shape), rows):
+            start, stop = self._bounds(branch, rows)
+            return gradient[start:stop]
+        if not self._splits(branch, rows) and self._at(branch).share:
+            return torch.zeros_like(gradient)  # ranks that run the same rows give their gradients once
+        return gradient
+
+    # --- within a branch --------------------------------------------------------------------------------------------
+
+    def share(self, place: int, t: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        if isinstance(t, nn.Parameter) or not self._in_shares(place, tuple(t.shape), self.rows):
+            return t
+        start, stop = self._bounds(place, self.rows)
+        return t[start:stop]
+
+    @contextmanager
+    def inside(self, place: int) -> Iterator[None]:
+        """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""
+        trunk = _random_state(self.device)
+        known = self._streams.get(place)
+        if isinstance(known, int):
+            torch.manual_seed(known)
+        elif known is not None:
+            _set_random_state(known, self.device)
+        self.running.append(place)
+        try:
+            yield
+        finally:
+            self.running.pop()
+            self._streams[place] = _random_state(self.device)
+            _set_random_state(trunk, self.device)
+
+    def counts(self, places: Sequence[int]) -> bool:
+        """Whether this rank's gradient of a parameter, by what is running, is counted in the sum over all its places."""
+        here = self._at(self.running[-1])
+        return here.tp == 0 and self.running[-1] in places
+
+    def _splits(self, place: int, rows: int) -> bool:
+        """Whether the data ranks of a place each run their own of so many rows; else each runs all."""
+        return self.places[place].splits and rows >= self.places[place].data
+
+    def _in_shares(self, place: int, shape: tuple[int, ...], rows: int) -> bool:
+        """Whether the ranks of a place each have some rows of a tensor of this shape."""
+        return self._splits(place, rows) and len(shape) > 0 and shape[0] == rows
+
+    def _bounds(self, place: int, rows: int) -> tuple[int, int]:
+        return bounds(rows, self.places[place].data)[self._at(place).share]
+
+    def _at(self, place: int) -> Coordinate:
+        found = self.places.at(self.groups.rank, place)
+        assert found is not None
+        return found
+
+
+class _Fork(torch.autograd.Function):
+    """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branching: Branching,
+        around: int,
+        kinds: tuple[tuple[int, bool], ...],
+        anchor: Tensor,
+        *values: Tensor,
+    ) -> Any:
+        ctx.branching, ctx.around, ctx.kinds = branching, around, kinds
+        return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
+
+    @staticmethod
+    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+        own: dict[int, Tensor] = {}
+        for (n, counts), g in zip(ctx.kinds, gradients, strict=True):
+            g = g if counts else torch.zeros_like(g)
+            own[n] = g if n not in own else own[n] + g
+        found = dict(zip(own, ctx.branching.summed(ctx.around, list(own.values())), strict=True))
+        return None, None, None, None, *(found.pop(n, None) for n, _ in ctx.kinds)
+
+
+class _Join(torch.autograd.Function):
+    """Values of branches, whole on every rank around them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branching: Branching,
+        move: Join,
+        pieces: list[Piece],
+        mine: tuple[int, ...],
+        here: tuple[int, ...],
+        tied: frozenset[int],
+        anchors: int,
+        *given: Tensor,
+    ) -> Any:
+        ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
+        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, here, tied, anchors
+        found = branching.exchanged(move.around, pieces, dict(zip(mine, given[anchors:], strict=True)))
+        out = [found[n].detach() for n in here]
+        ctx.mark_non_differentiable(*(t for n, t in zip(here, out, strict=True) if n not in tied))
+        return given[0].detach(), *out
+
+    @staticmethod
+    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+        of = dict(zip(ctx.here, gradients, strict=True))
+        own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
+        return *(None,) * 7, *(None,) * ctx.anchors, *own
+
+
+def _bytes(t: Tensor) -> Tensor:
+    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

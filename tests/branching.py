@@ -1,0 +1,368 @@
+"""Models with parts that can run at the same time, as people write them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+
+DIM, ROWS = 24, 12
+
+
+def rows(count: int = ROWS, tokens: int = 0) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shape = (count, tokens, DIM) if tokens else (count, DIM)
+    return {"x": torch.randn(shape, generator=draw), "y": torch.randn((count, 5), generator=draw)}
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = 32, dim: int = DIM) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Toy(nn.Module):
+    """The forum's: two blocks of one input, their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+        self.block_a, self.block_b = MLP(128), MLP(64)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        x_a = self.block_a(x)
+        x_b = self.block_b(x)
+        out = self.head(x_a + x_b)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+class Three(Toy):
+    """Three branches, joined by concatenation; one of them is the input of a plain function first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_c, self.mix = MLP(7), nn.Linear(3 * DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        parts = [self.block_a(x), self.block_b(x).tanh(), self.block_c(x * 2)]
+        return {"loss": F.mse_loss(self.head(self.mix(torch.cat(parts, -1))), y)}
+
+
+class Residual(nn.Module):
+    """Attention and MLP side by side, as in GPT-J: ``x + a(x)``, then ``+ b(x)``; in repeated blocks."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(DIM), heads
+        self.attn, self.mlp = Attention(heads), MLP(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        x = x + self.attn(normed)
+        return x + self.mlp(normed)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, DIM))
+
+
+class Parallel(nn.Module):
+    """A stack of them."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Residual() for _ in range(depth)), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.mse_loss(self.head(x.mean(1)), y)}
+
+
+class Tracks(nn.Module):
+    """Two tracks that exchange what they have after each block, as in the Evoformer."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(MLP() for _ in range(depth))
+        self.right = nn.ModuleList(MLP(48) for _ in range(depth))
+        self.head = nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = x, x * 2
+        for left, right in zip(self.left, self.right, strict=True):
+            da, db = left(a), right(b)
+            a, b = a + da + 0.5 * db, b + db
+        return {"loss": F.mse_loss(self.head(a * b), y)}
+
+
+class Inception(nn.Module):
+    """Paths of several modules with plain functions between them; one has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.one = nn.Conv2d(8, 4, 1)
+        self.reduce3, self.conv3 = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 6, 3, padding=1)
+        self.pool, self.project = nn.MaxPool2d(3, stride=1, padding=1), nn.Conv2d(8, 2, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = F.relu(self.stem(x))
+        a = F.relu(self.one(x))
+        b = F.relu(self.conv3(F.relu(self.reduce3(x))))
+        c = F.relu(self.project(self.pool(x)))
+        return {"loss": F.mse_loss(self.head(torch.cat([a, b, c], 1).mean((2, 3))), y)}
+
+
+def images() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {"x": torch.randn((8, 3, 6, 6), generator=draw), "y": torch.randn((8, 5), generator=draw)}
+
+
+class Towers(nn.Module):
+    """Two inputs, two towers with embeddings, norms and projections, and a loss that compares all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.text = nn.Embedding(50, DIM), MLP(40)
+        self.image = nn.Sequential(nn.Linear(18, DIM), nn.GELU(), nn.Linear(DIM, DIM))
+        self.text_out, self.image_out = nn.Linear(DIM, 16, bias=False), nn.Linear(DIM, 16, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> dict[str, Tensor]:
+        t = self.words(ids)
+        t = self.text(t).mean(1)
+        t = self.text_out(t)
+        v = self.image_out(self.image(pixels))
+        t, v = t / t.norm(dim=-1, keepdim=True), v / v.norm(dim=-1, keepdim=True)
+        logits = self.scale.exp() * v @ t.T
+        target = torch.arange(len(ids))
+        return {"loss": (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2}
+
+
+def pairs() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {"ids": torch.randint(0, 50, (8, 7), generator=draw), "pixels": torch.randn((8, 18), generator=draw)}
+
+
+class Siamese(nn.Module):
+    """One module, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = MLP(40), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a = self.tower(x)
+        b = self.tower(x.flip(0))
+        return {"loss": F.mse_loss(self.head(a * b), y)}
+
+
+class Nested(nn.Module):
+    """Branches within a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.other, self.head = nn.Linear(DIM, DIM), Inner(), MLP(50), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        return {"loss": F.mse_loss(self.head(self.inner(x) + self.other(x)), y)}
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(DIM, DIM), MLP(), MLP(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.left(x) - self.right(x) * x
+
+
+class Several(nn.Module):
+    """Several outputs, in a dict; one of them is not used, another has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = Outputs(), MLP(), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = self.a(x), self.b(x)
+        out = self.head(a["main"] * (a["mask"] + 1) + b)
+        return {"loss": F.mse_loss(out, y) + 0.1 * a["aux"]}
+
+
+class Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, 1), nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        main = self.one(x)
+        return {
+            "main": main, "aux": self.two(x).pow(2).mean(), "mask": main.detach() > 0, "unused": self.unused(x), "no": None
+        }  # fmt: skip
+
+
+class Late(nn.Module):
+    """The trunk goes on between the branches; the second takes what it made there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.between, self.head = MLP(), MLP(48), nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a = self.a(x)
+        t = self.between(x)
+        b = self.b(t * x)
+        return {"loss": F.mse_loss(self.head(a + b + t), y)}
+
+
+class Frozen(Toy):
+    """One branch is frozen, and so is what comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_b.requires_grad_(False)
+        self.stem.requires_grad_(False)
+
+
+class Chain(nn.Module):
+    """One after the other: not at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = MLP(), MLP(), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.head(self.b(self.a(x))), y)}
+
+
+class Dropped(nn.Module):
+    """Dropout in the branches and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5)),
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5)),
+        )
+        self.after = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = self.a(x), self.b(x)
+        out = self.after(a + b)
+        return {"loss": out.pow(2).mean(), "a": a, "b": b, "out": out}
+
+
+def beside(first: int, second: int, **meshes: Any) -> dict[str, Any]:
+    """``block_a`` on the first ranks of tp, ``block_b`` on the others."""
+    modules: dict[str, Any] = {"block_a": {"on": f"tp[0:{first}]"}, "block_b": {"on": f"tp[{first}:{first + second}]"}}
+    for name, mesh in meshes.items():
+        modules[f"block_{name}"]["mesh"] = mesh
+    return {"mesh": {"tp": first + second}, "modules": modules}
+
+
+def on(mesh: dict[str, int], **places: Any) -> dict[str, Any]:
+    """A plan that places modules; ``__`` in a name is a dot."""
+    return {"mesh": mesh, "modules": {name.replace("__", "."): {"on": place} for name, place in places.items()}}
+
+
+class Graph(nn.Module):
+    """A random graph of trunk and branch modules: forks, joins, unused outputs, frozen parameters, shared modules."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        self.branches, self.trunk = nn.ModuleList(), nn.ModuleList()
+        self.program: list[tuple[str, int, list[int]]] = []
+        self.slices = choose.choice([[1, 3], [2, 2], [1, 1, 2], [1, 2, 1], [3, 1], [1, 1, 1, 1]])
+        self.on: list[int] = []
+        values = 1
+        for _ in range(choose.randint(4, 10)):
+            kind = choose.choice(["branch", "branch", "branch", "branch", "trunk", "add", "mul", "detach", "tanh"])
+            taken = [choose.randrange(max(0, values - 4), values) for _ in range(2 if kind in ("add", "mul") else 1)]
+            which = -1
+            if kind == "branch":
+                if self.branches and choose.random() < 0.1:
+                    which = choose.randrange(len(self.branches))  # called again
+                else:
+                    which = len(self.branches)
+                    self.branches.append(choose.choice([MLP(choose.choice([3, 8, 16]), 6), nn.Linear(6, 6), nn.Tanh()]))
+                    self.on.append(choose.randrange(len(self.slices)))
+                    self.branches[-1].requires_grad_(choose.random() > 0.15)
+            elif kind == "trunk":
+                which = len(self.trunk)
+                self.trunk.append(nn.Linear(6, 6))
+                self.trunk[-1].requires_grad_(choose.random() > 0.2)
+            self.program.append((kind, which, taken))
+            values += 1
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.kept = sorted(choose.sample(range(values), min(values, choose.randint(1, 3))))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        values = [self.first(x)]
+        for kind, which, taken in self.program:
+            a = values[taken[0]]
+            if kind == "branch":
+                values.append(self.branches[which](a))
+            elif kind == "trunk":
+                values.append(self.trunk[which](a))
+            elif kind in ("add", "mul"):
+                values.append(a + values[taken[1]] if kind == "add" else a * values[taken[1]].tanh())
+            else:
+                values.append(a.detach() if kind == "detach" else a.tanh())
+        out = self.head(sum(values[i].tanh() for i in self.kept))
+        return {"loss": F.mse_loss(out, y)}
+
+    def plan(self, data: bool) -> dict[str, Any]:
+        """Its branches on slices of tp=4; ``data``: those of several ranks are data parallel within."""
+        ends = [sum(self.slices[:i]) for i in range(len(self.slices) + 1)]
+        modules: dict[str, Any] = {}
+        for i, place in enumerate(self.on):
+            modules[f"branches.{i}"] = {"on": f"tp[{ends[place]}:{ends[place + 1]}]"}
+            if data and self.slices[place] > 1:
+                modules[f"branches.{i}"]["mesh"] = {"dp_shard": self.slices[place]}
+        return {"mesh": {"tp": 4}, "modules": modules}
+
+
+class Contained(nn.Module):
+    """The same as ``Toy``, written with a container."""
+
+    def __init__(self, join: Any = "sum", dim: int = -1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.both = mw.Branches({"a": MLP(128), "b": MLP(64)}, join, dim)
+        self.head = nn.Linear(2 * DIM if join == "cat" else DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = self.both(self.stem(x))
+        if isinstance(found, (tuple, dict)):
+            found = sum(found.values() if isinstance(found, dict) else found)
+        if self.both.join == "stack":
+            found = found.prod(0)
+        out = self.head(found)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+def product(results: list[Tensor]) -> Tensor:
+    return results[0] * results[1]

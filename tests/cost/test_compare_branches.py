@@ -1,0 +1,287 @@
+"""The cost of branches: the split against brute force, the bytes against a job's ledger, and what is said."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import branching as models
+import meshwright as mw
+from branching import beside, on
+from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR
+from meshwright.cost.split import best_split, imbalance
+from meshwright.hardware import GPU_NODE, LOCAL
+from meshwright.run.workers import LocalWorkers
+
+# --- the split --------------------------------------------------------------------------------------------------------
+
+RANKS = 6
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=RANKS, max_size=RANKS), min_size=1, max_size=4))
+def test_the_split_is_the_best_of_all(drawn: list[list[int]]) -> None:
+    tables = [sorted(map(float, table), reverse=True) for table in drawn]
+    split = best_split(tables, RANKS)
+    assert sum(split) <= RANKS and min(split) >= 1
+
+    def slowest(ranks: tuple[int, ...]) -> float:
+        return max(table[n - 1] for table, n in zip(tables, ranks, strict=True))
+
+    every = [s for s in product(range(1, RANKS + 1), repeat=len(tables)) if sum(s) <= RANKS]
+    assert slowest(split) == min(map(slowest, every))
+    for i, ranks in enumerate(split):  # and none has a rank that it can spare
+        fewer = (*split[:i], ranks - 1, *split[i + 1 :])
+        assert ranks == 1 or slowest(fewer) > slowest(split)
+
+
+def test_a_table_that_rises_counts_as_what_fewer_ranks_take() -> None:
+    assert best_split([[4, 9, 9, 1], [3, 3, 3, 3]], 5) == (4, 1)
+    assert best_split([[4, 9, 9, 1], [3, 3, 3, 3]], 4) == (1, 1)
+
+
+def test_more_branches_than_ranks_have_no_split() -> None:
+    with pytest.raises(ValueError, match="3 branches, and 2 ranks"):
+        best_split([[1.0, 1.0]] * 3, 2)
+
+
+def test_imbalance() -> None:
+    assert imbalance([1, 1], [1, 1]) == 1
+    assert imbalance([1, 3], [1, 1]) == 1.5
+    assert imbalance([1, 3], [1, 3]) == 1
+    assert imbalance([1, 2, 3], [2, 2, 2]) == 1.5
+
+
+# --- bytes, against jobs ----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two branches and nothing else with parameters but a stem, which is whole."""
+
+    def __init__(self, first: int = 32, second: int = 32, dim: int = models.DIM, depth: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(dim, dim)
+        self.block_a = nn.Sequential(*(models.MLP(first, dim) for _ in range(depth)))
+        self.block_b = nn.Sequential(*(models.MLP(second, dim) for _ in range(depth)))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        return {"loss": (self.block_a(x) * self.block_b(x)).square().mean()}
+
+
+def moved(build: Any, batch: Any, plan: Any) -> tuple[Counter[str], Counter[str]]:
+    """Runs on every rank: calls and bytes of its second step, by kind."""
+    job = mw.parallelize(build, {**plan, "rows": "split"}, batch=batch)
+    job.step(batch)
+    calls, size = job.ledger.calls.copy(), job.ledger.bytes.copy()
+    job.step(batch)
+    return job.ledger.calls - calls, job.ledger.bytes - size
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "toy": (models.Toy, models.rows(), beside(1, 1)),
+    "toy 1+2": (models.Toy, models.rows(), beside(1, 2)),
+    "tracks, several regions": (
+        models.Tracks, models.rows(), {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
+    ),
+    "rows in uneven shares": (models.Toy, models.rows(7), beside(1, 2, b={"dp": 2})),
+    "outputs of several types": (models.Several, models.rows(), on({"tp": 2}, a="tp[0]", b="tp[1]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forks_and_joins_are_what_a_job_counts(case: str, workers: LocalWorkers) -> None:
+    build, batch, plan = CASES[case]
+    measured = {("*", n): 1.0 for n in (1, 2)}  # so that what ranks of one branch exchange is not among it
+    ways = [r[GIVEN] for r in mw.compare_branches(build, batch, plan, tables=measured).regions]
+    found = workers.run(moved, build, batch, plan, ranks=plan["mesh"]["tp"])
+    ours = [(c["fork"] + c["join"], b["fork"] + b["join"]) for c, b in found]
+    assert (sum(w.traffic.calls for w in ways), sum(w.traffic.bytes for w in ways)) == max(ours, key=lambda x: x[1])
+
+
+def test_tensor_parallel_is_what_a_job_counts(workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "modules": {**beside(1, 1)["modules"], "stem": {"tp": "whole"}}}
+    way = mw.compare_branches(Pair, models.rows(), plan).regions[0][TENSOR]
+    calls, size = workers.run(
+        moved, Pair, models.rows(), {"mesh": {"tp": 2}, "modules": {"stem": {"tp": "whole"}}}, ranks=2
+    )[0]
+    assert set(calls) == {"all_reduce"}
+    assert (way.traffic.calls, way.traffic.bytes) == (calls["all_reduce"], size["all_reduce"])
+
+
+def test_equal_branches_move_a_share_of_the_parameters() -> None:
+    build, batch = models.Three, models.rows()
+    own, whole = mw.compare_branches(Pair, batch, beside(1, 1)).regions[0].parameter_bytes
+    assert whole == 2 * own == 2 * sum(p.numel() * 4 for name, p in Pair().named_parameters() if "stem" not in name)
+    places = on({"tp": 3}, block_a="tp[0]", block_b="tp[1]", block_c="tp[2]")
+    own, whole = mw.compare_branches(build, batch, places).regions[0].parameter_bytes
+    sizes = {
+        k: 2 * 4 * sum(p.numel() for n, p in build().named_parameters() if n.startswith(f"block_{k}")) for k in "abc"
+    }
+    assert (own, whole) == (max(sizes.values()), sum(sizes.values()))
+
+
+# --- what pays --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hardware", [GPU_NODE, LOCAL], ids=lambda h: h.name)
+def test_the_forum_s_toy_is_too_small(hardware: mw.Hardware) -> None:
+    found = mw.compare_branches(models.Toy, models.rows(), beside(1, 1), hardware=hardware)
+    assert not found.pays and found.fastest == ONE
+    assert "\n" not in found.verdict
+    assert re.match(
+        r"distributing does not pay: [\d.]+ µs of work on one device, against \d collectives? of", found.verdict
+    )
+    table = str(found)
+    assert table.endswith(found.verdict)
+    for way in found.regions[0].ways:
+        assert way.name in table
+
+
+def test_links_without_cost_make_the_toy_pay() -> None:
+    free = replace(GPU_NODE, latency=0.0, link=1e30)
+    found = mw.compare_branches(models.Toy, models.rows(), beside(1, 1), hardware=free)
+    assert found.fastest == GIVEN
+    way = found.regions[0][GIVEN]
+    assert way.seconds == pytest.approx(max(row[0] for row in found.regions[0].tables))
+
+
+BLOCKS = 6
+
+
+def big(first: int = 4096, second: int = 4096) -> Any:
+    return lambda: Pair(first, second, dim=1024, depth=BLOCKS)
+
+
+def one_row(rows: int = 1) -> dict[str, Tensor]:
+    return {"x": torch.zeros(rows, 512, 1024), "y": torch.zeros(rows, 512, 5)}
+
+
+def test_deep_branches_at_batch_1_prefer_branches() -> None:
+    found = mw.compare_branches(big(), one_row(), beside(1, 1))
+    region = found.regions[0]
+    assert found.fastest == GIVEN
+    assert region[BEST].split == (1, 1)
+    assert region[GIVEN].imbalance == pytest.approx(1)
+    # In each block of each branch an all-reduce forward and one backward, of which the two at the fork share one.
+    assert region[TENSOR].traffic.calls == 2 * 2 * BLOCKS - 1
+    assert region[GIVEN].traffic.calls == 2
+    assert region[DATA].seconds >= region[ONE].seconds
+    assert region[DATA].note == "1 row: 1 of 2 ranks have none"
+    assert "branches, as planned 1+1" in found.verdict
+
+
+def test_many_rows_of_much_work_prefer_data() -> None:
+    found = mw.compare_branches(big(512, 8192), one_row(64), beside(1, 1))
+    assert found.fastest == DATA
+    assert found.regions[0][GIVEN].imbalance == pytest.approx(1.77, abs=0.1)
+
+
+def test_ranks_go_where_the_work_is() -> None:
+    found = mw.compare_branches(
+        big(1024, 3072), one_row(), beside(2, 2), hardware=replace(GPU_NODE, operation=0, latency=0)
+    )
+    region = found.regions[0]
+    assert region[BEST].split == (1, 3)
+    assert region[BEST].seconds < region[GIVEN].seconds
+    assert region[BEST].imbalance == pytest.approx(1, abs=0.15)  # what moves bytes alone is no more work in the larger
+
+
+def test_what_a_job_adds_to_an_operation_is_not_on_one_device() -> None:
+    plain, slowed = (
+        mw.compare_branches(models.Toy, models.rows(), beside(1, 1), hardware=replace(GPU_NODE, view=view)).regions[0]
+        for view in (0.0, 1.0)
+    )
+    more = {w.name: slowed[w.name].seconds - w.seconds for w in plain.ways}
+    assert more == pytest.approx(
+        {ONE: 0, DATA: 6, TENSOR: 6, GIVEN: 3, BEST: 3}
+    )  # two linears and a ReLU in each branch
+
+
+def test_measured_tables_count_instead_of_predictions() -> None:
+    tables = {
+        ("block_a", 1): 1.0,
+        ("block_a", 2): 0.5,
+        ("block_a", 3): 0.4,
+        ("block_b", 1): 0.3,
+        ("block_b", 2): 0.2,
+        ("block_b", 3): 0.1,
+    }
+    region = mw.compare_branches(models.Toy, models.rows(), beside(2, 2), tables=tables).regions[0]
+    assert region.tables[0][:3] == (1.0, 0.5, 0.4)
+    assert region[ONE].seconds == 1.3
+    assert region[BEST].split == (3, 1)
+    assert region[GIVEN].compute == 0.5
+    assert region[BEST].seconds == pytest.approx(0.4, abs=1e-3)
+    with pytest.raises(ValueError, match="the branches are block_a, block_b"):
+        mw.compare_branches(models.Toy, models.rows(), beside(2, 2), tables={("block_c", 1): 1.0})
+
+
+def test_branches_that_compare_rows_have_no_data_parallelism() -> None:
+    class Normed(models.Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block_a = nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.BatchNorm1d(models.DIM))
+
+    region = mw.compare_branches(Normed, models.rows(), beside(1, 1)).regions[0]
+    assert region[DATA].note == "what a row gives depends on others: each rank runs all"
+    assert region[DATA].compute == pytest.approx(region[ONE].compute)
+
+
+def test_a_frozen_branch_has_no_backward() -> None:
+    plain, frozen = (
+        mw.compare_branches(m, models.rows(), beside(1, 1)).regions[0] for m in (models.Toy, models.Frozen)
+    )
+    assert frozen.tables[1][0] < 0.5 * plain.tables[1][0]
+    assert frozen[GIVEN].traffic.calls == 1  # a join alone: what is forked wants no gradient
+
+
+def test_each_region_of_a_stack() -> None:
+    plan = {"mesh": {"tp": 2}, "modules": {"*.attn": {"on": "tp[0]"}, "*.mlp": {"on": "tp[1]"}}}
+    found = mw.compare_branches(models.Parallel, models.rows(6, 5), plan)
+    assert [r.name for r in found.regions] == [f"layers.{i}.attn | layers.{i}.mlp" for i in range(3)]
+    assert "layers.1.attn | layers.1.mlp, and 1 like it" in str(found)  # what enters the first wants no gradient
+    assert found.seconds[ONE] == pytest.approx(sum(r[ONE].seconds for r in found.regions))
+
+
+def test_branches_that_are_found_are_compared() -> None:
+    found, said = (
+        mw.compare_branches(models.Toy, models.rows(), plan)
+        for plan in ({"mesh": {"tp": 2}, "branches": "auto"}, beside(1, 1))
+    )
+    assert found.regions == said.regions
+
+
+def test_rows_are_those_of_a_data_rank() -> None:
+    plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}, "microbatches": 3}
+    assert mw.compare_branches(models.Toy, models.rows(12), plan).regions[0].rows == 2
+
+
+def test_no_branches_is_an_error() -> None:
+    with pytest.raises(mw.PlanError, match="no branches that run beside each other"):
+        mw.compare_branches(models.Toy, models.rows(), "tp=2")
+
+
+def test_this_machine_is_measured() -> None:
+    found = mw.Hardware.measured(latency=1e-3, link=2e9)
+    assert (found.latency, found.link) == (1e-3, 2e9)
+    assert 1e8 < found.flops < 1e14 and 1e8 < found.memory < 1e13
+    assert 1e-8 < found.operation < 1e-3
+
+
+def collectives() -> mw.Hardware:
+    return mw.Hardware.measured()
+
+
+def test_ranks_measure_their_collectives(workers: LocalWorkers) -> None:
+    for found in workers.run(collectives, ranks=2):
+        assert 1e-6 < found.latency < 1
+        assert found.latency != LOCAL.latency and found.link != LOCAL.link

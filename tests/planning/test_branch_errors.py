@@ -1,0 +1,114 @@
+"""What is wrong with the branches of a plan: told at once, each with its place, what is given and required, and a fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import branching as models
+import meshwright as mw
+from branching import beside, on
+from meshwright.errors import Finding, PlanError
+
+
+def problems(build: Any, plan: Any) -> tuple[Finding, ...]:
+    """The findings of one error, raised without a process."""
+    with pytest.raises(PlanError) as caught:
+        mw.make_recipe(build, plan, models.rows())
+    assert all(f.where and f.given and f.required and f.fix for f in caught.value.findings)
+    return caught.value.findings
+
+
+ALONE: dict[str, tuple[Any, str, str, str]] = {
+    "a slice beyond the axis": (on({"tp": 4}, block_a="tp[0:2]", block_b="tp[2:6]"), "block_b.on", "tp[2:6]", "tp=4"),
+    "an empty slice": (on({"tp": 4}, block_a="tp[2:2]", block_b="tp[2:4]"), "block_a.on", "tp[2:2]", "tp=4"),
+    "a slice that goes backwards": (on({"tp": 4}, block_a="tp[3:1]", block_b="tp[3]"), "block_a.on", "tp[3:1]", "tp=4"),
+    "an inner mesh of another size": (beside(2, 2, b={"dp": 3}), "block_b.mesh", "3 ranks", "tp[2:4]"),
+    "an inner mesh with a pipeline": (beside(2, 2, b={"pp": 2}), "block_b.mesh", "pp", "within a branch"),
+    "a mesh without ranks": (
+        {"mesh": {"tp": 4}, "modules": {"block_a": {"mesh": {"tp": 2}}}}, "block_a.mesh", "a mesh of its own", "without"
+    ),
+    "a sequence that is cut": (
+        {**beside(2, 2), "sequence_parallel": True}, "sequence_parallel", "true", "slice of tp"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_problem_is_told_with_its_place(case: str) -> None:
+    plan, where, *given = ALONE[case]
+    (finding,) = problems(models.Toy, plan)
+    assert finding.where.endswith(where)
+    assert all(text in finding.given for text in given)
+
+
+def test_all_problems_of_the_places_are_told_at_once() -> None:
+    plan = {
+        "mesh": {"tp": 8},
+        "sequence_parallel": True,
+        "modules": {
+            "block_a": {"on": "tp[0:9]"}, "block_b": {"on": "tp[2:8]", "mesh": {"dp": 4}},
+            "head": {"mesh": {"tp": 2}}, "stem": {"on": "tp[4:4]"},
+        },
+    }  # fmt: skip
+    found = {f.where for f in problems(models.Toy, plan)}
+    modules = {f"modules.{name}" for name in ("block_a.on", "block_b.mesh", "head.mesh", "stem.on")}
+    assert found == {"sequence_parallel", *modules}
+
+
+def test_a_nested_slice_is_one_of_the_branch_around_it() -> None:
+    plan = on({"tp": 4}, inner="tp[0:2]", other="tp[2:4]", inner__left="tp[0]", inner__right="tp[2]")
+    (finding,) = problems(models.Nested, plan)
+    assert finding.where == "modules.inner.right.on"
+    assert "tp=2 of tp[0:2]" in finding.given
+
+
+def test_one_of_several_places_of_a_module_that_is_called_again() -> None:
+    (finding,) = problems(models.Siamese, on({"tp": 2}, tower=["tp[0]", "tp[2]"]))
+    assert finding.where == "modules.tower.on" and "tp[2]" in finding.given
+
+
+def test_modules_that_are_not_called_are_named_each() -> None:
+    found = problems(models.Tracks, on({"tp": 2}, left="tp[0]", right="tp[1]"))
+    assert [f.where for f in found] == ["modules.left.on", "modules.right.on"]
+    assert "does not call" in found[0].given and found[0].fix == "'left.*': {on: 'tp[0]'}"
+
+
+def test_branches_of_which_one_needs_the_other_name_what_ties_them() -> None:
+    found = problems(models.Chain, on({"tp": 2}, a="tp[0]", b="tp[1]"))
+    assert [f.where for f in found] == ["modules.a.on"]  # one tie is told once
+    assert all(text in found[0].given for text in ("b.up", "a.down", "branching.py:", "(12, 24)"))
+    assert found[0].fix == "leave out on: for a"
+
+
+def test_problems_are_told_before_anything_starts_and_a_right_plan_has_none() -> None:
+    recipe = mw.make_recipe(models.Toy, beside(2, 6, b={"dp": 3, "tp": 2}), models.rows())
+    assert [str(place.mesh) for place in recipe.branches] == ["tp=2", "dp_replicate=3 × tp=2"]
+    assert recipe.placed == {"block_a": (1,), "block_b": (2,)}
+
+
+def test_a_slice_that_goes_beyond_is_shortened_in_the_fix() -> None:
+    (finding,) = problems(models.Toy, on({"tp": 4}, block_a="tp[0:2]", block_b="tp[2:6]"))
+    assert finding.fix == "on: 'tp[2:4]'" and "0 to 3" in finding.required
+
+
+def test_a_mesh_without_tp_says_so() -> None:
+    found = problems(models.Toy, on({"dp_shard": 2}, block_a="tp[0]", block_b="tp[1]"))
+    assert {f.fix for f in found} == {"mesh: {tp: 2}"}
+
+
+def test_a_place_for_a_parameter_names_its_module() -> None:
+    found = problems(models.Toy, on({"tp": 2}, block_a="tp[0]", block_b__up__weight="tp[1]"))
+    assert found[0].where == "modules.block_b.up.weight.on" and found[0].fix == "block_b.up: {on: 'tp[1]'}"
+
+
+def test_more_places_than_calls() -> None:
+    plan = {"mesh": {"tp": 3}, "modules": {"tower": {"on": ["tp[0]", "tp[1]", "tp[2]"]}}}
+    (finding,) = problems(models.Siamese, plan)
+    assert "called 2 times" in finding.given and finding.fix == "on: ['tp[0]', 'tp[1]']"
+
+
+def test_the_whole_model_on_a_slice() -> None:
+    found = problems(models.Toy, {"mesh": {"tp": 2}, "modules": {"*": {"on": "tp[0]"}}})
+    assert any(f.where == "modules, of the whole model" for f in found)

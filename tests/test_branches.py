@@ -1,0 +1,445 @@
+"""Branches: different blocks of a model on different groups of ranks at the same time, equal to one device."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import branching as models
+import meshwright as mw
+from branching import beside, on
+from meshwright.run.workers import LocalWorkers
+
+CLOSE = 1e-12  # relative, in float64, over five steps of the optimizer
+
+
+def same(build: Any, batch: Any, plan: Any, workers: LocalWorkers) -> mw.Report:
+    report = mw.check(build, batch, plan, workers=workers, tolerance=CLOSE, steps=5)
+    assert report.passed, str(report)
+    assert report.dtype == "float64"
+    return report
+
+
+# --- the forum's model ------------------------------------------------------------------------------------------------
+
+SHARES = {
+    "1+1": beside(1, 1),
+    "1+3": beside(1, 3),
+    "3+1": beside(3, 1),
+    "2+2": beside(2, 2),
+    "2+6": beside(2, 6),
+    "tp2 | dp3 x tp2": beside(2, 6, b={"dp": 3, "tp": 2}),
+    "dp2 | dp_shard2": beside(2, 2, a={"dp": 2}, b={"dp_shard": 2}),
+    "dp_shard2 | dp_shard3": beside(2, 3, a={"dp_shard": 2}, b={"dp_shard": 3}),
+    "dp_shard=2 x (1+3)": {**beside(1, 3), "mesh": {"dp_shard": 2, "tp": 4}},
+    "dp_replicate=2 x (2+2), sharded within": {
+        **beside(2, 2, a={"dp_shard": 2}), "mesh": {"dp_replicate": 2, "tp": 4}
+    },
+    "pp=2 x (1+1)": {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}},
+    "microbatches": {**beside(1, 2, b={"dp": 2}), "microbatches": 3},
+    "recompute": {**beside(1, 2), "recompute": "blocks"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", SHARES)
+def test_the_forum_s_two_blocks(plan: str, workers: LocalWorkers) -> None:
+    same(models.Toy, models.rows(), SHARES[plan], workers)
+
+
+# --- ways of models ---------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, tuple[Any, Any, Any]] = {
+    "three 1+2+1": (models.Three, models.rows(), on({"tp": 4}, block_a="tp[0:1]", block_b="tp[1:3]", block_c="tp[3:4]")),
+    "three 2+1+1": (models.Three, models.rows(), on({"tp": 4}, block_a="tp[0:2]", block_b="tp[2]", block_c="tp[3]")),
+    "parallel attention and MLP": (
+        models.Parallel, models.rows(6, 5), {"mesh": {"tp": 3}, "modules": {"*.attn": {"on": "tp[0:2]"}, "*.mlp": {"on": "tp[2:3]"}}}
+    ),
+    "dp_shard of parallel attention and MLP": (
+        models.Parallel, models.rows(6, 5),
+        {"mesh": {"dp_shard": 2, "tp": 2}, "modules": {"*.attn": {"on": "tp[0]"}, "*.mlp": {"on": "tp[1]"}}},
+    ),
+    "two tracks": (
+        models.Tracks, models.rows(), {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]"}}}
+    ),
+    "inception": (
+        models.Inception, models.images(),
+        on({"tp": 4}, one="tp[0]", reduce3="tp[1:3]", conv3="tp[1:3]", pool="tp[3]", project="tp[3]"),
+    ),
+    "towers": (
+        models.Towers, models.pairs(),
+        on({"tp": 3}, words="tp[0:1]", text="tp[0:1]", text_out="tp[0:1]", image="tp[1:3]", image_out="tp[1:3]"),
+    ),
+    "towers by data": (
+        models.Towers, models.pairs(),
+        on({"dp_shard": 2, "tp": 2}, words="tp[0]", text="tp[0]", text_out="tp[0]", image="tp[1]", image_out="tp[1]"),
+    ),
+    "siamese": (models.Siamese, models.rows(), {"mesh": {"tp": 2}, "modules": {"tower": {"on": ["tp[0]", "tp[1]"]}}}),
+    "siamese, unequal": (
+        models.Siamese, models.rows(), {"mesh": {"dp_shard": 2, "tp": 3}, "modules": {"tower": {"on": ["tp[0:2]", "tp[2]"]}}}
+    ),
+    "nested": (
+        models.Nested, models.rows(), on({"tp": 4}, inner="tp[0:3]", other="tp[3]", inner__left="tp[0]", inner__right="tp[1:3]")
+    ),
+    "several outputs": (models.Several, models.rows(), on({"tp": 3}, a="tp[0]", b="tp[1:3]")),
+    "the trunk between": (models.Late, models.rows(), on({"tp": 2}, a="tp[0]", b="tp[1]")),
+    "frozen": (models.Frozen, models.rows(), beside(1, 2)),
+    "rows that do not divide": (models.Toy, models.rows(7), beside(2, 3, a={"dp": 2}, b={"dp_shard": 3})),
+    "fewer rows than data ranks": (models.Toy, models.rows(2), beside(1, 3, b={"dp": 3})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_models(way: str, workers: LocalWorkers) -> None:
+    build, batch, plan = WAYS[way]
+    same(build, batch, plan, workers)
+
+
+# --- deadlock hunt ----------------------------------------------------------------------------------------------------
+
+MANY = 200  # random graphs, of which `make test` runs some
+
+
+def small() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {"x": torch.randn((6, 6), generator=draw), "y": torch.randn((6, 3), generator=draw)}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.proof] if s % 10 else []) for s in range(MANY)])
+def test_random_graphs_of_forks_and_joins_neither_hang_nor_differ(seed: int, workers: LocalWorkers) -> None:
+    plan = models.Graph(seed).plan(data=seed % 3 == 0)
+    if not plan["modules"]:
+        pytest.skip("a graph without branches")
+    build = functools.partial(models.Graph, seed)
+    try:
+        report = mw.check(build, small(), plan, workers=workers, tolerance=CLOSE, steps=2, timeout=30)
+    except mw.PlanError as error:  # one after the other
+        assert all("at the same time as" in f.given or "does not call" in f.given for f in error.findings), str(error)
+        return
+    assert report.passed, str(report)
+
+
+# --- what a rank has, does and sends ----------------------------------------------------------------------------------
+
+
+def facts(plan: Any, build: Any, batch: Any) -> dict[str, Any]:
+    """On each rank, after a step: the elements it holds, what it sent, which random numbers the trunk is at."""
+    job = mw.parallelize(build, plan, batch=batch)
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in job.parameters())
+    job.step(batch)
+    counted = {k: (job.ledger.calls[k], job.ledger.bytes[k]) for k in ("fork", "join", "all_reduce")}
+    meta = [name for name, p in job.module.named_parameters() if p.is_meta]
+    return {"held": held, "counted": counted, "meta": meta, "random": torch.get_rng_state().tolist()}
+
+
+def test_a_rank_holds_its_own_branch_and_sends_what_others_lack_once(workers: LocalWorkers) -> None:
+    found = workers.run(facts, beside(1, 3), models.Toy, models.rows(), ranks=4)
+    trunk = "stem.weight", "head.weight"
+    assert all(not set(trunk) & set(f["meta"]) for f in found)
+    assert all(name.startswith("block_b") for name in found[0]["meta"]) and len(found[0]["meta"]) == 4
+    assert all(name.startswith("block_a") for f in found[1:] for name in f["meta"])
+    value = models.ROWS * models.DIM * 4  # bytes of what crosses, in float32
+    for rank, f in enumerate(found):
+        assert f["counted"]["fork"] == (1, value)  # one all-reduce, of the gradient of what was forked
+        # a's one rank sends it to the three of b; b's three share one receiver.
+        assert f["counted"]["join"] == (1, 3 * value if rank == 0 else value if rank == 1 else 0)
+
+
+def test_towers_send_their_embeddings_and_nothing_else(workers: LocalWorkers) -> None:
+    plan = on({"tp": 2}, words="tp[0]", text="tp[0]", text_out="tp[0]", image="tp[1]", image_out="tp[1]")
+    found = workers.run(facts, plan, models.Towers, models.pairs(), ranks=2)
+    assert [f["counted"]["join"] for f in found] == [(1, 8 * 16 * 4)] * 2  # 8 rows of 16 features
+    assert [f["counted"]["fork"] for f in found] == [(1, 4)] * 2  # the scale alone, which is the trunk's
+
+
+def test_branches_move_fewer_bytes_than_fsdp_of_the_whole(workers: LocalWorkers) -> None:
+    whole = sum(p.numel() for p in models.Toy().parameters())
+    found = workers.run(facts, beside(1, 1), models.Toy, models.rows(), ranks=2)
+    stem_and_head = sum(p.numel() for n, p in models.Toy().named_parameters() if not n.startswith("block"))
+    blocks = whole - stem_and_head
+    assert found[0]["held"] + found[1]["held"] <= blocks + 2 * stem_and_head
+
+
+def dropped(steps: int) -> tuple[list[Tensor], list[Any]]:
+    plan = on({"tp": 2}, a="tp[0]", b="tp[1]")
+    job = mw.parallelize(models.Dropped, plan, batch=models.rows())
+    with torch.no_grad():
+        outputs = [job(**models.rows()) for _ in range(steps)]
+    return [o["out"] for o in outputs], [(o["a"] == 0, o["b"] == 0) for o in outputs]
+
+
+def test_dropout_differs_between_branches_and_leaves_the_trunk_in_step(workers: LocalWorkers) -> None:
+    (first, zeros), (second, others) = workers.run(dropped, 3, ranks=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the trunk's mask is the same
+    for (a, b), (c, d) in zip(zeros, others, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)
+        assert 0.3 < a.float().mean() < 0.7 and 0.3 < b.float().mean() < 0.7
+        assert not torch.equal(a, b)
+    assert not torch.equal(zeros[0][0], zeros[1][0])  # and every forward draws anew
+
+
+def whole_state(plan: Any) -> dict[str, Tensor]:
+    job = mw.parallelize(models.Toy, plan, batch=models.rows())
+    return job.full_state_dict()
+
+
+def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None:
+    state = workers.run(whole_state, beside(1, 2, b={"dp_shard": 2}), ranks=3)[0]
+    torch.manual_seed(0)
+    plain = models.Toy().state_dict()
+    assert list(state) == list(plain)
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+class OnlyBranches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = models.MLP(), models.MLP(48)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": torch.nn.functional.mse_loss((self.a(x) + self.b(x))[:, :5], y)}
+
+
+def test_a_rank_without_a_parameter_takes_part(workers: LocalWorkers) -> None:
+    report = same(OnlyBranches, models.rows(), on({"tp": 3}, a="tp[0]", b="tp[1]"), workers)
+    assert report.recipe is not None
+    assert not any(report.recipe.holds(line, 2) for line in report.recipe)
+
+
+class Slow(torch.nn.Module):
+    """Sleeps, as long as its name says."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = torch.nn.Linear(models.DIM, models.DIM), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            time.sleep(self.seconds)
+        return self.inner(x)
+
+
+class Sleepers(models.Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Slow(0.4), Slow(0.3)
+
+
+def timed(plan: Any) -> float:
+    job = mw.parallelize(Sleepers, plan, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return time.perf_counter() - start
+
+
+def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
+    both = min(max(workers.run(timed, beside(1, 1), ranks=2)) for _ in range(2))
+    assert both < 0.6  # one after the other: 0.7
+
+
+def trained(plan: Any, build: Any, batch: Any) -> list[float]:
+    job = mw.parallelize(build, plan, batch=batch)
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.05)
+    losses = []
+    for _ in range(3):
+        losses.append(job.step(batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.dtype == torch.float32 for p in job.parameters())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("build", "plan"),
+    [
+        (models.Toy, beside(1, 2)),
+        (models.Siamese, {"mesh": {"tp": 2}, "modules": {"tower": {"on": ["tp[0]", "tp[1]"]}}}),
+        (models.Nested, on({"tp": 3}, inner="tp[0:2]", other="tp[2]", inner__left="tp[0]", inner__right="tp[1]")),
+    ],
+    ids=["toy", "siamese", "nested"],
+)
+def test_bfloat16_in_branches(build: Any, plan: Any, workers: LocalWorkers) -> None:
+    ranks = plan["mesh"]["tp"]
+    exact = workers.run(trained, plan, build, models.rows(), ranks=ranks)[0]
+    low = workers.run(trained, {**plan, "precision": "bfloat16"}, build, models.rows(), ranks=ranks)[0]
+    assert low == pytest.approx(exact, rel=0.05) and low != exact
+
+
+def test_zero_bubble_around_branches(workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}, "schedule": "zero_bubble"}
+    same(models.Toy, models.rows(), plan, workers)
+
+
+# --- on the same rank -------------------------------------------------------------------------------------------------
+
+STREAMS = {"block_a": {"on": "stream[0]"}, "block_b": {"on": "stream[1]"}}
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2", "tp=2", "pp=2"])
+def test_blocks_on_streams_are_right(mesh: str, workers: LocalWorkers) -> None:
+    same(models.Toy, models.rows(), {"mesh": mesh, "modules": STREAMS}, workers)
+
+
+def test_two_tracks_on_streams(workers: LocalWorkers) -> None:
+    modules = {"left.*": {"on": "stream[0]"}, "right.*": {"on": "stream[1]"}}
+    same(models.Tracks, models.rows(), {"mesh": "dp_shard=1", "modules": modules, "microbatches": 2}, workers)
+    same(models.Contained, models.rows(), {"mesh": "dp_shard=1", "modules": {
+        "both.branches.a": {"on": "stream[0]"}, "both.branches.b": {"on": "stream[1]"}}}, workers)  # fmt: skip
+
+
+class SlowBoth(torch.autograd.Function):
+    """Sleeps in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.0 if x.is_meta else 0.25)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        time.sleep(0.25)
+        return g * 2
+
+
+class Sleepy(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return SlowBoth.apply(super().forward(x))
+
+
+class SleepyPair(models.Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Sleepy(), Sleepy()
+
+
+def on_streams() -> tuple[float, tuple[str, ...]]:
+    job = mw.parallelize(SleepyPair, {"mesh": "dp_shard=1", "modules": STREAMS}, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return time.perf_counter() - start, job.notes
+
+
+def test_blocks_on_streams_run_at_the_same_time_forward_and_backward(workers: LocalWorkers) -> None:
+    ((seconds, notes),) = workers.run(on_streams, ranks=1)
+    assert seconds < 0.8  # one after the other: 1.0
+    assert any("run in threads" in note for note in notes)
+
+
+def test_blocks_on_streams_that_follow_each_other_are_refused() -> None:
+    plan = {"mesh": "dp_shard=1", "modules": {"a": {"on": "stream[0]"}, "b": {"on": "stream[1]"}}}
+    with pytest.raises(mw.PlanError, match="no block on another stream that could run at the same time"):
+        mw.make_recipe(models.Chain, plan, models.rows())
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+JOINS = ["sum", "mean", "cat", "stack", "tuple", "dict", models.product]
+
+
+@pytest.mark.parametrize("join", JOINS, ids=str)
+def test_a_container_of_branches(join: Any, workers: LocalWorkers) -> None:
+    plan = on({"tp": 3}, both__branches__a="tp[0]", both__branches__b="tp[1:3]")
+    build = functools.partial(models.Contained, join, 0 if join == "stack" else -1)
+    same(build, models.rows(), plan, workers)
+
+
+def test_a_container_takes_known_joins_only() -> None:
+    with pytest.raises(ValueError, match="one of sum, mean, cat"):
+        mw.Branches({"a": torch.nn.Linear(1, 1)}, join="plus")
+    with pytest.raises(ValueError, match="at least one"):
+        mw.Branches({})
+
+
+# --- found -----------------------------------------------------------------------------------------------------------
+
+FOUND = {
+    "Toy": (models.Toy, models.rows(), {"block_a": "tp[0:2]", "block_b": "tp[2:3]"}),
+    "Three": (models.Three, models.rows(), {"block_a": "tp[0:1]", "block_b": "tp[1:2]", "block_c": "tp[2:3]"}),
+    "Inception": (
+        models.Inception, models.images(),
+        {"one": "tp[0:1]", "reduce3": "tp[1:2]", "conv3": "tp[1:2]", "pool": "tp[2:3]", "project": "tp[2:3]"},
+    ),
+    "Towers": (
+        models.Towers, models.pairs(),
+        {"words": "tp[0:2]", "text": "tp[0:2]", "text_out": "tp[0:2]", "image": "tp[2:3]", "image_out": "tp[2:3]"},
+    ),
+    "Siamese": (models.Siamese, models.rows(), {"tower": ("tp[0:2]", "tp[2:3]")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_can_run_at_the_same_time_is_found(name: str, workers: LocalWorkers) -> None:
+    build, batch, expected = FOUND[name]
+    plan = {"mesh": {"tp": 3}, "branches": "auto"}
+    recipe = mw.make_recipe(build, plan, batch)
+    placed = {m: tuple(recipe.places[p].on for p in places) for m, places in recipe.placed.items()}
+    assert placed == {m: on if isinstance(on, tuple) else (on,) for m, on in expected.items()}
+    same(build, batch, plan, workers)
+
+
+def test_only_within_a_module_that_says_auto() -> None:
+    recipe = mw.make_recipe(
+        models.Parallel, {"mesh": "tp=2", "modules": {"layers.1": {"on": "auto"}}}, models.rows(6, 5)
+    )
+    assert set(recipe.placed) == {"layers.1.attn", "layers.1.mlp"}
+
+
+def test_nothing_to_find_is_said() -> None:
+    recipe = mw.make_recipe(models.Chain, {"mesh": "tp=2", "branches": "auto"}, models.rows())
+    assert not recipe.branches and any("nothing in this model" in note for note in recipe.notes)
+
+
+def test_one_region_however_it_is_written(workers: LocalWorkers) -> None:
+    written = on({"tp": 2}, both__branches__a="tp[0]", both__branches__b="tp[1]")
+    by_container = workers.run(facts, written, models.Contained, models.rows(), ranks=2)
+    by_hand = workers.run(facts, beside(1, 1), models.Toy, models.rows(), ranks=2)
+    assert [f["counted"]["fork"] for f in by_container] == [f["counted"]["fork"] for f in by_hand] == [(1, 1152)] * 2
+    assert [f["counted"]["join"] for f in by_container] == [f["counted"]["join"] for f in by_hand] == [(1, 1152)] * 2
+
+
+class Product(models.MLP):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a * b)
+
+
+class Exchanged(models.Toy):
+    """Three branches; what the first gives only the second takes, in the next region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_c, self.block_d, self.block_e = models.MLP(), Product(), models.MLP(17)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b, c = self.block_a(x), self.block_b(x), self.block_c(x)
+        d, e = self.block_d(a, b), self.block_e(c)
+        return {"loss": torch.nn.functional.mse_loss(self.head(d + e), y)}
+
+
+def test_what_one_branch_gives_another_is_sent_to_it_alone(workers: LocalWorkers) -> None:
+    plan = on({"tp": 4}, block_a="tp[0]", block_b="tp[1:3]", block_c="tp[3]", block_d="tp[1:3]", block_e="tp[3]")
+    same(Exchanged, models.rows(), plan, workers)
+    value = models.ROWS * models.DIM * 4
+    found = workers.run(facts, plan, Exchanged, models.rows(), ranks=4)
+    # First join: a to the two ranks of b alone; nothing of b and c. Second: d from two ranks to two others, e to three.
+    assert [f["counted"]["join"] for f in found] == [(2, 2 * value), (2, value), (2, value), (2, 3 * value)]
+
+
+def test_slices_that_overlap(workers: LocalWorkers) -> None:
+    modules = {"block_a": {"on": "tp[0:2]"}, "block_b": {"on": "tp[1:3]"}}
+    same(models.Toy, models.rows(), {"mesh": {"tp": 3}, "modules": modules}, workers)
+
+
+def test_ddp_for_one_branch_and_fsdp_for_another_on_the_same_ranks(workers: LocalWorkers) -> None:
+    within = {
+        "block_a": {"on": "tp[0:2]", "mesh": {"dp_replicate": 2}}, "block_b": {"on": "tp[0:2]", "mesh": {"dp_shard": 2}}
+    }  # fmt: skip
+    same(models.Toy, models.rows(), {"mesh": {"tp": 2}, "modules": within}, workers)
+    over = {"block_a": {"dp": "replicate"}, "block_b": {"dp": "shard"}}
+    same(models.Toy, models.rows(), {"mesh": {"dp_shard": 2}, "modules": over}, workers)
