@@ -20,12 +20,19 @@ HERE, LEFT, FAILED = "here", "left", "failed"
 
 @dataclass(frozen=True)
 class Who:
-    """A rank's process; ``started``: as the kernel counts it, which tells it from a later process of that number."""
+    """A rank's process.
+
+    Attributes:
+        node: tells the nodes of a job apart, also where they are on one host.
+        started: when, as the kernel counts, which tells it from a later process of that number.
+        stages: the pipeline's, that it runs: ``stage 1``; empty without a pipeline.
+    """
 
     host: str
     node: str
     pid: int
     started: str = ""
+    stages: str = ""
 
 
 @dataclass(frozen=True)

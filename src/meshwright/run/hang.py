@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from meshwright.run.board import FAILED, LEFT, Beat, Who
+from meshwright.run.board import FAILED, HERE, LEFT, Beat, Who
 from meshwright.run.whereabouts import Whereabouts
 from meshwright.schedule import Action
 
@@ -39,7 +39,6 @@ class Hang:
         ranks: of the job.
         who: the processes that have been seen.
         beats: the last sign of life of each.
-        since: seconds since each rank's last sign of life that said something new.
         where: where those are that have answered.
         idle: seconds since each rank last got on.
         silent: ranks that were here and gave no sign of life any more.
@@ -49,7 +48,6 @@ class Hang:
     ranks: int
     who: Mapping[int, Who]
     beats: Mapping[int, Beat]
-    since: Mapping[int, float]
     where: Mapping[int, Whereabouts]
     idle: Mapping[int, float]
     silent: tuple[int, ...] = ()
@@ -57,15 +55,11 @@ class Hang:
     def suspects(self) -> dict[int, str]:
         """Rank → why, the worst first."""
         found = {r: "it never came" for r in range(self.ranks) if r not in self.beats}
-        for rank, beat in self.beats.items():
-            if beat.state == FAILED:
-                found[rank] = f"it failed: {beat.error}"
-            elif rank in self.silent or (rank not in self.where and beat.state != LEFT):
-                age = f"for {self.since[rank]:.0f} s" if rank in self.since else "any more"
-                found[rank] = f"no sign of life {age}: killed, stopped, cut off, or stuck where Python waits for it"
-        if found:
-            return found
-        return self._apart()
+        for rank, beat in sorted(self.beats.items()):
+            if rank in self.silent or (rank not in self.where and beat.state == HERE):
+                found[rank] = "no sign of life: killed, stopped, cut off, or stuck in code that holds Python's lock"
+        failed = {r: f"it failed: {b.error}" for r, b in sorted(self.beats.items()) if b.state == FAILED}
+        return found or failed or self._apart()
 
     def _apart(self) -> dict[int, str]:
         """Suspects among those that all answered."""
@@ -116,16 +110,18 @@ class Hang:
         who, beat, where = self.who.get(rank), self.beats.get(rank), self.where.get(rank)
         if beat is None:
             return [f"{who.host if who else 'unknown host'}  has not come to the first step"]
-        head = [who.host if who else "", f"step {where.step if where else beat.step}"]
+        head = [who.host if who else "", f"step {where.step}" if where else f"last heard of in step {beat.step}"]
         action = where.action if where else beat.action
-        head += [f"stage {Action.parse(action).stage}, action {action}"] if action else []
+        stage = f"stage {Action.parse(action).stage}, action {action}" if action else who.stages if who else ""
+        head += [stage] if stage else []
         if where is None:
-            state = "has left" if beat.state == LEFT else "has not said where it is"
-            return ["  ".join([*head, state])]
+            return ["  ".join([*head, "has left"] if beat.state == LEFT else head)]
         head += [where.phase] if where.phase else []
-        head += [f"got on last {self.idle[rank]:.0f} s ago"] if rank in self.idle else []
+        idle = self.idle.get(rank, 0.0)
+        head += [f"got on last {idle:.0f} s ago"] if idle >= 1 else []
         lines = ["  ".join(filter(None, head))]
         with_ = f" with {spelled_ranks(list(where.group))}" if where.group else ""
+        lines += [beat.error] if beat.state == FAILED else []
         state = f"waits in {where.collective}{with_}" if where.collective else "in no collective"
         lines.append(f"{state}; {where.entered} entered" if where.entered else state)
         lines += [line for line in (where.line, where.within) if line]

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from meshwright import private
 from meshwright.errors import Findings
 from meshwright.run.board import FAILED, HERE, LEFT, Alarm, Beat, Board, Who
-from meshwright.run.hang import Hang
+from meshwright.run.hang import Hang, spelled_ranks
 from meshwright.run.job import Job
 from meshwright.run.whereabouts import Ranks, Whereabouts, whereabouts
+from meshwright.run.workers import LOST_PEER
 
 HANG = (
     75  # exit code of ranks that a watch ends: EX_TEMPFAIL of sysexits.h, "try again"; torchrun restarts on any but 0
@@ -92,8 +93,10 @@ class Watch:
         job.watches += 1
         self._board = Board(private.job_store(), f"watch-{job.watches}", job.rank, self._ranks)
         self._reads = self._ranks <= _MOST_READERS or os.environ.get("LOCAL_RANK", "0") == "0"
-        self._me, self._mine = _this_process(), (self._progress(), now)
+        self._me, self._mine = _this_process(job), (self._progress(), now)
         self._answered = self._moved = now
+        self._board.introduce(self._me)
+        self._board.post(self._beat())
         for name, run in (("pulse", self._pulse), ("guard", self._guard)):
             self._threads.append(threading.Thread(target=run, name=f"meshwright-{name}", daemon=True))
             self._threads[-1].start()
@@ -103,11 +106,13 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """The others learn that this rank has left, or failed. It ends no process; where the store is in this one, it stays
-        until the others have left too, or are silent."""
+        until the others have left too, or are silent. Where the error is the loss of another rank, a report tells of which."""
         self._state = LEFT if error is None else FAILED
-        self._error = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if error is not None:
+            self._error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self._failed_at = whereabouts(*self._now_at(), error)
         self._ended.set()
-        self._threads[0].join(2 * self._beat_time + 1)
+        self._threads[0].join(2 * self._account_time + 6 * self._beat_time)
 
     # --- what the main thread has done --------------------------------------------------------------------------------
 
@@ -131,11 +136,13 @@ class Watch:
     def _pulse(self) -> None:
         """All that goes through the store. It may wait for ever there: the guard does not."""
         try:
-            self._board.introduce(self._me)
             while not self._ended.wait(self._beat_time):
                 self._turn()
             self._board.post(self._beat())
-            self._wait_for_others()
+            if self._state == LEFT:
+                self._wait_for_others()
+            elif LOST_PEER.search(self._error):
+                self._name_the_lost()
         except Exception as error:  # the store is gone, in words of the store
             self._lost = f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -199,11 +206,32 @@ class Watch:
     def _wait_for_others(self) -> None:
         """The store may live in rank 0's process: it stays while others may ask it."""
         deadline = time.monotonic() + self.silence
-        while self.job.rank == 0 and self._state == LEFT and time.monotonic() < deadline:
+        while self.job.rank == 0 and time.monotonic() < deadline:
             beats = self._board.beats(list(range(self._ranks)))
             if len(beats) == self._ranks and all(beat.state != HERE for beat in beats.values()):
                 return
             time.sleep(min(0.05, self._beat_time))
+
+    def _name_the_lost(self) -> None:
+        """This rank lost its connection to another, whose end nobody else may tell: the lowest that lost one does."""
+        self._board.tell(self._failed_at)
+        deadline, now = time.monotonic() + 5 * self._beat_time, time.monotonic()
+        while not (gone := self._dead_here()) and now < deadline:
+            time.sleep(self._beat_time / 2)
+            self._board.post(self._beat())
+            self._look()
+            now = time.monotonic()
+            gone = [r for r, s in self._seen.items() if s.beat.state == HERE and now - s.came > 3 * self._beat_time]
+        alike = [r for r, s in self._seen.items() if s.beat.state == FAILED and LOST_PEER.search(s.beat.error)]
+        if gone and self.job.rank <= min(alike, default=self.job.rank):
+            hang = self._hang(f"{spelled_ranks(gone)} of {self._ranks} gone", self._board.where())
+            self._tell(replace(hang, silent=tuple(gone)))
+
+    def _dead_here(self) -> list[int]:
+        """Ranks of this node whose processes have ended without a word."""
+        self._look()
+        here = [rank for rank, who in self._who.items() if who.node == self._me.node and who.started]
+        return [r for r in sorted(here) if self._seen[r].beat.state == HERE and not _lives(self._who[r])]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -242,7 +270,7 @@ class Watch:
         now = time.monotonic()
         return Hang(
             cause, self._ranks, self._who, {rank: seen.beat for rank, seen in self._seen.items()},
-            {rank: now - seen.came for rank, seen in self._seen.items()}, where,
+            where,
             {rank: now - seen.moved for rank, seen in self._seen.items()}, self._silent(now),
         )  # fmt: skip
 
@@ -258,7 +286,7 @@ class Watch:
         """Ends this process, and stopped ones of this node: their launcher's SIGTERM would not reach them."""
         for rank in self._silent(time.monotonic()):
             who = self._who.get(rank)
-            if who is not None and who.node == self._me.node and who.started and who.started == _started(who.pid):
+            if who is not None and who.node == self._me.node and who.started and _lives(who):
                 with contextlib.suppress(OSError):
                     os.kill(who.pid, signal.SIGKILL)
         os._exit(HANG)
@@ -308,18 +336,32 @@ def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
-def _this_process() -> Who:
+def _this_process(job: Job) -> Who:
     host, pid = socket.gethostname(), os.getpid()
-    return Who(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, _started(pid))
+    stages = [] if job.pipeline is None else job.pipeline.stages
+    named = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}" if stages else ""
+    return Who(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, _started(pid), named)
+
+
+def _lives(who: Who) -> bool:
+    """Whether a process of this machine still is: neither ended, nor another's number by now."""
+    state = _stat(who.pid)
+    return bool(state) and state[0] not in "ZX" and state[19] == who.started
 
 
 def _started(pid: int) -> str:
     """When a process of this machine was started, as its kernel counts; empty where it is gone, or the kernel does not tell."""
+    state = _stat(pid)
+    return state[19] if state else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on; empty where it is gone, or on another system."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 __all__ = ["HANG", "Watch"]

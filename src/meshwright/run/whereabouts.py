@@ -13,7 +13,7 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,12 +72,35 @@ class Whereabouts:
         return cls(**{**data, "group": tuple(data["group"]), "stack": tuple(data["stack"])})
 
 
-def whereabouts(step: int = 0, action: str = "", waits_for: Ranks = ()) -> Whereabouts:
+class Frame(NamedTuple):
+    """A call and the line it is at: where an error passed through, not where its frame has come to since."""
+
+    of: FrameType
+    line: int
+
+    @property
+    def file(self) -> str:
+        return self.of.f_code.co_filename
+
+    @property
+    def name(self) -> str:
+        return self.of.f_code.co_name
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+
+def whereabouts(
+    step: int = 0, action: str = "", waits_for: Ranks = (), error: BaseException | None = None
+) -> Whereabouts:
     """Where the main thread of this process is now; called from another thread.
 
-    ``waits_for``: the ranks whose sends the pipeline's action needs.
+    Args:
+        waits_for: the ranks whose sends the pipeline's action needs.
+        error: what it raised: then, where it was raised.
     """
-    frames = _frames()
+    frames = _frames() if error is None else _raised(error)
     collective, group = _collective(frames, waits_for)
     return Whereabouts(
         step=step,
@@ -85,8 +108,8 @@ def whereabouts(step: int = 0, action: str = "", waits_for: Ranks = ()) -> Where
         phase=_phase(frames),
         collective=collective,
         group=group,
-        line=_line([f for f in frames if not _file(f).startswith((_TORCH, _OURS, _PYTHON, "<"))] or frames[:1]),
-        within=_line([f for f in frames if _file(f).startswith(_OURS)]),
+        line=_line([f for f in frames if not f.file.startswith((_TORCH, _OURS, _PYTHON, "<"))] or frames[:1]),
+        within=_line([f for f in frames if f.file.startswith(_OURS)]),
         recorded=recorded(),
         entered=private.collectives_entered(),
         stack=tuple(map(_spelled, reversed(frames[:_DEEPEST]))),
@@ -105,57 +128,64 @@ def recorded() -> str:
     return f"{last.get('profiling_name', '')} number {number} of group {group} ({shapes}): {state}"
 
 
-def _frames() -> list[FrameType]:
+def _frames() -> list[Frame]:
     """Of the main thread, the innermost first. On a GPU a backward runs in a thread of its own: if the main thread waits for
     one that is in a collective, the frames of that one come first."""
     of_thread = sys._current_frames()
     main = threading.main_thread().ident
     found = _outward(of_thread.get(main or 0))
-    if any(f.f_code.co_name == "_engine_run_backward" for f in found[:2]):
+    if any(f.name == "_engine_run_backward" for f in found[:2]):
         own = threading.get_ident()
         others = [_outward(f) for ident, f in of_thread.items() if ident not in (main, own)]
-        found = next((o for o in others if o and _file(o[0]).startswith(_DISTRIBUTED)), []) + found
+        found = next((o for o in others if o and o[0].file.startswith(_DISTRIBUTED)), []) + found
     return found
 
 
-def _outward(frame: FrameType | None) -> list[FrameType]:
+def _raised(error: BaseException) -> list[Frame]:
+    """Where an error, or the first cause of it, comes from; the innermost frame first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append(Frame(trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return found[::-1]
+
+
+def _outward(frame: FrameType | None) -> list[Frame]:
     found = []
     while frame is not None:
-        found.append(frame)
+        found.append(Frame(frame, frame.f_lineno))
         frame = frame.f_back
     return found
 
 
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
-
-
-def _collective(frames: list[FrameType], waits_for: Ranks) -> tuple[str, Ranks]:
+def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
     """What the innermost frames wait in, and with whom."""
-    inner = [f for f in frames if not _file(f).endswith("c10d_logger.py")]
-    while inner and _file(inner[0]).startswith(_PYTHON):  # locks and the like
+    inner = [f for f in frames if not f.file.endswith("c10d_logger.py")]
+    while inner and inner[0].file.startswith(_PYTHON):  # locks and the like
         inner = inner[1:]
     if not inner:
         return "", ()
-    if _file(inner[0]) == _PIPELINE and inner[0].f_code.co_name == "_wait":
+    if inner[0].file == _PIPELINE and inner[0].name == "_wait":
         return "receive", waits_for
-    if not _file(inner[0]).startswith(_DISTRIBUTED):
-        return ("wait", ()) if ".wait(" in _source(inner[0]) else ("", ())
+    if not inner[0].file.startswith(_DISTRIBUTED):
+        return ("wait", ()) if ".wait(" in inner[0].source else ("", ())
     named = inner[0]
     for frame in inner:
-        if _file(frame) != _COLLECTIVES:
+        if frame.file != _COLLECTIVES:
             break
-        named = frame if not frame.f_code.co_name.startswith("_") else named
-    return named.f_code.co_name, _ranks_of(named)
+        named = frame if not frame.name.startswith("_") else named
+    return named.name, _ranks_of(named)
 
 
-def _ranks_of(frame: FrameType) -> Ranks:
+def _ranks_of(frame: Frame) -> Ranks:
     """The ranks of the group that a function of torch.distributed was given; the peer alone of a send or a receive."""
     try:
         import torch.distributed as dist
 
-        given = frame.f_locals
-        for peer in ("src", "dst") if frame.f_code.co_name in ("send", "recv", "isend", "irecv") else ():
+        given = frame.of.f_locals
+        for peer in ("src", "dst") if frame.name in ("send", "recv", "isend", "irecv") else ():
             if isinstance(given.get(peer), int):
                 return (given[peer],)
         if "group" not in given:
@@ -165,25 +195,21 @@ def _ranks_of(frame: FrameType) -> Ranks:
         return ()
 
 
-def _phase(frames: list[FrameType]) -> str:
-    job = [f.f_code.co_name for f in frames if _file(f) == _JOB]
-    files = [_file(f) for f in frames]
+def _phase(frames: list[Frame]) -> str:
+    job = [f.name for f in frames if f.file == _JOB]
+    files = [f.file for f in frames]
     for place, phase in _PHASES:
         if any(file.startswith(place) for file in files):
             return phase
     return next((name for name in reversed(job) if not name.startswith("_")), "")
 
 
-def _source(frame: FrameType) -> str:
-    return linecache.getline(_file(frame), frame.f_lineno).strip()
-
-
-def _line(frames: list[FrameType]) -> str:
+def _line(frames: list[Frame]) -> str:
     if not frames:
         return ""
-    place = source_place(_file(frames[0]), frames[0].f_lineno)
-    return f"{place} in {frames[0].f_code.co_name}: {_source(frames[0])[:80]}".rstrip(": ")
+    place = source_place(frames[0].file, frames[0].line)
+    return f"{place} in {frames[0].name}: {frames[0].source[:80]}".rstrip(": ")
 
 
-def _spelled(frame: FrameType) -> str:
-    return f"{_file(frame)}:{frame.f_lineno} in {frame.f_code.co_name}: {_source(frame)}".rstrip(": ")
+def _spelled(frame: Frame) -> str:
+    return f"{frame.file}:{frame.line} in {frame.name}: {frame.source}".rstrip(": ")
