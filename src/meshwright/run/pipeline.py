@@ -251,6 +251,7 @@ class _Step:
                 ) from error
         for work, _ in self.sent:
             work.wait()
+        self.p.action, self.p.awaited = None, ()
 
     def _peer(self, action: Action) -> str:
         waiting = [a for a in self.arriving if a.stage == action.stage and a.microbatch == action.microbatch]

@@ -7,6 +7,7 @@ told of it                  step 7     action 1F2 ─ model.py:31 ────�
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import sysconfig
 import threading
@@ -22,15 +23,15 @@ from meshwright.errors import source_place
 
 Ranks = tuple[int, ...]
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent.parent)
-_PYTHON = sysconfig.get_path("stdlib")
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 _COLLECTIVES = str(Path(_TORCH, "distributed", "distributed_c10d.py"))
-_DISTRIBUTED = str(Path(_TORCH, "distributed"))
+_DISTRIBUTED = str(Path(_TORCH, "distributed")) + os.sep
 _JOB, _PIPELINE = str(Path(_OURS, "run", "job.py")), str(Path(_OURS, "run", "pipeline.py"))
 _PHASES = (  # the first that some frame is in
     (str(Path(_TORCH, "autograd", "graph.py")), "backward"),
-    (str(Path(_TORCH, "optim")), "optimizer"),
+    (str(Path(_TORCH, "optim")) + os.sep, "optimizer"),
     (str(Path(_TORCH, "nn", "modules", "module.py")), "forward"),
 )
 _DEEPEST = 40  # frames of a stack that are kept
@@ -87,6 +88,15 @@ class Frame(NamedTuple):
         return self.of.f_code.co_name
 
     @property
+    def plumbing(self) -> bool:
+        """Whether it is Python's, torch's or this library's."""
+        return self.file.startswith((_TORCH, _OURS, "<")) or self.of_python
+
+    @property
+    def of_python(self) -> bool:
+        return self.file.startswith(_PYTHON) and "-packages" not in self.file
+
+    @property
     def source(self) -> str:
         return linecache.getline(self.file, self.line).strip()
 
@@ -108,7 +118,7 @@ def whereabouts(
         phase=_phase(frames),
         collective=collective,
         group=group,
-        line=_line([f for f in frames if not f.file.startswith((_TORCH, _OURS, _PYTHON, "<"))] or frames[:1]),
+        line=_line([f for f in frames if not f.plumbing] or frames[:1]),
         within=_line([f for f in frames if f.file.startswith(_OURS)]),
         recorded=recorded(),
         entered=private.collectives_entered(),
@@ -163,7 +173,7 @@ def _outward(frame: FrameType | None) -> list[Frame]:
 def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
     """What the innermost frames wait in, and with whom."""
     inner = [f for f in frames if not f.file.endswith("c10d_logger.py")]
-    while inner and inner[0].file.startswith(_PYTHON):  # locks and the like
+    while inner and inner[0].of_python:  # locks and the like
         inner = inner[1:]
     if not inner:
         return "", ()
