@@ -176,7 +176,7 @@ def run(name: str, folder: Path, ranks: int, trouble: Callable[[list[Node]], str
             if trouble is not None:
                 wait("the middle of the run", lambda: max(losses(folder), default=0) >= BREAK_AT)
                 told = trouble(nodes)
-            wait("the end of the run", lambda: all([node.finished() for node in nodes]))
+            wait("the end of the run", lambda: sum(node.finished() for node in nodes) == len(nodes))
         finally:
             for node in nodes:
                 node.kill()
