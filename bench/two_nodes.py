@@ -37,7 +37,8 @@ import meshwright as mw
 STEPS, SAVE_EVERY, PAUSE = 60, 5, 0.1  # PAUSE: seconds a step, so that there is a middle of the run
 TIMEOUT = 12.0  # of the watch
 BREAK_AT = 23  # the step at which something happens: between two checkpoints
-GIVE_UP = 240.0  # seconds that a run may take
+CONF = "join_timeout=60,read_timeout=15,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+GIVE_UP = 150.0  # seconds that a run may take
 
 
 # --- on each rank -----------------------------------------------------------------------------------------------------
@@ -93,7 +94,8 @@ class Node:
 
     def __init__(self, number: int, ranks: int, folder: Path) -> None:
         self.number, self.folder, self.starts = number, folder, 0
-        conf = "join_timeout=60,read_timeout=15,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+        # Torch finds out by names which node has the rendezvous; addresses of namespaces have none.
+        conf = f"is_host={number == 0},{CONF}"
         words = f"--nnodes 2 --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-id trial --max-restarts 3 \
             --rdzv-endpoint {hosts.address(0)}:{hosts.PORT} --local-addr {hosts.address(number)} --rdzv-conf {conf}"
         self._arguments = [*words.split(), __file__, "--folder", str(folder)]

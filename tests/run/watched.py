@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if TROUBLE == "sleep" and self.number == 3 and bad(step):
+            mark()
             time.sleep(600)
         return x + self.linear(x).tanh()
 
@@ -36,9 +38,15 @@ def bad(step: int) -> bool:
     return step == BAD_STEP and int(os.environ["RANK"]) == BAD_RANK
 
 
+def mark() -> None:
+    """When the trouble began: the test counts from there."""
+    Path(FOLDER, "trouble").touch()
+
+
 def meet_trouble(step: int) -> None:
     if not bad(step):
         return
+    mark()
     if TROUBLE == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if TROUBLE == "kill":
@@ -60,5 +68,6 @@ with mw.Watch(job, TIMEOUT, folder=FOLDER):
         job.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(0.4)  # longer than it takes until a step is known to the other ranks
 print(f"rank {job.rank} is done, loss {loss:.4f}")
 dist.destroy_process_group()
