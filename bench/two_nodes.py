@@ -15,6 +15,7 @@ The losses of each step are to be those of the undisturbed run, bit by bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -119,8 +120,12 @@ class Node:
 
     def kill(self) -> None:
         """Everything that runs there: processes that this script has started."""
-        for pid in hosts.processes_of(self.number):
-            os.kill(pid, signal.SIGKILL)
+        while found := hosts.processes_of(self.number):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.05)
 
     def reports(self) -> int:
         return self.log.read_text(errors="replace").count("; the job ends")

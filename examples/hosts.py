@@ -57,7 +57,9 @@ def joined(hosts: int) -> Iterator[None]:
         yield
     finally:
         for n in range(hosts):
-            subprocess.run(["ip", "netns", "del", HOST.format(n)], check=False, capture_output=True)
+            # The link too: a namespace lives on, with its end of it, while any process is left in it.
+            for words in (["link", "del", LINK.format(n)], ["netns", "del", HOST.format(n)]):
+                subprocess.run(["ip", *words], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
 
 

@@ -61,7 +61,6 @@ class Job:
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
         steps: calls of ``step`` so far, the running one included.
-        watches: how often the job was watched so far (``Watch``), alike on every rank.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Job:
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
-        self.steps = self.watches = 0
+        self.steps = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -88,10 +89,12 @@ class Watch:
         self._lost = ""  # why the store cannot be asked any more
 
     def __enter__(self) -> Watch:
-        job, now = self.job, time.monotonic()
+        """Collective: all ranks agree on a name, as the store may have what watches before have left."""
+        job, name = self.job, [uuid.uuid4().hex]
         self._ranks = dist.get_world_size()
-        job.watches += 1
-        self._board = Board(private.job_store(), f"watch-{job.watches}", job.rank, self._ranks)
+        if self._ranks > 1:
+            dist.broadcast_object_list(name, src=0)
+        self._board, now = Board(private.job_store(), name[0], job.rank, self._ranks), time.monotonic()
         self._reads = self._ranks <= _MOST_READERS or os.environ.get("LOCAL_RANK", "0") == "0"
         self._me, self._mine = _this_process(job), (self._progress(), now)
         self._answered = self._moved = now
