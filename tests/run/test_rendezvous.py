@@ -28,8 +28,8 @@ def test_each_attempt_agrees_on_a_run_of_its_own(order: list[int]) -> None:
 
 def test_a_rank_that_died_while_it_was_met_is_met_again() -> None:
     store = dist.HashStore()
-    store.set("hello/1", "of a process that is gone")
-    store.set("welcome/1", "a-run-before of-it")
+    store.set("hello/1", "gone")
+    store.set("welcome/1", "a-run-before gone")
     store.set("ack/1", "a-run-before")
     assert len(meet(store, 2) | {"a-run-before"}) == 2
 

@@ -34,8 +34,9 @@ def fresh_store(timeout: float) -> tuple[Any, int, int]:
         TimeoutError: some rank did not come within ``timeout`` seconds.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    store = dist.PrefixStore("meshwright-meeting", store)
-    return dist.PrefixStore(agreed_run(store, rank, ranks, timeout), store), rank, ranks
+    prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    store = prefix("meshwright-meeting", store)
+    return prefix(agreed_run(store, rank, ranks, timeout), store), rank, ranks
 
 
 def agreed_run(store: Any, rank: int, ranks: int, timeout: float) -> str:

@@ -90,11 +90,11 @@ class Watch:
 
     def __enter__(self) -> Watch:
         """Collective: all ranks agree on a name, as the store may have what watches before have left."""
-        job, name = self.job, [uuid.uuid4().hex]
+        job, agreed = self.job, [uuid.uuid4().hex]
         self._ranks = dist.get_world_size()
         if self._ranks > 1:
-            dist.broadcast_object_list(name, src=0)
-        self._board, now = Board(private.job_store(), name[0], job.rank, self._ranks), time.monotonic()
+            dist.broadcast_object_list(agreed, src=0)
+        self._board, now = Board(private.job_store(), agreed[0], job.rank, self._ranks), time.monotonic()
         self._reads = self._ranks <= _MOST_READERS or os.environ.get("LOCAL_RANK", "0") == "0"
         self._me, self._mine = _this_process(job), (self._progress(), now)
         self._answered = self._moved = now
