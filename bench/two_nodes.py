@@ -166,7 +166,7 @@ def cut(nodes: list[Node]) -> str:
 def killed(nodes: list[Node]) -> str:
     nodes[1].kill()
     started = time.monotonic()
-    wait("a report", lambda: bool(nodes[0].reports()))
+    wait("a report", lambda: nodes[1].finished() or bool(nodes[0].reports()))
     return f"node 0 told of it after {time.monotonic() - started:.1f} s"
 
 

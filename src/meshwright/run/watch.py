@@ -218,17 +218,19 @@ class Watch:
     def _name_the_lost(self) -> None:
         """This rank lost its connection to another, whose end nobody else may tell: the lowest that lost one does."""
         self._board.tell(self._failed_at)
-        deadline, now = time.monotonic() + 5 * self._beat_time, time.monotonic()
-        while not (gone := self._dead_here()) and now < deadline:
+        deadline = time.monotonic() + 5 * self._beat_time
+        while not (gone := self._dead_here() or self._late(3 * self._beat_time)) and time.monotonic() < deadline:
             time.sleep(self._beat_time / 2)
             self._board.post(self._beat())
-            self._look()
-            now = time.monotonic()
-            gone = [r for r, s in self._seen.items() if s.beat.state == HERE and now - s.came > 3 * self._beat_time]
         alike = [r for r, s in self._seen.items() if s.beat.state == FAILED and LOST_PEER.search(s.beat.error)]
         if gone and self.job.rank <= min(alike, default=self.job.rank):
             hang = self._hang(f"{spelled_ranks(gone)} of {self._ranks} gone", self._board.where())
             self._tell(replace(hang, silent=tuple(gone)))
+
+    def _late(self, most: float) -> list[int]:
+        """Ranks that have neither left nor failed, and whose last beat is older than so many seconds."""
+        now = time.monotonic()
+        return sorted(r for r, seen in self._seen.items() if seen.beat.state == HERE and now - seen.came > most)
 
     def _dead_here(self) -> list[int]:
         """Ranks of this node whose processes have ended without a word."""
