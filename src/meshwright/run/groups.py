@@ -25,11 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
-<<<<<<< HEAD
-from meshwright.run.rendezvous import fresh_store, shared_with_attempts_before
-=======
 from meshwright.run.rendezvous import launched_store
->>>>>>> 255a56f (Processes that torchrun starts again meet in a store of their own)
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -153,13 +149,6 @@ def ensure_world(device: str | None, timeout: float) -> torch.device:
         torch.cuda.set_device(place)
     if not dist.is_initialized():
         backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
-<<<<<<< HEAD
-        if "RANK" in os.environ and shared_with_attempts_before():
-            store, rank, ranks = fresh_store(timeout)
-            dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=ranks)
-        elif "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=wait)
-=======
         if "RANK" in os.environ:
             if (store := launched_store(wait)) is None:
                 dist.init_process_group(backend, timeout=wait)
@@ -168,7 +157,6 @@ def ensure_world(device: str | None, timeout: float) -> torch.device:
                 dist.init_process_group(
                     backend, timeout=wait, store=store, rank=int(os.environ["RANK"]), world_size=ranks
                 )
->>>>>>> 255a56f (Processes that torchrun starts again meet in a store of their own)
         else:
             dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return place
