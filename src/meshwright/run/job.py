@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.structure import map_tensors
 from meshwright.view.work import whole
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.pretrained import Pretrained
 
 Loss = Callable[[Any], Tensor]
 
@@ -201,6 +205,29 @@ class Job:
         """The recipe's notes, and what was found out since."""
         found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
         return (*self.recipe.notes, *filter(None, found))
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
+        """Fills parameters and persistent buffers from safetensors: this rank's slices are read, and nothing else.
+
+        Args:
+            folder: ``model.safetensors``, or ``model.safetensors.index.json`` and its files; or a single file. Names are
+                those of the model on one device; a base model's prefix may be missing or too much; what transformers
+                renames and converts on loading, it does here too. Values take the parameters' types.
+            strict: False leaves parameters that the folder lacks (a new head) as they are, and what the model lacks
+                unread.
+
+        Returns:
+            What was missing and what was not expected.
+
+        Raises:
+            PlanError: every problem, before anything is changed; on every rank alike.
+        """
+        from meshwright.checkpoint.pretrained import load_pretrained  # files of weights are read when some are loaded
+
+        self._reshard()
+        return load_pretrained(self, folder, strict=strict)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
