@@ -92,9 +92,8 @@ Rename = Callable[
 
 def _as_transformers_does(module: nn.Module, own: Mapping[str, Any], files: list[str]) -> Rename | None:
     """None where the module is no model of transformers, or transformers is older than its conversions (5.0)."""
-    if (transformers := sys.modules.get("transformers")) is None or not isinstance(
-        module, transformers.PreTrainedModel
-    ):
+    models = sys.modules.get("transformers.modeling_utils")  # loaded by whoever has a model of it
+    if models is None or not isinstance(module, models.PreTrainedModel):
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
