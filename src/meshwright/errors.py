@@ -67,6 +67,10 @@ class PlanError(ValueError):
         return "\n".join(lines)
 
 
+class CheckpointError(PlanError):
+    """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
+
+
 class Findings:
     """A collector of problems: add all, raise once. False while it is empty."""
 

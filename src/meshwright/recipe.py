@@ -129,6 +129,7 @@ class Recipe:
         placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
         notes: what a person should know: what was left whole, what was not found.
+        plan: what it was made from, as YAML.
     """
 
     mesh: Mesh
@@ -149,6 +150,7 @@ class Recipe:
     routed: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
+    plan: str = ""
 
     @cached_property
     def by_name(self) -> Mapping[str, ParameterRecipe]:

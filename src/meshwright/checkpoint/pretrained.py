@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.conversion import Matched, Source, Values, matched
+from meshwright.checkpoint.save import Talk
 from meshwright.checkpoint.tensorfiles import open_folder
 from meshwright.checkpoint.unread import Unread, read_slices
 from meshwright.errors import Finding, Findings, PlanError, nearest
@@ -59,14 +59,15 @@ def load_pretrained(job: Job, folder: str | os.PathLike[str], *, strict: bool = 
     """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``."""
     path = Path(folder)
     targets = _targets(job)
-    found, problems = Matched(), list(_prerequisites(path))
-    if not problems:
+    found, findings = Matched(), Findings("this folder")
+    findings.extend(_prerequisites(path))
+    if not findings:
         try:
             found = matched(job.module, (n for names in targets for n in names), open_folder(path))
-            problems += _problems(job, targets, found, path, strict)
+            _add_problems(job, targets, found, path, strict, findings)
         except PlanError as error:
-            problems += error.findings
-    _raise_alike(job, problems)
+            findings.extend(error.findings)
+    Talk(job.groups.files).agree(findings)  # slices may differ, and so may disks
     reading = _Reading()
     for line, local in _held(job):
         if (name := _name_in(found, (line.name, *line.aliases))) is not None:
@@ -135,9 +136,8 @@ def _prerequisites(path: Path) -> Iterator[Finding]:
         yield Finding(str(path), "safetensors is not installed", "safetensors, which comes with an extra", fix)
 
 
-def _problems(job: Job, targets: Any, found: Matched, path: Path, strict: bool) -> list[Finding]:
+def _add_problems(job: Job, targets: Any, found: Matched, path: Path, strict: bool, findings: Findings) -> None:
     """Everything that keeps a folder from being loaded; a folder's name that is known to be of no use is dropped."""
-    findings = Findings()
     for name, why in found.failed.items():
         findings.add(where=name, given=f"transformers' conversion fails: {why}", required="tensors that it can convert")
     for names, (shape, dtype) in targets.items():
@@ -147,7 +147,6 @@ def _problems(job: Job, targets: Any, found: Matched, path: Path, strict: bool) 
     found.unexpected[:] = _counting(job.module, found.unexpected)
     if strict:
         _check_names(job.module, targets, found, path, findings)
-    return list(findings)
 
 
 def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
@@ -208,16 +207,6 @@ def _untied(job: Job, found: Matched) -> Iterator[Finding]:
                     name, f"other values than {there[0]}", required, "tie_word_embeddings=False in its config"
                 )
             del read[1:]
-
-
-def _raise_alike(job: Job, problems: list[Finding]) -> None:
-    """Raises the problems of all ranks, on all of them: slices may differ, and so may disks."""
-    seen: list[Any] = [problems]
-    if job.recipe.mesh.size > 1:
-        seen = [None] * job.recipe.mesh.size
-        dist.all_gather_object(seen, problems)
-    if every := dict.fromkeys(finding for found in seen for finding in found):
-        raise PlanError(every, "this folder")
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -141,6 +141,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         routed=routed,
         seed=plan.seed,
         notes=(*notes, *more),
+        plan=plan.dump(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ from meshwright.view.structure import map_tensors
 from meshwright.view.work import whole
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.contents import Optimizers
+    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.save import Saving
     from meshwright.checkpoint.pretrained import Pretrained
 
 Loss = Callable[[Any], Tensor]
@@ -77,6 +80,7 @@ class Job:
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
         self._row: Any = None
+        self._saving: Saving | None = None
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
@@ -170,7 +174,7 @@ class Job:
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
         drop_last: bool = False, start: int = 0,
-    ) -> Iterable[Any]:  # fmt: skip
+    ) -> Batches:  # fmt: skip
         """This rank's rows of each global batch; the order of rows is the same in every layout.
 
         Args:
@@ -190,23 +194,71 @@ class Job:
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
         )  # fmt: skip
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
-        return self._pipeline
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        """This process's rank, as the plan's mesh counts them."""
-        return self.groups.rank
+    def save(
+        self, folder: str | os.PathLike[str], optimizer: Optimizers = None, *, step: int, scheduler: Any = None,
+        data: Any = None, extra: Any = None, keep: int | None = None, wait: bool = True,
+    ) -> Saving:  # fmt: skip
+        """Saves what it takes to go on, in any layout: ``folder/step-00000100``, which is there only once it is complete.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The recipe's notes, and what was found out since."""
-        found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
-        return (*self.recipe.notes, *filter(None, found))
+        Every rank writes its own pieces (``torch.distributed.checkpoint``) under the names of one device; none holds
+        more than its share and one tensor. Random numbers, the plan and the recipe are saved with it.
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+        Args:
+            folder: of checkpoints; one that all ranks see.
+            optimizer: one, or several of different parameters.
+            step: optimizer steps that were done.
+            scheduler: of learning rates: anything with ``state_dict()``.
+            data: what ``batches`` returned: where to go on. Anything with ``state_dict()``.
+            extra: what else to give back at load: tensors, numbers, text, and lists, tuples and dicts of them; rank 0's.
+            keep: how many checkpoints to keep in the folder, the newest; None keeps all.
+            wait: False copies what there is to save, and writes while training goes on. One at a time: the next
+                save waits for it.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written, and nothing of it is left; or would not load.
+        """
+        from meshwright.checkpoint import jobs  # with DCP, which takes a while to import
+
+        self.saved()
+        self._reshard()
+        self._saving = jobs.save(
+            jobs.Owner.of_job(self), folder, optimizer,
+            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
+        )  # fmt: skip
+        return self._saving
+
+    def saved(self) -> None:
+        """Waits for a checkpoint that is still being written. Raises CheckpointError where that failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(
+        self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
+        verify: bool = True,
+    ) -> Loaded:  # fmt: skip
+        """Goes on from a checkpoint, whatever layout it was saved under: each rank reads its own slices.
+
+        Args:
+            path: a checkpoint, or a folder of them: the newest.
+            optimizer, scheduler, data: as given to ``save``; made as they were then.
+            verify: read all of it first, the ranks together, and compare it with its checksums.
+
+        Raises:
+            CheckpointError: on every rank: it is damaged, naming file and tensor, or is not this model's. Nothing has
+                been changed then.
+        """
+        from meshwright.checkpoint import jobs
+
+        self.saved()
+        self._reshard()
+        owner = jobs.Owner.of_job(self)
+        loaded = jobs.load(owner, path, optimizer, scheduler=scheduler, data=data, verify=verify)
+        if self.rows == "auto":
+            self.rows = loaded.rows
+        return loaded
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
         """Fills parameters and persistent buffers from safetensors: this rank's slices are read, and nothing else.
@@ -228,6 +280,22 @@ class Job:
 
         self._reshard()
         return load_pretrained(self, folder, strict=strict)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
+        return self._pipeline
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, as the plan's mesh counts them."""
+        return self.groups.rank
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The recipe's notes, and what was found out since."""
+        found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
+        return (*self.recipe.notes, *filter(None, found))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
