@@ -34,8 +34,8 @@ from meshwright.view.work import whole
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
     from meshwright.checkpoint.load import Loaded
-    from meshwright.checkpoint.save import Saving
     from meshwright.checkpoint.pretrained import Pretrained
+    from meshwright.checkpoint.save import Saving
 
 Loss = Callable[[Any], Tensor]
 
