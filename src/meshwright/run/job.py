@@ -332,7 +332,7 @@ class Job:
             elif owner != 0 and self.groups.rank == 0:
                 value = torch.empty_like(value)
                 dist.recv(value, src=owner)
-            yield name, value.cpu() if self.groups.rank == 0 else None
+            yield name, value.to("cpu", copy=True) if self.groups.rank == 0 else None
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""
