@@ -26,6 +26,7 @@ from meshwright.checkpoint.load import Stored
 from meshwright.checkpoint.save import Talk
 from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, Entry, write_file
 from meshwright.errors import CheckpointError, Findings
+from meshwright.names import by_number
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 KINDS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
@@ -123,13 +124,9 @@ def _check(folder: Path, dtype: str | None, findings: Findings) -> None:
 def _entries(stored: Stored) -> Iterator[Entry]:
     """The model's tensors, in the order of their names, numbers as numbers."""
     known = stored.metadata.state_dict_metadata
-    for name in sorted((n for n in known if n.startswith(_MODEL)), key=_in_order):
+    for name in sorted((n for n in known if n.startswith(_MODEL)), key=by_number):
         if (tensor := stored.tensor(name)) is not None:
             yield Entry(name.removeprefix(_MODEL), tuple(tensor.size), tensor.properties.dtype)
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _shards(entries: Sequence[Entry], most: int) -> dict[str, list[Entry]]:
