@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
+from meshwright.run.rendezvous import fresh_store, shared_with_attempts_before
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -148,7 +149,10 @@ def ensure_world(device: str | None, timeout: float) -> torch.device:
         torch.cuda.set_device(place)
     if not dist.is_initialized():
         backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
-        if "RANK" in os.environ:
+        if "RANK" in os.environ and shared_with_attempts_before():
+            store, rank, ranks = fresh_store(timeout)
+            dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=ranks)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=wait)
         else:
             dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

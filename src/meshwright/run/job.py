@@ -61,6 +61,7 @@ class Job:
         recipe: every decision.
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
+        steps: calls of ``step`` so far, the running one included.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Job:
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
+        self.steps = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -93,6 +95,7 @@ class Job:
         Returns:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
         """
+        self.steps += 1
         return self._run(batch, backward=True)
 
     @torch.no_grad()
