@@ -34,6 +34,7 @@ from meshwright.view.work import whole
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
     from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.save import Saving
 
 Loss = Callable[[Any], Tensor]
@@ -261,6 +262,27 @@ class Job:
         if self.rows == "auto":
             self.rows = loaded.rows
         return loaded
+
+    def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
+        """Fills parameters and persistent buffers from safetensors: this rank's slices are read, and nothing else.
+
+        Args:
+            folder: ``model.safetensors``, or ``model.safetensors.index.json`` and its files; or a single file. Names are
+                those of the model on one device; a base model's prefix may be missing or too much; what transformers
+                renames and converts on loading, it does here too. Values take the parameters' types.
+            strict: False leaves parameters that the folder lacks (a new head) as they are, and what the model lacks
+                unread.
+
+        Returns:
+            What was missing and what was not expected.
+
+        Raises:
+            PlanError: every problem, before anything is changed; on every rank alike.
+        """
+        from meshwright.checkpoint.pretrained import load_pretrained  # files of weights are read when some are loaded
+
+        self._reshard()
+        return load_pretrained(self, folder, strict=strict)
 
     @property
     def pipeline(self) -> Pipeline | None:
