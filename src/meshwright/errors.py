@@ -92,7 +92,11 @@ class Findings:
     def raise_if_any(self) -> None:
         """Raise a `PlanError` with every problem, in order; do nothing where there is none."""
         if self._found:
-            raise PlanError(self._found, self.subject)
+            raise self.error()
+
+    def error(self) -> PlanError:
+        """A `PlanError` with every problem, to raise."""
+        return PlanError(self._found, self.subject)
 
     def __bool__(self) -> bool:
         return bool(self._found)
