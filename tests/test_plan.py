@@ -309,7 +309,7 @@ BRANCH = "mesh: {tp: 8}\nmodules:\n  b: {on: 'tp[2:8]', "
         ("mesh: {pp: 2}\nschedule: zero_buble\n", "plan.yaml:2:11 (schedule)", "did you mean zero_bubble?"),
         ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh.0)", "axes with their sizes"),
         ("mesh: []\n", "plan.yaml:1:7 (mesh)", "at least one mesh"),
-        ("mesh: [{pp: 2}, {tpp: 2}]\n", "plan.yaml:1:18 (mesh.1.tpp)", "did you mean"),
+        ("mesh: [{pp: 2}, {tpp: 2}]\n", "plan.yaml:1:23 (mesh.1.tpp)", "did you mean"),
         ("mesh: auto\nnonfinite: halt\n", "plan.yaml:2:12 (nonfinite)", "stop or skip"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),
         ('mesh: tp=2\nmodules: {"": {}}\n', 'plan.yaml:2:11 (modules."")', "name of a module"),

@@ -67,6 +67,24 @@ class PlanError(ValueError):
         return "\n".join(lines)
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is nan or infinite, and the plan says ``nonfinite: stop``. Raised on every rank.
+
+    Attributes:
+        step: in which it happened; the parameters are those of the step before.
+    """
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(step, what)
+        self.step, self.what = step, what
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.what}; nothing was updated or saved. "
+            "With nonfinite: skip in the plan such steps are left out and counted"
+        )
+
+
 class Findings:
     """A collector of problems: add all, raise once. False while it is empty."""
 

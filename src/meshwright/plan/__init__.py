@@ -29,7 +29,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.mesh import Mesh, MeshLike
+from meshwright.mesh import Mesh
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import KEYS, PLAN
 from meshwright.plan.meshes import AUTO, MeshesLike, chosen, in_order

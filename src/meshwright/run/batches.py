@@ -32,8 +32,9 @@ class Batches:
         drop_last: bool,
         start: int,
         device: torch.device,
+        uneven: bool = False,
     ) -> None:
-        check_global_batch(global_batch, mesh, microbatches)
+        check_global_batch(global_batch, mesh, 0 if uneven else microbatches)
         self.dataset, self.global_batch, self.seed, self.epochs = dataset, global_batch, seed, epochs
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)
@@ -76,8 +77,8 @@ class Batches:
 
 
 def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
-    """Raises PlanError where the rows of a step do not divide over data ranks and microbatches."""
-    pieces = mesh.data_size * microbatches
+    """Raises PlanError where the rows of a step do not divide over data ranks and microbatches; 0: they need not."""
+    pieces = mesh.data_size * microbatches or 1
     if global_batch % pieces or global_batch < 1:
         findings = Findings("this run")
         near = max(round(global_batch / pieces), 1) * pieces
