@@ -76,7 +76,8 @@ def broken():
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)  # where training puts runs/
     path = tmp_path / "tiny.py"
     path.write_text(FILE)
     return str(path)

@@ -1,11 +1,12 @@
 """Meshwright: any PyTorch model, one plan, every parallelism.
 
-    errors      PlanError, Finding             everything that is wrong, at once
+    errors      PlanError, CheckpointError     everything that is wrong, at once
     mesh        Mesh                           named axes and sizes
     layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
     recipe      Recipe                         every decision, with its reason
     container   Branches                       modules side by side, and how their results become one
+    checkpoint  save_checkpoint, load_checkpoint   of a plain module; a job has save and load
     api         parallelize, make_recipe       a model and a plan → a job
     run.job     Job                            step, clip, evaluate, batches
     run.workers local_workers                  processes on this machine, started once
@@ -24,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import make_recipe, parallelize
+    from meshwright.checkpoint.jobs import load_checkpoint, save_checkpoint
+    from meshwright.checkpoint.load import Loaded
     from meshwright.container import Branches
     from meshwright.cost.compare import compare_branches
     from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
-    from meshwright.errors import Finding, PlanError
+    from meshwright.errors import CheckpointError, Finding, PlanError
     from meshwright.hardware import Hardware
     from meshwright.layout import PARTIAL, WHOLE, Cut
     from meshwright.mesh import Mesh
@@ -41,13 +44,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Finding": "errors", "PlanError": "errors",
+    "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors",
     "Mesh": "mesh",
     "Cut": "layout", "WHOLE": "layout", "PARTIAL": "layout",
     "Plan": "plan",
     "Recipe": "recipe",
     "parallelize": "api", "make_recipe": "api",
     "Branches": "container",
+    "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
     "Job": "run.job",
     "local_workers": "run.workers",
     "check": "parity", "Report": "parity",
@@ -60,11 +64,13 @@ __all__ = [
     "PARTIAL",
     "WHOLE",
     "Branches",
+    "CheckpointError",
     "Comparison",
     "Cut",
     "Finding",
     "Hardware",
     "Job",
+    "Loaded",
     "Mesh",
     "Plan",
     "PlanError",
@@ -73,9 +79,11 @@ __all__ = [
     "ShardMap",
     "check",
     "compare_branches",
+    "load_checkpoint",
     "local_workers",
     "make_recipe",
     "parallelize",
+    "save_checkpoint",
     "shard_map",
 ]
 

@@ -85,6 +85,10 @@ class NonFiniteError(RuntimeError):
         )
 
 
+class CheckpointError(PlanError):
+    """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
+
+
 class Findings:
     """A collector of problems: add all, raise once. False while it is empty."""
 

@@ -130,6 +130,7 @@ class Recipe:
         routed: whether the forward reads values, so that data ranks may use different parameters.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         notes: what a person should know: what was left whole, what was not found.
+        plan: what it was made from, as YAML.
     """
 
     mesh: Mesh
@@ -151,6 +152,7 @@ class Recipe:
     seed: int = 0
     nonfinite: str = "stop"
     notes: tuple[str, ...] = ()
+    plan: str = ""
 
     @cached_property
     def by_name(self) -> Mapping[str, ParameterRecipe]:

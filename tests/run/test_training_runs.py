@@ -222,7 +222,9 @@ def test_metrics_are_a_line_a_step(tmp_path):
     out.write(progress(1))
     out.write(progress(2, float("nan")))
     one, two = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())  # while it is open
-    assert {"step", "loss", "grad_norm", "tokens_per_second", "memory", "waiting", "skipped", "seconds", "time"} == set(one)
+    assert {"step", "loss", "grad_norm", "tokens_per_second", "memory", "waiting", "skipped", "seconds", "time"} == set(
+        one
+    )
     assert (one["step"], one["loss"], two["loss"]) == (1, 1.0, None)
     out.close()
 
@@ -302,7 +304,9 @@ def model():
 def command(folder, *arguments, torchrun=()):
     """``torchrun``: options of it; None: alone."""
     (folder / "net.py").write_text(TARGET)
-    launcher = [] if torchrun is None else ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *torchrun, "-m"]
+    launcher = (
+        [] if torchrun is None else ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *torchrun, "-m"]
+    )
     return [
         sys.executable, "-m", *launcher, "meshwright", "train", "net.py:model", "--mesh", "fsdp=2", "--global-batch", "8",
         "--device", "cpu", "--lr", "0.01", *arguments,
@@ -322,8 +326,8 @@ def ended(process, timeout=120):
     try:
         text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, _ = process.communicate()
+        process.terminate()  # what it has started ends with it
+        text, _ = process.communicate(timeout=60)
         raise AssertionError(f"it did not end:\n{text}") from None
     return process.returncode, text
 

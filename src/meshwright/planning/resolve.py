@@ -142,6 +142,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         seed=plan.seed,
         nonfinite=plan.nonfinite,
         notes=(*notes, *more),
+        plan=plan.dump(),
     )
 
 

@@ -16,7 +16,11 @@ from meshwright.run.step import bounds
 
 
 class Batches:
-    """Iterates over this rank's rows of each global batch. See ``Job.batches``."""
+    """Iterates over this rank's rows of each global batch. See ``Job.batches``.
+
+    Attributes:
+        taken: batches handed out, from the first of all; where the next iteration begins, once a state is loaded.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,25 @@ class Batches:
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)
         self.rows = _rows(dataset)
+        self.taken = start
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands: the same in every layout."""
+        return {"taken": self.taken, "seed": self.seed, "global_batch": self.global_batch, "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where another stood.
+
+        Raises:
+            PlanError: it went through other rows, or took other numbers of them at a time.
+        """
+        findings = Findings("this data")
+        for key, here in (("rows", self.rows), ("global_batch", self.global_batch), ("seed", self.seed)):
+            if state[key] != here:
+                fix = f"{key}={state[key]}" if key != "rows" else "load without data="
+                findings.add(where=key, given=str(here), required=f"{state[key]}, as when it was saved", fix=fix)
+        findings.raise_if_any()
+        self.start = self.taken = state["taken"]
 
     def __len__(self) -> int:
         """Batches of all epochs, less those skipped."""
@@ -52,6 +75,7 @@ class Batches:
             order = self._order(epoch)
             for i in range(self._per_epoch()):
                 if number >= self.start:
+                    self.taken = number + 1
                     yield self._share(order[i * self.global_batch : (i + 1) * self.global_batch])
                 number += 1
             epoch += 1

@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ class Groups:
     def of(self, data: str, place: int = 0) -> DeviceMesh:
         """The mesh that a unit of this kind of data parallelism lives on."""
         return self.replicated[place] if data == "replicate" else self.meshes[place]
+
+    @cached_property
+    def files(self) -> dist.ProcessGroup:
+        """All ranks, over gloo: what is agreed on while checkpoints are written, also beside training, in a thread. Made when
+        it is first asked for, which all ranks do alike."""
+        return dist.new_group(backend="gloo")
 
     @property
     def tp(self) -> dist.ProcessGroup:

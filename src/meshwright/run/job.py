@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,11 @@ from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.structure import map_tensors
 from meshwright.view.work import whole
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.contents import Optimizers
+    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.save import Saving
 
 Loss = Callable[[Any], Tensor]
 
@@ -76,6 +82,7 @@ class Job:
         self._pipeline = pipeline
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
+        self._saving: Saving | None = None
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
@@ -193,6 +200,72 @@ class Job:
             uneven=uneven,
         )  # fmt: skip
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(
+        self, folder: str | os.PathLike[str], optimizer: Optimizers = None, *, step: int, scheduler: Any = None,
+        data: Any = None, extra: Any = None, keep: int | None = None, wait: bool = True,
+    ) -> Saving:  # fmt: skip
+        """Saves what it takes to go on, in any layout: ``folder/step-00000100``, which is there only once it is complete.
+
+        Every rank writes its own pieces (``torch.distributed.checkpoint``) under the names of one device; none holds
+        more than its share and one tensor. Random numbers, the plan and the recipe are saved with it.
+
+        Args:
+            folder: of checkpoints; one that all ranks see.
+            optimizer: one, or several of different parameters.
+            step: optimizer steps that were done.
+            scheduler: of learning rates: anything with ``state_dict()``.
+            data: what ``batches`` returned: where to go on. Anything with ``state_dict()``.
+            extra: what else to give back at load: tensors, numbers, text, and lists, tuples and dicts of them; rank 0's.
+            keep: how many checkpoints to keep in the folder, the newest; None keeps all.
+            wait: False copies what there is to save, and writes while training goes on. One at a time: the next
+                save waits for it.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written, and nothing of it is left; or would not load.
+        """
+        from meshwright.checkpoint import jobs  # with DCP, which takes a while to import
+
+        self.saved()
+        self._reshard()
+        self._saving = jobs.save(
+            jobs.Owner.of_job(self), folder, optimizer,
+            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
+        )  # fmt: skip
+        return self._saving
+
+    def saved(self) -> None:
+        """Waits for a checkpoint that is still being written. Raises CheckpointError where that failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(
+        self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
+        verify: bool = True,
+    ) -> Loaded:  # fmt: skip
+        """Goes on from a checkpoint, whatever layout it was saved under: each rank reads its own slices.
+
+        Args:
+            path: a checkpoint, or a folder of them: the newest.
+            optimizer, scheduler, data: as given to ``save``; made as they were then.
+            verify: read all of it first, the ranks together, and compare it with its checksums.
+
+        Raises:
+            CheckpointError: on every rank: it is damaged, naming file and tensor, or is not this model's. Nothing has
+                been changed then.
+        """
+        from meshwright.checkpoint import jobs
+
+        self.saved()
+        self._reshard()
+        owner = jobs.Owner.of_job(self)
+        loaded = jobs.load(owner, path, optimizer, scheduler=scheduler, data=data, verify=verify)
+        if self.rows == "auto":
+            self.rows = loaded.rows
+        return loaded
+
     @property
     def pipeline(self) -> Pipeline | None:
         """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
@@ -244,7 +317,7 @@ class Job:
             elif owner != 0 and self.groups.rank == 0:
                 value = torch.empty_like(value)
                 dist.recv(value, src=owner)
-            yield name, value.cpu() if self.groups.rank == 0 else None
+            yield name, value.to("cpu", copy=True) if self.groups.rank == 0 else None
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""

@@ -1,0 +1,17 @@
+"""Checkpoints: saved under one layout, loaded under any other; only complete ones exist.
+
+    folder.py    a folder of checkpoints: manifest, checksums, publishing by one rename; no torch
+    pieces.py    a tensor's slices on this rank as chunks; DCP's planners over them
+    storage.py   DCP's files, with a checksum a chunk; its metadata read without trusting it
+    contents.py  what a job, or a plain module, and its optimizers have to save
+    save.py      collective: every owner writes its own pieces ─► publish
+    load.py      collective: verify ─► every rank reads its own slices
+    jobs.py      both, for a job and for a plain module
+
+``torch.distributed.checkpoint`` (DCP) does the planning, writing and reading. A checkpoint is one of its own: plain
+``dcp.load`` reads it under the names that ``get_state_dict`` gives.
+"""
+
+from meshwright.errors import CheckpointError
+
+__all__ = ["CheckpointError"]
