@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
+from meshwright.run.rendezvous import launched_store
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -149,7 +150,13 @@ def ensure_world(device: str | None, timeout: float) -> torch.device:
     if not dist.is_initialized():
         backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=wait)
+            if (store := launched_store(wait)) is None:
+                dist.init_process_group(backend, timeout=wait)
+            else:
+                ranks = int(os.environ["WORLD_SIZE"])
+                dist.init_process_group(
+                    backend, timeout=wait, store=store, rank=int(os.environ["RANK"]), world_size=ranks
+                )
         else:
             dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return place
