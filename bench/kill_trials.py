@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint import folder as checkpoints
+from meshwright.checkpoint.folder import MANIFEST
 from meshwright.run import loop, metrics
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
 
@@ -106,18 +108,24 @@ class Killer:
             self.done.wait(self.random.uniform(0, self.seconds))
         else:
             saves = self.random.randint(1, STEPS - 1)
-            last = "manifest.json" if self.moment == "before the rename" else "*"
             seen: set[str] = set()
             while len(seen) < saves and not self.done.is_set():
-                seen |= {p.parent.name for p in self.folder.glob(f".saving-*/{last}")}
+                seen |= {name for name, files in self._writing() if self.moment == "writing" or MANIFEST in files}
             if self.moment == "writing":
                 time.sleep(self.random.uniform(0, 0.03))
         if not self.done.is_set():
             self.newest = checkpoints.newest(self.folder)
             os.kill(self.pid, signal.SIGKILL)
-            aside = next(iter(self.folder.glob(".saving-*")), None)
-            files = sorted(p.name for p in aside.iterdir()) if aside is not None else []
-            self.found = "before the rename" if "manifest.json" in files else "writing" if files else "between saves"
+            files = [file for _, files in self._writing() for file in files]
+            self.found = "before the rename" if MANIFEST in files else "writing" if files else "between saves"
+
+    def _writing(self) -> list[tuple[str, list[str]]]:
+        """The directories that a checkpoint is being written to, and what is in them."""
+        found = []
+        for name in os.listdir(self.folder):
+            with suppress(FileNotFoundError):  # it was published between the two looks
+                found += [(name, os.listdir(self.folder / name))] if name.startswith(".saving-") else []
+        return found
 
 
 def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, workers: LocalWorkers) -> str:
@@ -132,7 +140,7 @@ def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, wo
             try:
                 found = workers.run(
                     train, layout, name, asynchronous, ranks=ranks, timeout=60.0,
-                    on_report=lambda _: killer.begin(workers.pids()[:ranks]) if runs == 1 else None,
+                    on_report=lambda _, first=runs == 1: killer.begin(workers.pids()[:ranks]) if first else None,
                 )[0]  # fmt: skip
             except WorkerError as error:
                 assert runs == 1, f"it failed without being killed: {error}"

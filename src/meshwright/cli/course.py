@@ -74,16 +74,21 @@ def check_same(folder: Path, before: Same, now: Same) -> None:
     """Raises PlanError where a command would go on with a run as if it were another."""
     findings = Findings("this command")
     was, said = asdict(before), json.loads(json.dumps(asdict(now), default=str))
-    was["target"], said["target"] = PurePath(before.target).name, PurePath(now.target).name
+    for key in ("target", "loss"):  # where the file stands is another matter: another node may have it elsewhere
+        was[key], said[key] = (PurePath(d[key]).name if d[key] else None for d in (was, said))
     for key in was:
         if was[key] != said[key]:
             findings.add(
                 where=_OPTIONS.get(key, "TARGET"),
-                given=f"{said[key]}, where the run in {folder} has {was[key]}",
+                given=f"{_shown(said[key])}, where the run in {folder} has {_shown(was[key])}",
                 required="the same, to go on with that run; or another folder",
                 fix=f"--out {folder}-2, or --fresh",
             )
     findings.raise_if_any()
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None or value == {} else str(value)
 
 
 def check_fresh(folder: Path) -> None:
