@@ -38,7 +38,8 @@ class Batches:
         device: torch.device,
         uneven: bool = False,
     ) -> None:
-        check_global_batch(global_batch, mesh, 0 if uneven else microbatches)
+        if not uneven:
+            check_global_batch(global_batch, mesh, microbatches)
         self.dataset, self.global_batch, self.seed, self.epochs = dataset, global_batch, seed, epochs
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)
@@ -101,8 +102,8 @@ class Batches:
 
 
 def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
-    """Raises PlanError where the rows of a step do not divide over data ranks and microbatches; 0: they need not."""
-    pieces = mesh.data_size * microbatches or 1
+    """Raises PlanError where the rows of a step do not divide over data ranks and microbatches."""
+    pieces = mesh.data_size * microbatches
     if global_batch % pieces or global_batch < 1:
         findings = Findings("this run")
         near = max(round(global_batch / pieces), 1) * pieces

@@ -33,6 +33,7 @@ from meshwright.run.step import bounds, rows_of, take_rows
 from meshwright.run.verdict import agree, culprit
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.save import Saving
     from meshwright.run.batches import Batches
 
 __all__ = ["NonFiniteError", "Preempted", "Progress", "Record", "memory", "train"]
@@ -156,7 +157,7 @@ class _Run:
     ) -> None:
         self.job, self.steps, self.record, self.notice = job, steps, record, notice
         self.step = self.skipped = self.saved = 0
-        self.saving: Any = None
+        self.saving: Saving | None = None
         self.stopping = False
         self.metrics: Metrics | None = None
         self.optimizer = torch.optim.AdamW(job.parameters(), lr=lr)
@@ -185,7 +186,9 @@ class _Run:
         self.stopping = verdict.stop
         finite = not (verdict.loss or verdict.gradient)
         if not finite and job.recipe.nonfinite == "stop":
-            raise NonFiniteError(step, culprit(job, verdict))
+            why = culprit(job, verdict)
+            self.settle()
+            raise NonFiniteError(step, why)
         if finite:
             self.optimizer.step()
         else:
@@ -225,6 +228,10 @@ class _Run:
         """The last step is saved, and nothing is being written any more."""
         if self.record is not None and self.saved < self.step:
             self.save(wait=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Nothing is being written any more."""
         if self.saving is not None:
             self.saving.wait()
 
