@@ -22,7 +22,6 @@ QUICK = {
     "qwen2_moe": "pp2-dp_shard2",
     "bart": "pp2",
     "swin": "pp2-tp2",
-    "llava": "pp2-dp_shard2",
     "wav2vec2": "pp2",
 }
 

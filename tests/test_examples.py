@@ -171,6 +171,7 @@ def test_two_blocks_run_at_the_same_time_on_ranks_of_their_own(
 # --- the demo and the script ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof  # 8 processes, twice; `make demo` itself is run by people
 def test_the_demo_fails_where_nothing_was_learnt_and_still_checks(
     example: object, capsys: pytest.CaptureFixture[str]
 ) -> None:

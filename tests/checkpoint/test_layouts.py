@@ -9,7 +9,11 @@ import meshwright as mw
 from saving import LAYOUTS, Dropping, Tied, load, ranks, rows, save, start, state, steps
 
 NAMES = list(LAYOUTS)
-RING = {(a, NAMES[(i + 3) % len(NAMES)]) for i, a in enumerate(NAMES)}
+# What continuous integration runs: each layout once, to or from another kind.
+QUICK = {
+    ("single", "pp2-dp_shard2-tp2"), ("dp_shard3", "branches 1+3"), ("branches 1+3", "pp2-tp2"), ("tp4", "hsdp"),
+    ("pp2", "dp_shard2"), ("dp_shard2", "tp2"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +39,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [pytest.param(a, b, marks=() if (a, b) in RING else pytest.mark.proof) for a in NAMES for b in NAMES],
+    [pytest.param(a, b, marks=() if (a, b) in QUICK else pytest.mark.proof) for a in NAMES for b in NAMES],
 )
 def test_any_layout_to_any_layout(saved, loaded, runs, workers):
     folder, (before, losses, after) = runs(saved)
@@ -106,7 +110,7 @@ def on(plan, folder):
     return steps(job, optimizer, data, 2), job.load(folder, optimizer, data=data).notes
 
 
-@pytest.mark.parametrize("name", ["dp_shard2", "pp2-tp2", "branches 1+3"])
+@pytest.mark.parametrize("name", ["pp2-tp2", "branches 1+3"])
 def test_in_its_own_layout_it_goes_on_bitwise_with_the_same_random_numbers(name, tmp_path, workers):
     _, losses, _ = workers.run(save, LAYOUTS[name], str(tmp_path), Dropping, ranks=ranks(LAYOUTS[name]))[0]
     again, notes = workers.run(on, LAYOUTS[name], str(tmp_path), ranks=ranks(LAYOUTS[name]))[0]
@@ -120,7 +124,7 @@ def test_where_random_numbers_cannot_go_on_it_is_said(tmp_path, workers):
     assert "random numbers" in notes[0]
 
 
-@pytest.mark.parametrize("name", ["pp2-dp_shard2-tp2"])
+@pytest.mark.parametrize("name", ["pp2-tp2"])
 def test_asynchronously_what_was_is_saved_while_training_goes_on(name, tmp_path, workers):
     before, losses, _ = workers.run(save, LAYOUTS[name], str(tmp_path), Tied, False, ranks=ranks(LAYOUTS[name]))[0]
     found, went_on, _ = workers.run(load, LAYOUTS[name], str(tmp_path), ranks=ranks(LAYOUTS[name]))[0]

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.proof] * (c == "toy")) for c in CASES])
 def test_forks_and_joins_are_what_a_job_counts(case: str, workers: LocalWorkers) -> None:
     build, batch, plan = CASES[case]
     measured = {("*", n): 1.0 for n in (1, 2)}  # so that what ranks of one branch exchange is not among it

@@ -50,13 +50,18 @@ class Held:
         return Piece(f"model.{self.name}", self.shape, local_tensor(self.p).detach(), self.slices)
 
     def state(self, key: str, value: Tensor) -> Piece | None:
-        """A tensor of the optimizer's state; None where it is neither of the parameter's shape nor of no dims."""
+        """A tensor of the optimizer's state: cut as the parameter is, where it is of its shape; whole, where it has no dims,
+        or all of the parameter is here. None where it is a part of what is not known."""
         name, local = f"optimizer.state.{self.name}.{key}", local_tensor(value).detach()
         if local.dim() == 0 and not isinstance(value, DTensor):
             return Piece.whole(name, local)
         if local.shape == local_tensor(self.p).shape:
             return Piece(name, self.shape, local, self.slices)
-        return None
+        return Piece.whole(name, local) if self.is_whole else None
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(local_tensor(self.p).shape) == self.shape
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -
                 findings.add(
                     where=f"optimizer.state[{line.name}][{key!r}]",
                     given=f"{type(optimizer).__name__} keeps a tensor of shape {tuple(value.shape)} for it",
-                    required=f"the parameter's shape here, {tuple(local_tensor(line.p).shape)}, or no dims",
+                    required=f"the parameter's shape here, {tuple(local_tensor(line.p).shape)}, as it is cut ({line.shape})",
                     fix="save without the optimizer: job.save(folder, step=step)",
                 )
     groups = [

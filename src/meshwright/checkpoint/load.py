@@ -221,8 +221,9 @@ def optimizer_state(
             if value is None or (piece := line.state(key, value)) is None:
                 findings.add(
                     where=f"optimizer.state[{line.name}][{key!r}]",
-                    given=f"{tuple(known.size)}",
-                    required=str(line.shape),
+                    given=f"{tuple(known.size)} in {stored.path}",
+                    required=f"the parameter's shape, {line.shape}, as it is cut here",
+                    fix="load without an optimizer",
                 )
                 continue
             found[key] = value
@@ -246,7 +247,9 @@ def _allocated(line: Held, key: str, known: TensorStorageMetadata) -> Tensor | N
     dtype = known.properties.dtype
     if tuple(known.size) == line.shape and (line.shape or key != "step"):
         return torch.empty_like(line.p.detach(), dtype=dtype)
-    return torch.empty(tuple(known.size), dtype=dtype) if not known.size else None
+    if not known.size:
+        return torch.empty((), dtype=dtype)
+    return torch.empty(known.size, dtype=dtype, device=line.p.device) if line.is_whole else None
 
 
 def _settings(number: int, names: set[str], groups: Sequence[dict[str, Any]], findings: Findings) -> dict[str, Any]:
