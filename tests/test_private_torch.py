@@ -66,6 +66,7 @@ aten = torch.ops.aten
 USES = {
     "private.py": "_C _apply _cdata _distributed_c10d _get_default_store _make_wrapper_subclass _python_dispatch _pytree \
         _schema _version",
+    "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",

@@ -166,7 +166,7 @@ def _converts(given: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _check_names(module: nn.Module, targets: Any, found: Matched, path: Path, findings: Findings) -> None:
     lost = {names[0]: shape for names, (shape, _) in targets.items() if _name_in(found, names) is None}
-    optional = _patterns(module, "_keys_to_ignore_on_load_missing")
+    optional = _any_of(getattr(module, "_keys_to_ignore_on_load_missing", None))
     lost = {name: shape for name, shape in lost.items() if not optional.search(name) and name not in found.failed}
     leave = "strict=False leaves what is missing as it is, and what is not expected unread"
     for folded in fold_names(lost):
@@ -180,15 +180,15 @@ def _check_names(module: nn.Module, targets: Any, found: Matched, path: Path, fi
 
 def _counting(module: nn.Module, names: Sequence[str]) -> list[str]:
     """Without the names that count for nothing: of buffers that are computed, and those that the model says to ignore."""
-    ignored = _patterns(module, "_keys_to_ignore_on_load_unexpected")
+    ignored = _any_of(getattr(module, "_keys_to_ignore_on_load_unexpected", None))
     computed = {name for name, _ in module.named_buffers()}
     prefix = f"{base}." if (base := getattr(module, "base_model_prefix", "")) else ""
     return [n for n in names if not ignored.search(n) and not {n, prefix + n, n.removeprefix(prefix)} & computed]
 
 
-def _patterns(module: nn.Module, attribute: str) -> re.Pattern[str]:
-    """Names that a model of transformers lists there; else none."""
-    return re.compile("|".join(f"(?:{p})" for p in getattr(module, attribute, None) or ()) or r"(?!)")
+def _any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
+    """What a model of transformers lists of names; fits nothing where it lists none."""
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")
 
 
 def _untied(job: Job, found: Matched) -> Iterator[Finding]:
