@@ -36,7 +36,7 @@ def read(folder, kind="gpt2", **options):
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("gpt2", "dp_shard=2,tp=2"),  # a tied head, a fused QKV
+        pytest.param("gpt2", "dp_shard=2,tp=2", marks=pytest.mark.proof),  # a tied head, a fused QKV
         ("mixtral", "tp=3"),  # experts that transformers would save one by one
         pytest.param("t5", "pp=2,tp=2", marks=pytest.mark.proof),  # an embedding that three modules share
         pytest.param("llama", "dp_shard=3", marks=pytest.mark.proof),
@@ -142,6 +142,7 @@ assert not dist.is_initialized()
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory as Linux tells it")
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(6)))  # 32 MiB each

@@ -87,7 +87,7 @@ def test_a_run_that_is_gone_on_with_is_the_undisturbed_one_bitwise(plan, tmp_pat
     assert again == [], "nothing is left to do"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_sigterm_of_any_rank_stops_all_when_they_have_saved(rank, tmp_path, workers):
     whole, weights, _ = workers.run(trained, "dropout", "dp_shard=2", None, STEPS, ranks=2)[0]
     found = workers.run(trained, "dropout", "dp_shard=2", tmp_path, STEPS, stop=(2, rank), ranks=2)
@@ -353,7 +353,8 @@ def test_a_killed_rank_is_started_again_and_goes_on_to_the_same_losses(tmp_path)
     assert len(losses(tmp_path / "whole")) == 6
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["alone", "torchrun"])
+@pytest.mark.proof
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
 def test_sigterm_to_the_launcher_saves(launched, tmp_path):
     arguments = ("--steps", "40", "--out", "run")
     process = started(tmp_path, *arguments, torchrun=() if launched else None, fate="slow")
@@ -369,7 +370,8 @@ def test_sigterm_to_the_launcher_saves(launched, tmp_path):
     assert losses(tmp_path / "run")[:-1] == done
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["alone", "torchrun"])
+@pytest.mark.proof
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
 def test_an_interrupt_ends_all_ranks_at_once(launched, tmp_path):
     process = started(tmp_path, "--steps", "1000", "--out", "run", torchrun=() if launched else None, fate="slow")
     wait_for(lambda: len(losses(tmp_path / "run")) >= 2)

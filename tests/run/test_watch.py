@@ -75,6 +75,7 @@ def ranks_of_suspects(report: str) -> list[str]:
     return re.findall(r"^suspect: ranks? ([\d ]+)", report, re.MULTILINE)
 
 
+@pytest.mark.proof
 def test_a_rank_that_sleeps_in_its_forward_is_named_with_its_step_stage_and_action(tmp_path: Path) -> None:
     found = trial("sleep", "pp=2", tmp_path)
     assert found.codes == [HANG, HANG] and found.seconds < TIMEOUT + 2
@@ -96,6 +97,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     assert re.search(r"rank 1 .*last heard of in step [23]\b", found.report)
 
 
+@pytest.mark.proof
 def test_a_healthy_job_is_left_alone(tmp_path: Path) -> None:
     found = trial("none", "pp=2", tmp_path)
     assert found.codes == [0, 0] and not found.file
