@@ -12,6 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 PORT = 29777
 BRIDGE, HOST, LINK = "mwbridge", "mwhost{}", "mwlink{}"
@@ -29,26 +32,57 @@ def allowed() -> bool:
 def launch(hosts: int, processes: int, command: list[str], timeout: float = 240) -> int:
     """Runs a script under torchrun on every host; the largest exit status. Hosts and links are gone afterwards."""
     launched: list[subprocess.Popen[bytes]] = []
+    with joined(hosts):
+        try:
+            for n in range(hosts):
+                torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --node-rank {n} --master-addr {address(0)} \
+                    --master-port {PORT}"
+                launched.append(start(n, [*torchrun.split(), *command]))
+            return max(abs(p.wait(timeout=timeout)) for p in launched)
+        finally:
+            for process in launched:
+                process.terminate()
+
+
+@contextmanager
+def joined(hosts: int) -> Iterator[None]:
+    """So many hosts, each with a link to the others; they are gone afterwards."""
     try:
         _ip(f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up")
         for n in range(hosts):
             host, link = HOST.format(n), LINK.format(n)
             _ip(f"netns add {host}", f"link add {link} type veth peer name eth0 netns {host}")
-            _ip(f"link set {link} master {BRIDGE} up", f"-n {host} addr add 10.77.0.{n + 1}/24 dev eth0")
+            _ip(f"link set {link} master {BRIDGE} up", f"-n {host} addr add {address(n)}/24 dev eth0")
             _ip(f"-n {host} link set eth0 up", f"-n {host} link set lo up")
-        for n in range(hosts):
-            torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --node-rank {n} --master-addr 10.77.0.1 \
-                --master-port {PORT}"
-            words = ["ip", "netns", "exec", HOST.format(n), sys.executable, "-m", "torch.distributed.run"]
-            env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            launched.append(subprocess.Popen([*words, *torchrun.split(), *command], env=env))
-        return max(abs(p.wait(timeout=timeout)) for p in launched)
+        yield
     finally:
-        for process in launched:
-            process.terminate()
         for n in range(hosts):
-            subprocess.run(["ip", "netns", "del", HOST.format(n)], check=False, capture_output=True)
+            # The link too: a namespace lives on, with its end of it, while any process is left in it.
+            for words in (["link", "del", LINK.format(n)], ["netns", "del", HOST.format(n)]):
+                subprocess.run(["ip", *words], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def start(host: int, arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Torchrun with these arguments on a host; ``options``: of ``Popen``."""
+    words = ["ip", "netns", "exec", HOST.format(host), sys.executable, "-m", "torch.distributed.run"]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*words, *arguments], env=env, **options)
+
+
+def set_link(host: int, state: str) -> None:
+    """``down`` cuts a host off from the others; ``up`` joins it again. What it sends to itself goes on."""
+    _ip(f"link set {LINK.format(host)} {state}")
+
+
+def processes_of(host: int) -> list[int]:
+    """The processes that run on a host."""
+    found = subprocess.run(["ip", "netns", "pids", HOST.format(host)], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _ip(*commands: str) -> None:

@@ -109,7 +109,7 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "inspect", "export", "env"])
 def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     text = meshwright(*command.split(), "--help").output
     prose = text.partition("╭")[0].strip().splitlines()[1:]
@@ -121,7 +121,7 @@ def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-@pytest.mark.parametrize("command", ["", "show", "check", "train", "env"])
+@pytest.mark.parametrize("command", ["", "show", "check", "train", "inspect", "export", "env"])
 def test_every_example_of_the_help_runs_as_it_stands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

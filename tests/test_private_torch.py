@@ -12,7 +12,9 @@ import time
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +33,9 @@ import meshwright
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
+    collectives_entered,
+    job_store,
+    last_collective,
     python_body,
     pytree,
     replace_tensors,
@@ -59,7 +64,8 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _cdata _make_wrapper_subclass _python_dispatch _pytree _schema _version",
+    "private.py": "_C _apply _cdata _distributed_c10d _get_default_store _make_wrapper_subclass _python_dispatch _pytree \
+        _schema _version",
     "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
@@ -71,6 +77,8 @@ USES = {
     "run/init/operation.py": "_schema",
     "run/parameters.py": "_parameters",
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
+    "run/watch.py": "_exit",  # of os
+    "run/whereabouts.py": "_current_frames",  # of sys
     "view/functions.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active \
         _checkpoint_without_reentrant_generator _functorch _wrap_tensor_for_grad",
     "view/rules/registry.py": "_C _VF _nn",
@@ -552,6 +560,41 @@ def _local_part() -> tuple[bool, list[int], bool]:
         torch.zeros(2 - dist.get_rank()), p.device_mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,)
     )
     return p.grad.to_local().tolist() == [1.0] * 3, [p.dim() + 1], tuple(uneven.shape) == (3,)
+
+
+def test_watches_rest_on_a_store_of_their_own_and_on_what_the_flight_recorder_has(workers: Any) -> None:
+    for counted, last, waited, posted in workers.run(_recorded, ranks=2):
+        assert counted == 3, "each collective counts once, in whatever group"
+        name, number, sizes, retired = last
+        assert (name, number, sizes, retired) == ("gloo:broadcast", 2, [[3, 5]], True)
+        assert waited and posted < 2, "a connection that waits for a key does not hold up the other"
+
+
+def _recorded() -> tuple[int, tuple[Any, ...], bool, float]:
+    before, group = collectives_entered(), dist.new_group([0, 1])
+    begun = collectives_entered()  # a new group may meet once itself
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), group=group)
+    dist.broadcast(torch.ones(3, 5), 0, group=group)
+    last = last_collective()
+    told = tuple(last[key] for key in ("profiling_name", "collective_seq_id", "input_sizes", "retired"))
+    assert begun >= before and {"p2p_seq_id", "process_group", "state"} <= set(last)
+    store, other = job_store(), job_store()
+    found: list[bool] = []
+
+    def waiting() -> None:
+        with pytest.raises(RuntimeError):
+            store.wait([f"never-{dist.get_rank()}"], timedelta(seconds=3))
+        found.append(True)
+
+    thread = Thread(target=waiting)
+    thread.start()
+    started = time.monotonic()
+    other.set(f"rank-{dist.get_rank()}", "here")
+    assert other.get(f"rank-{dist.get_rank()}") == b"here"
+    posted = time.monotonic() - started
+    thread.join()
+    return collectives_entered() - begun, told, bool(found), posted
 
 
 # --- recording and planning -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
     checkpoint  save_checkpoint, load_checkpoint   of a plain module; a job has save and load
     api         parallelize, make_recipe       a model and a plan → a job
     run.job     Job                            step, clip, evaluate, batches
+    run.watch   Watch                          ends a job that hangs, with a report
     run.workers local_workers                  processes on this machine, started once
     parity      check, Report                  the same as one device?
     cost        compare_branches, Comparison   does it pay?
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Plan
     from meshwright.recipe import Recipe
     from meshwright.run.job import Job
+    from meshwright.run.watch import Watch
     from meshwright.run.workers import local_workers
 
 __version__ = "0.1.0"
@@ -54,6 +56,7 @@ _HOME = {
     "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
     "Job": "run.job",
     "local_workers": "run.workers",
+    "Watch": "run.watch",
     "check": "parity", "Report": "parity",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
@@ -77,6 +80,7 @@ __all__ = [
     "Recipe",
     "Report",
     "ShardMap",
+    "Watch",
     "check",
     "compare_branches",
     "load_checkpoint",

@@ -47,6 +47,11 @@ def fold_alike(names: list[str]) -> list[Folded]:
     return [folded for _, group in groups for folded in fold_alike(list(group))]
 
 
+def by_number(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by, in which layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
 def pattern(name: str) -> tuple[str, ...]:
     """What names that may be folded share."""
     return tuple("#" if part.isdigit() else part for part in name.split("."))
@@ -71,4 +76,4 @@ def _range(numbers: list[int]) -> str:
     return f"{{{numbers[0]}…{numbers[-1]}}}" if steps == {1} else f"{{{numbers[0]},{numbers[1]}…{numbers[-1]}}}"
 
 
-__all__ = ["Folded", "fold_alike", "fold_names", "pattern"]
+__all__ = ["Folded", "by_number", "fold_alike", "fold_names", "pattern"]

@@ -7,6 +7,7 @@ there, which fails where a new torch means something else by it.
 from __future__ import annotations
 
 import functools
+import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -88,8 +89,44 @@ def _no(*_: Any) -> bool:
     return False
 
 
+def job_store() -> Any:
+    """A connection of one's own to the store through which the ranks of the default group met; see ``dist.Store``.
+
+    Its address is not always in the environment, and a second connection to the same one shares a lock that a waiting
+    thread holds. There is no public way to the store of a group that is up.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def collectives_entered() -> int:
+    """Collectives that this process has entered, in all its groups; 0 where torch's flight recorder is off."""
+    status = [s for dump in _flight_records(entries=False) for s in dump.get("pg_status", {}).values()]
+    return sum(max(0, int(s["last_enqueued_collective"])) for s in status)
+
+
+def last_collective() -> dict[str, Any]:
+    """What torch's flight recorder has of the collective entered last; empty where it is off, or has none.
+
+    Fields that are told: profiling_name, collective_seq_id, p2p_seq_id, process_group, input_sizes, state, retired.
+    """
+    entries = [entry for dump in _flight_records(entries=True) for entry in dump.get("entries", ())]
+    return max(entries, key=lambda entry: int(entry["time_created_ns"]), default={})
+
+
+def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
+    """The recorder of each backend: gloo's, and in builds with CUDA that of NCCL. Torch has no public way to read them."""
+    parts = torch._C._distributed_c10d
+    dumps = [getattr(parts, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return [json.loads(dump(includeCollectives=entries)) for dump in dumps if dump is not None]
+
+
 __all__ = [
     "TorchDispatchMode",
+    "collectives_entered",
+    "job_store",
+    "last_collective",
     "python_body",
     "pytree",
     "replace_tensors",

@@ -8,6 +8,10 @@
     load.py      collective: verify ─► every rank reads its own slices
     jobs.py      both, for a job and for a plain module
 
+    pretrained.py   a Hugging Face folder into a job; conversion.py which tensor is which; unread.py read in slices
+    export.py       a checkpoint as such a folder; tensorfiles.py its files, written tensor by tensor
+    inspection.py   what is in a checkpoint
+
 ``torch.distributed.checkpoint`` (DCP) does the planning, writing and reading. A checkpoint is one of its own: plain
 ``dcp.load`` reads it under the names that ``get_state_dict`` gives.
 """

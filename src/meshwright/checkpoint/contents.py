@@ -115,11 +115,13 @@ def of_module(module: nn.Module) -> Contents:
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """(full name, module, name in it) of each persistent buffer, each once."""
     seen: set[int] = set()
+    persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
         for key, value in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set and id(value) not in seen:
+            name = f"{prefix}.{key}" if prefix else key
+            if name in persistent and id(value) not in seen:
                 seen.add(id(value))
-                yield (f"{prefix}.{key}" if prefix else key), module, key
+                yield name, module, key
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:

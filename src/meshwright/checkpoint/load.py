@@ -109,10 +109,11 @@ class Stored:
     def read(self, pieces: Sequence[Piece], names: Mapping[str, str], talk: Talk) -> None:
         """Into the pieces' own memory. Collective."""
         try:
-            dcp.load(
-                {}, storage_reader=Reader(self.path), planner=PieceLoader(pieces, names),
-                process_group=talk.group, no_dist=talk.group is None,
-            )  # fmt: skip
+            with talk.alone():
+                dcp.load(
+                    {}, storage_reader=Reader(self.path), planner=PieceLoader(pieces, names),
+                    process_group=talk.group, no_dist=talk.group is None,
+                )  # fmt: skip
         except CheckpointException as error:
             causes = "; ".join(dict.fromkeys(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()))
             finding = Finding(str(self.path), f"it could not be read: {causes}", "files that every rank can read")

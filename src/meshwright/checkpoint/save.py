@@ -12,8 +12,10 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
@@ -77,6 +79,14 @@ class Talk:
     @property
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around DCP: it warns a plain process that it is one."""
+        with warnings.catch_warnings():
+            if self.group is None:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -151,10 +161,11 @@ def _pieces(snapshot: Snapshot, aside: Path, talk: Talk, failed: Finding) -> dic
     """Writes this rank's pieces; the files of all ranks, described."""
     writer = Writer(aside)
     try:
-        dcp.save(
-            {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces),
-            process_group=talk.group, no_dist=talk.group is None,
-        )  # fmt: skip
+        with talk.alone():
+            dcp.save(
+                {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces),
+                process_group=talk.group, no_dist=talk.group is None,
+            )  # fmt: skip
     except CheckpointException as error:
         causes = "; ".join(dict.fromkeys(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()))
         raise CheckpointError([_because(failed, causes)], "this checkpoint") from None

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright show | check | train | env``.
+"""The command line: ``meshwright show | check | train | inspect | export | env``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
@@ -8,7 +8,7 @@
     given        what a command line names, read as a whole
     processes    local workers; how a command ends where it fails
     help         help that teaches
-    show check train env    the commands, a file each; bar is the progress of one
+    show check train inspect export env    the commands, a file each; bar is the progress of one
 
 What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
 """
@@ -21,7 +21,9 @@ import typer
 
 from meshwright.cli.check import check
 from meshwright.cli.env import env
+from meshwright.cli.export import export
 from meshwright.cli.help import Taught, TaughtGroup
+from meshwright.cli.inspect import inspect
 from meshwright.cli.show import show
 from meshwright.cli.train import train
 
@@ -148,6 +150,35 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \
     --save-every 5 --out runs/rows
 """,
 )(train)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# a run that saves
+meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+
+# its checkpoints; the newest, tensor by tensor; as data
+meshwright inspect run
+meshwright inspect run --tensors
+meshwright inspect run --quick --json > run.json
+""",
+)(inspect)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# a run that saves
+meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+
+# its newest checkpoint, for transformers: from_pretrained("gpt2-64")
+meshwright export run gpt2-64
+
+# in halves, in files of at most 100 kB
+meshwright export run gpt2-64-bf16 --dtype bfloat16 --shard-size 100KB
+""",
+)(export)
 
 app.command(
     cls=Taught,

@@ -35,6 +35,7 @@ from meshwright.view.work import whole
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
     from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.save import Saving
 
 Loss = Callable[[Any], Tensor]
@@ -61,6 +62,7 @@ class Job:
         recipe: every decision.
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
+        steps: calls of ``step`` so far, the running one included.
         waiting: how long this rank waits for others.
     """
 
@@ -86,6 +88,7 @@ class Job:
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
+        self.steps = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class Job:
         Returns:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
         """
+        self.steps += 1
         return self._run(batch, backward=True)
 
     @torch.no_grad()
@@ -265,6 +269,27 @@ class Job:
         if self.rows == "auto":
             self.rows = loaded.rows
         return loaded
+
+    def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
+        """Fills parameters and persistent buffers from safetensors: this rank's slices are read, and nothing else.
+
+        Args:
+            folder: ``model.safetensors``, or ``model.safetensors.index.json`` and its files; or a single file. Names are
+                those of the model on one device; a base model's prefix may be missing or too much; what transformers
+                renames and converts on loading, it does here too. Values take the parameters' types.
+            strict: False leaves parameters that the folder lacks (a new head) as they are, and what the model lacks
+                unread.
+
+        Returns:
+            What was missing and what was not expected.
+
+        Raises:
+            PlanError: every problem, before anything is changed; on every rank alike.
+        """
+        from meshwright.checkpoint.pretrained import load_pretrained  # files of weights are read when some are loaded
+
+        self._reshard()
+        return load_pretrained(self, folder, strict=strict)
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -123,6 +123,8 @@ class Pipeline:
         self.bytes_sent = self.sends = 0
         self.waiting = Waiting(groups.device)
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
+        self.action: Action | None = None  # begun last; a watch reads it from another thread
+        self.awaited: tuple[int, ...] = ()  # the stages whose sends it waits for
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -236,6 +238,7 @@ class _Step:
         """Every action of this rank, in order."""
         self.p.spans = []
         for action in self.schedule.ranks[self.p.rank]:
+            self.p.action = action
             try:
                 self._wait(action)
                 start = time.perf_counter()
@@ -250,6 +253,7 @@ class _Step:
                 ) from error
         for work, _ in self.sent:
             work.wait()
+        self.p.action, self.p.awaited = None, ()
 
     def _peer(self, action: Action) -> str:
         waiting = [a for a in self.arriving if a.stage == action.stage and a.microbatch == action.microbatch]
@@ -325,6 +329,7 @@ class _Step:
         flight, kind = self.flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
         ours = [a for a in self.arriving if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)]
         for waiting in ours:
+            self.p.awaited = (waiting.other or 0,)
             for n, buffer, work in self.arriving[waiting]:
                 with self.p.waiting.on():
                     work.wait()

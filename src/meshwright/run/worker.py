@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from meshwright.errors import PlanError
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.run.channel import Channel, Message
 from meshwright.run.parcel import Names, pack, unpack
 
@@ -145,7 +145,7 @@ class _Worker:
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         # A person's mistake is told as it is. Other errors go as text alone: not all can be made anew elsewhere.
-        mistake = pack(error)[0] if type(error) is PlanError else b""
+        mistake = pack(error)[0] if type(error) in (PlanError, CheckpointError) else b""
         self.channel.send(("failed", when, summary, details), mistake)
         # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
         traceback.clear_frames(error.__traceback__)

@@ -48,7 +48,7 @@ _LEAVE_TIMEOUT = 10.0  # seconds ranks may take to destroy their group after the
 _TICK = 0.1  # seconds between two looks at processes that may have died
 
 # What the peers of a rank that has gone say.
-_LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited", re.IGNORECASE)
+LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited", re.IGNORECASE)
 
 
 class WorkerError(RuntimeError):
@@ -269,7 +269,7 @@ class _Failure:
     @property
     def order(self) -> tuple[bool, float]:
         """First causes before those that only lost a peer, then by time."""
-        return bool(_LOST_PEER.search(self.details)), self.when
+        return bool(LOST_PEER.search(self.details)), self.when
 
 
 class _Run:

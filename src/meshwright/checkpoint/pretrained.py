@@ -1,0 +1,213 @@
+"""``job.load_pretrained``: a Hugging Face folder into a job; each rank reads its own slices and nothing else.
+
+    folder ─► headers ─► names ─► every problem at once ─► this rank's slices, a parameter at a time
+
+What a rank needs beyond its share is the one slice that is being copied. Where transformers converts a tensor in a way
+that cannot be done slice by slice (most can, see unread.py), it is the whole of that one tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.conversion import Matched, Source, Values, matched
+from meshwright.checkpoint.save import Talk
+from meshwright.checkpoint.tensorfiles import open_folder
+from meshwright.checkpoint.unread import Unread, read_slices
+from meshwright.errors import Finding, Findings, PlanError, nearest
+from meshwright.names import fold_names
+from meshwright.recipe import ParameterRecipe, Slices
+from meshwright.run.parameters import local_tensor
+
+if TYPE_CHECKING:
+    from meshwright.run.job import Job
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What was read.
+
+    Attributes:
+        folder: where it was read.
+        missing: the model's names that the folder lacks; they are as they were.
+        unexpected: the folder's names that the model lacks; they were not read.
+    """
+
+    folder: Path
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The same, for a person."""
+        missing, unexpected = fold_names(self.missing), fold_names(self.unexpected)
+        left = [f"{folded}: not in {self.folder}; left as initialised" for folded in missing]
+        return (*left, *(f"{folded}: in {self.folder}, but not in the model; not read" for folded in unexpected))
+
+
+@torch.no_grad()
+def load_pretrained(job: Job, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
+    """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``."""
+    path = Path(folder)
+    targets = _targets(job)
+    found, findings = Matched(), Findings("this folder")
+    findings.extend(_prerequisites(path))
+    if not findings:
+        try:
+            found = matched(job.module, (n for names in targets for n in names), open_folder(path))
+            _add_problems(job, targets, found, path, strict, findings)
+        except PlanError as error:
+            findings.extend(error.findings)
+    Talk(job.groups.files).agree(findings)  # slices may differ, and so may disks
+    reading = _Reading()
+    for line, local in _held(job):
+        if (name := _name_in(found, (line.name, *line.aliases))) is not None:
+            read_slices(reading.of(found.sources[name], name), job.recipe.held(line, job.rank), local)
+    for name, buffer in _buffers(job.module).items():
+        if name in found.sources:
+            read_slices(reading.of(found.sources[name], name), _all_of(buffer), buffer)
+    missing = tuple(names[0] for names in targets if _name_in(found, names) is None)
+    return Pretrained(path, missing, tuple(found.unexpected))
+
+
+class _Reading:
+    """Gives tensors by name; of conversions the last is kept, since what comes from one comes one after the other."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Values | None, Any] = (None, {})
+
+    def of(self, source: Source, name: str) -> Unread:
+        if self._last[0] is not source.values:
+            self._last = (None, {})  # before the next is made
+            self._last = (source.values, source.values())
+        return self._last[1][name]
+
+
+# --- the model's side ------------------------------------------------------------------------------------------------
+
+
+def _targets(job: Job) -> dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]:
+    """All names of each parameter and persistent buffer → its shape and type."""
+    found: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]] = {}
+    for line in job.recipe.parameters:
+        found[(line.name, *line.aliases)] = (line.shape, getattr(torch, line.dtype))
+    for name, buffer in _buffers(job.module).items():
+        found[(name,)] = (tuple(buffer.shape), buffer.dtype)
+    return found
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers by name."""
+    persistent = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def _held(job: Job) -> Iterator[tuple[ParameterRecipe, Tensor]]:
+    """What this rank holds of each parameter."""
+    named = dict(job.module.named_parameters(remove_duplicate=False))
+    for line in job.recipe.parameters:
+        if job.recipe.holds(line, job.rank):
+            yield line, local_tensor(named[line.name])
+
+
+def _all_of(value: Tensor) -> Slices:
+    return tuple(((0, n),) if n else () for n in value.shape)
+
+
+def _name_in(found: Matched, names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in found.sources), None)
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+
+def _prerequisites(path: Path) -> Iterator[Finding]:
+    if importlib.util.find_spec("safetensors") is None:
+        fix = 'pip install "meshwright[hf]"'
+        yield Finding(str(path), "safetensors is not installed", "safetensors, which comes with an extra", fix)
+
+
+def _add_problems(job: Job, targets: Any, found: Matched, path: Path, strict: bool, findings: Findings) -> None:
+    """Everything that keeps a folder from being loaded; a folder's name that is known to be of no use is dropped."""
+    for name, why in found.failed.items():
+        findings.add(where=name, given=f"transformers' conversion fails: {why}", required="tensors that it can convert")
+    for names, (shape, dtype) in targets.items():
+        if (there := _name_in(found, names)) is not None:
+            _check(there, found.sources[there], shape, dtype, findings)
+    findings.extend(_untied(job, found))
+    found.unexpected[:] = _counting(job.module, found.unexpected)
+    if strict:
+        _check_names(job.module, targets, found, path, findings)
+
+
+def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
+    if source.shape != shape:
+        fix = "build the model from the folder's own config.json"
+        findings.add(where=name, given=f"shape {list(source.shape)}", required=f"shape {list(shape)}", fix=fix)
+    elif not _converts(source.dtype, dtype):
+        given, required = f"{_text(source.dtype)} values", f"values that become {_text(dtype)} without more"
+        findings.add(where=name, given=given, required=required, fix="save the weights unquantised")
+
+
+def _converts(given: torch.dtype, wanted: torch.dtype) -> bool:
+    if given.is_floating_point or wanted.is_floating_point:  # 8 bits are quantised: a scale belongs to them
+        return given.is_floating_point and wanted.is_floating_point and (given.itemsize > 1 or given == wanted)
+    return given == wanted or not (given.is_complex or wanted.is_complex or given == torch.bool or wanted == torch.bool)
+
+
+def _check_names(module: nn.Module, targets: Any, found: Matched, path: Path, findings: Findings) -> None:
+    lost = {names[0]: shape for names, (shape, _) in targets.items() if _name_in(found, names) is None}
+    optional = _patterns(module, "_keys_to_ignore_on_load_missing")
+    lost = {name: shape for name, shape in lost.items() if not optional.search(name) and name not in found.failed}
+    leave = "strict=False leaves what is missing as it is, and what is not expected unread"
+    for folded in fold_names(lost):
+        near = nearest(folded.names[0], found.unexpected)
+        given = f"not in {path}" + (f"; near: {', '.join(near)}" if near else "")
+        required = f"shape {list(lost[folded.names[0]])}" + (f", {len(folded.names)} times" * (len(folded.names) > 1))
+        findings.add(where=str(folded), given=given, required=required, fix=leave)
+    for folded in fold_names(found.unexpected):
+        findings.add(where=str(folded), given=f"in {path}", required="a name of the model", fix=leave)
+
+
+def _counting(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Without the names that count for nothing: of buffers that are computed, and those that the model says to ignore."""
+    ignored = _patterns(module, "_keys_to_ignore_on_load_unexpected")
+    computed = {name for name, _ in module.named_buffers()}
+    prefix = f"{base}." if (base := getattr(module, "base_model_prefix", "")) else ""
+    return [n for n in names if not ignored.search(n) and not {n, prefix + n, n.removeprefix(prefix)} & computed]
+
+
+def _patterns(module: nn.Module, attribute: str) -> re.Pattern[str]:
+    """Names that a model of transformers lists there; else none."""
+    return re.compile("|".join(f"(?:{p})" for p in getattr(module, attribute, None) or ()) or r"(?!)")
+
+
+def _untied(job: Job, found: Matched) -> Iterator[Finding]:
+    """Parameters that are one in the model and two, of unlike values, in the folder. A rank looks at its own slices."""
+    for line, local in _held(job):
+        there = [name for name in (line.name, *line.aliases) if name in found.sources]
+        if any(found.sources[name].shape != line.shape for name in there):
+            continue
+        read: list[Tensor] = []
+        for name in there if len(there) > 1 else ():
+            read.append(torch.empty_like(local))
+            read_slices(found.sources[name].values()[name], job.recipe.held(line, job.rank), read[-1])
+            if not torch.equal(read[0], read[-1]):
+                required = "one parameter: the model has them tied"
+                yield Finding(
+                    name, f"other values than {there[0]}", required, "tie_word_embeddings=False in its config"
+                )
+            del read[1:]
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

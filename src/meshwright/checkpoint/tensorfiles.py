@@ -1,0 +1,162 @@
+"""Files of safetensors: a folder of them by the names in it, and one written tensor by tensor.
+
+    8 bytes   the header's length, little-endian
+    header    JSON: name → {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, padded with spaces
+    data      the tensors' bytes, one after another
+
+Reading is safetensors' own. Writing is here, since its own ``save_file`` takes all tensors of a file at once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.unread import FromFile, Unread
+from meshwright.errors import Findings
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FORMAT = {"format": "pt"}  # transformers refuses a file without
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def open_folder(path: Path) -> dict[str, Unread]:
+    """Every tensor of a folder of weights, or of a single file, by its name; nothing of them is read.
+
+    Raises PlanError with everything that is wrong with it: no such folder or files, a file that is missing or damaged, a
+    tensor that the index names and its file lacks.
+    """
+    findings = Findings("this folder")
+    where = _weight_map(path, findings)
+    findings.raise_if_any()
+    found: dict[str, Unread] = {}
+    for file, expected in where.items():
+        there = _open_file(file, findings)
+        found |= there
+        for name in sorted(set(expected) - set(there)) if there else ():
+            findings.add(where=str(file), given=f"no {name}", required=f"{name}, which {INDEX} says is in it")
+    findings.raise_if_any()
+    return found
+
+
+def _weight_map(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
+    """The files, each with the names that the index says are in it."""
+    if path.is_file():
+        return {path: ()}
+    if (path / INDEX).is_file():
+        return _indexed(path, findings)
+    if (path / WEIGHTS).is_file():
+        return {path / WEIGHTS: ()}
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if len(files) == 1:
+        return {files[0]: ()}
+    names = (
+        ", ".join(file.name for file in (files or sorted(path.iterdir()))[:6]) if path.is_dir() else "no such folder"
+    )
+    required = f"{WEIGHTS}, or {INDEX} and its files"
+    fix = "model.save_pretrained(folder)  # of transformers; weights in other formats are not read"
+    findings.add(where=str(path), given=names or "an empty folder", required=required, fix=fix)
+    return {}
+
+
+def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
+    found: dict[Path, tuple[str, ...]] = {}
+    try:
+        weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        required = '{"weight_map": {name of a tensor: name of its file}}'
+        findings.add(where=str(path / INDEX), given=f"{type(error).__name__}: {error}", required=required)
+        return {}
+    for name, file in pairs:
+        if Path(file).name != file:
+            findings.add(where=str(path / INDEX), given=file, required="the name of a file in this folder")
+        found[path / file] = (*found.get(path / file, ()), name)
+    return found
+
+
+def _open_file(file: Path, findings: Findings) -> dict[str, Unread]:
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Unread] = {}
+    try:
+        opened = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            part = opened.get_slice(name)
+            if (code := part.get_dtype()) not in DTYPES:
+                findings.add(where=f"{file}: {name}", given=code, required=f"one of {', '.join(DTYPES)}")
+                continue
+            found[name] = FromFile(part.get_shape(), DTYPES[code], part)
+    except (OSError, SafetensorError) as error:
+        fix = "fetch it anew: it is cut off, or is no such file" if file.exists() else ""
+        given = "no such file" if not file.exists() else str(error)
+        findings.add(where=str(file), given=given, required="a whole file of safetensors", fix=fix)
+    return found
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], Tensor]) -> None:
+    """Writes a file of safetensors; ``values`` is asked for one tensor at a time, and none is kept.
+
+    Raises ValueError where a value is not what its entry says.
+    """
+    # The widest types first, as safetensors' own writer has them: each tensor then starts at a multiple of its width.
+    ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
+    with open(path, "wb") as file:
+        file.write(_header(ordered))
+        for entry in ordered:
+            value = values(entry)
+            if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
+                raise ValueError(f"{entry.name}: {value.dtype} {tuple(value.shape)}, not {entry.dtype} {entry.shape}")
+            file.write(_bytes(value))
+            del value  # before the next one is made
+
+
+def _header(entries: Iterable[Entry]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": FORMAT}
+    start = 0
+    for entry in entries:
+        offsets = [start, start + entry.bytes]
+        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        start += entry.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(value: Tensor) -> Any:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
