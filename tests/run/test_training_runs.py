@@ -114,13 +114,21 @@ def test_the_signal_s_handler_is_put_back(tmp_path, workers):
 # --- fewer ranks ------------------------------------------------------------------------------------------------------
 
 FEWER = "mesh: [{pp: 2, dp_shard: 2}, {dp_shard: 3}, {dp_shard: 2}]"
+STAGES = "mesh: [{pp: 2, dp_shard: 2}, {pp: 3}]"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.proof), 3])  # 8 rows on 3 ranks: 3, 3 and 2
-def test_a_run_goes_on_with_fewer_ranks_and_the_same_batches(ranks, tmp_path, workers):
-    whole, weights, _ = workers.run(trained, "nanogpt", FEWER, None, STEPS, ranks=4)[0]
-    first, *_ = workers.run(trained, "nanogpt", FEWER, tmp_path, 3, ranks=4)[0]
-    rest, found, _ = workers.run(trained, "nanogpt", FEWER, tmp_path, STEPS, ranks=ranks)[0]
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        (FEWER, 3),  # 8 rows: 3, 3 and 2
+        pytest.param(FEWER, 2, marks=pytest.mark.proof),
+        pytest.param(STAGES, 3, marks=pytest.mark.proof),  # 8 rows in 6 microbatches
+    ],
+)
+def test_a_run_goes_on_with_fewer_ranks_and_the_same_batches(plan, ranks, tmp_path, workers):
+    whole, weights, _ = workers.run(trained, "nanogpt", plan, None, STEPS, ranks=4)[0]
+    first, *_ = workers.run(trained, "nanogpt", plan, tmp_path, 3, ranks=4)[0]
+    rest, found, _ = workers.run(trained, "nanogpt", plan, tmp_path, STEPS, ranks=ranks)[0]
     assert first + rest == pytest.approx(whole, rel=2e-5)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
@@ -365,7 +373,7 @@ def test_sigterm_to_the_launcher_saves(launched, tmp_path):
     wait_for(lambda: len(losses(tmp_path / "run")) >= 3)
     process.terminate()
     code, text = ended(process)
-    assert code == 1 if launched else 143, text  # torchrun's own code, whatever its processes end with
+    assert code == (1 if launched else 143), text  # torchrun's own code, whatever its processes end with
     assert "stopped by SIGTERM and saved" in text
     done = losses(tmp_path / "run")
     assert [p.name for p in checkpoints.complete(tmp_path / "run")] == [f"step-{len(done):08d}"]
