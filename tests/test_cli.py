@@ -76,7 +76,9 @@ def broken():
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # where training puts runs/
     path = tmp_path / "tiny.py"
     path.write_text(FILE)
     return str(path)
@@ -285,12 +287,49 @@ def test_train_on_a_dataset(file: str) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
+def test_the_same_command_goes_on_with_a_run_and_another_does_not(file: str) -> None:
+    run = ("train", f"{file}:learner", "--mesh", "dp_shard=2", "--lr", "0.01", "--global-batch", "8")
+    meshwright(*run, "--steps", "2")
+    assert "in 2 steps, to step 4" in meshwright(*run, "--steps", "4").output
+    assert "all 4 steps are done already, in runs/tiny-learner" in meshwright(*run, "--steps", "4").output
+    text = meshwright(*run[:4], "--steps", "5", "--global-batch", "16", code=2).stderr
+    assert "2 problems in this command" in text
+    assert "0.0003, where the run in runs/tiny-learner has 0.01" in text and "--out runs/tiny-learner-2" in text
+    text = meshwright(*run, "--steps", "1", "--fresh").output
+    assert "runs/tiny-learner is now runs/tiny-learner.old-1" in text
+    assert sorted(p.name for p in Path("runs/tiny-learner").glob("step-*")) == ["step-00000001"]
+    assert sorted(p.name for p in Path("runs/tiny-learner.old-1").glob("step-*")) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.usefixtures("pooled")
+def test_a_run_goes_on_over_other_ranks_with_its_own_global_batch(file: str) -> None:
+    Path("plan.yaml").write_text("mesh: [{dp_shard: 4}, {dp_shard: 3}]\n")
+    run = ("train", f"{file}:learner", "--plan", "plan.yaml", "--out", "here")
+    meshwright(*run, "--steps", "1")  # 8 rows, which 4 ranks divide
+    assert "to step 2" in meshwright(*run, "--steps", "2", "--ranks", "3").output
+    assert json.loads(Path("here/run.json").read_text())["global_batch"] == 8
+    text = meshwright(*run, "--ranks", "2", code=2).stderr
+    assert "dp_shard=4 (4), dp_shard=3 (3)" in text
+
+
+def test_what_training_cannot_do_is_told_before_it_starts(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.run.metrics.find_spec", lambda name: None)
+    text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--tensorboard", code=2).stderr
+    assert "pip install 'meshwright[tensorboard]'" in text
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--fresh", code=2).stderr
+    assert "--out runs/tiny-model-2" in text
+    text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--ranks", "3", code=2).stderr
+    assert "--ranks 2" in text
+
+
+@pytest.mark.usefixtures("pooled")
 def test_a_loss_of_the_output_is_named_like_a_target(file: str) -> None:
     arguments = (f"{file}:bare", "--mesh", "tp=2", "--loss", f"{file}:squares")
     assert "PASSED" in meshwright("check", *arguments).output
     assert "loss" in meshwright("train", *arguments, "--steps", "2").output.splitlines()[-1]
     assert _layout(meshwright("show", *arguments, "--json"), "weight") == {"tp": "cut(0)"}
-    text = meshwright("train", f"{file}:bare", "--mesh", "tp=2", "--steps", "1", code=1).stderr
+    text = meshwright("train", f"{file}:bare", "--mesh", "tp=2", "--steps", "1", "--fresh", code=1).stderr
     assert "--loss file.py:function" in text
 
 

@@ -43,9 +43,10 @@ entries = st.builds(
     mesh=st.sampled_from([None, (("tp", 2),), (("dp_replicate", 3), ("tp", 2)), (("dp_shard", 2),)]),
 )
 globs = st.text(min_size=1).filter(str.strip) | st.sampled_from(["*", "h.*.c_attn", "0", "no", "<<", "null", "a: b"])
+one_mesh = st.dictionaries(st.sampled_from(AXES), st.integers(1, 512), min_size=1)
 plans = st.builds(
     Plan,
-    mesh=st.dictionaries(st.sampled_from(AXES), st.integers(1, 512), min_size=1),
+    mesh=st.just("auto") | one_mesh | st.lists(one_mesh, min_size=1, max_size=3),
     modules=st.dictionaries(globs, entries, max_size=4),
     sequence_parallel=st.booleans(),
     recompute=st.sampled_from(["none", "blocks"]),
@@ -55,6 +56,7 @@ plans = st.builds(
     precision=st.sampled_from(["float32", "bfloat16", "float64"]),
     reshard_after_forward=st.none() | st.booleans(),
     seed=st.integers(0, 2**63 - 1),
+    nonfinite=st.sampled_from(["stop", "skip"]),
 )
 
 
@@ -305,7 +307,10 @@ BRANCH = "mesh: {tp: 8}\nmodules:\n  b: {on: 'tp[2:8]', "
         ("mesh: dp_shrd=2\n", "plan.yaml:1:7 (mesh.dp_shrd)", "did you mean dp_shard?"),
         ("mesh: {pp: 2}\nmodules:\n  h.0: {on: 'dp[0]'}\n", 'plan.yaml:3:13 (modules."h.0".on)', "pp[<rank>]"),
         ("mesh: {pp: 2}\nschedule: zero_buble\n", "plan.yaml:2:11 (schedule)", "did you mean zero_bubble?"),
-        ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh)", "axes with their sizes"),
+        ("mesh: &a [*a]\n", "plan.yaml:1:7 (mesh.0)", "axes with their sizes"),
+        ("mesh: []\n", "plan.yaml:1:7 (mesh)", "at least one mesh"),
+        ("mesh: [{pp: 2}, {tpp: 2}]\n", "plan.yaml:1:23 (mesh.1.tpp)", "did you mean"),
+        ("mesh: auto\nnonfinite: halt\n", "plan.yaml:2:12 (nonfinite)", "stop or skip"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),
         ('mesh: tp=2\nmodules: {"": {}}\n', 'plan.yaml:2:11 (modules."")', "name of a module"),
         ("mesh: tp=2\nmodules: {a: {tp: cut:x}}\n", "plan.yaml:2:19 (modules.a.tp)", "or cut:<dim>"),
@@ -365,3 +370,28 @@ def test_aliases_do_not_unfold_without_end() -> None:
     rows = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 40)]
     text = "mesh: tp=2\nl0: &l0 [x]\n" + "\n".join(rows)
     assert len(problems(lambda: Plan.from_yaml(text, "plan.yaml"))) == 40
+
+
+# -- several meshes ------------------------------------------------------------------------------------------
+
+
+def test_the_first_mesh_with_as_many_ranks_as_processes_is_taken() -> None:
+    plan = Plan([{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"tp": 2}], recompute="blocks")
+    assert plan.mesh == Mesh.parse("pp=2,tp=2"), "until it is known how many processes there are"
+    assert plan.at(4) == Plan("pp=2,tp=2", recompute="blocks")
+    assert plan.at(2) == Plan("tp=2", recompute="blocks")
+    finding = problem(lambda: plan.at(3))
+    assert finding.given == "3 processes"
+    assert all(mesh in finding.required for mesh in ("pp=2 × tp=2 (4)", "dp_shard=4 (4)", "tp=2 (2)"))
+    assert Plan.from_yaml(finding.fix).at(3) == Plan("dp_shard=3")
+
+
+def test_auto_is_dp_shard_over_all_processes() -> None:
+    assert Plan.parse("auto").at(6) == Plan("dp_shard=6")
+    assert Plan.from_command(mesh="auto", settings=["seed=3"]).at(1) == Plan("dp_shard=1", seed=3)
+
+
+def test_a_plan_of_one_mesh_is_that_plan_at_any_size() -> None:
+    plan = Plan("tp=2")
+    assert plan.at(3) is plan
+    assert Plan(["tp=2"]) == plan

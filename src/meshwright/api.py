@@ -47,7 +47,8 @@ def parallelize(
     Args:
         build: makes the model; called on every rank, under the plan's seed. The weights are those of
             ``torch.manual_seed(seed); build()`` in one process, in every layout, and no rank ever holds them all.
-        plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file.
+        plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file. Of several meshes, the
+            first that has as many ranks as there are processes is taken.
         batch: a sample, of which shapes and types count: a dict of keyword arguments, or a tuple.
         loss: the loss of the model's output; default ``output.loss``.
         device: ``cpu`` or ``cuda``; default CUDA where there is one.
@@ -61,6 +62,7 @@ def parallelize(
     plan = Plan.parse(plan)
     loss = loss or output_loss
     place = ensure_world(device, timeout)
+    plan = plan.at(dist.get_world_size())
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)

@@ -67,6 +67,24 @@ class PlanError(ValueError):
         return "\n".join(lines)
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is nan or infinite, and the plan says ``nonfinite: stop``. Raised on every rank.
+
+    Attributes:
+        step: in which it happened; the parameters are those of the step before.
+    """
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(step, what)
+        self.step, self.what = step, what
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.what}; nothing was updated or saved. "
+            "With nonfinite: skip in the plan such steps are left out and counted"
+        )
+
+
 class CheckpointError(PlanError):
     """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
 
@@ -96,7 +114,11 @@ class Findings:
     def raise_if_any(self) -> None:
         """Raise a `PlanError` with every problem, in order; do nothing where there is none."""
         if self._found:
-            raise PlanError(self._found, self.subject)
+            raise self.error()
+
+    def error(self) -> PlanError:
+        """A `PlanError` with every problem, to raise."""
+        return PlanError(self._found, self.subject)
 
     def __bool__(self) -> bool:
         return bool(self._found)

@@ -143,9 +143,11 @@ END
 meshwright train rows.py:model --loss rows.py:loss --mesh fsdp=2 \\
     --global-batch 32 --lr 1e-2
 
-# as the ranks of torchrun, here or on many machines
-torchrun --nproc-per-node 2 -m meshwright train rows.py:model \\
-    --loss rows.py:loss --mesh fsdp=2 --global-batch 32 --lr 1e-2 --device cpu
+# the same command goes on where a run stopped: by itself, where ranks were killed,
+# under torchrun, here or on many machines
+torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \\
+    --loss rows.py:loss --mesh fsdp=2 --global-batch 32 --lr 1e-2 --device cpu \\
+    --save-every 5 --out runs/rows
 """,
 )(train)
 

@@ -32,6 +32,8 @@ class Bar:
     def tell(self, step: loop.Progress) -> None:
         """Show a step."""
         told = f"loss {step.loss:.4f}  {count_text(step.rate)} {step.unit}/s  {size_text(step.memory)}"
+        if step.skipped:
+            told += f"  {step.skipped} skipped"
         self.progress.update(self.task, completed=step.step, told=told)
         every = max(1, self.steps // 10)
         if self.shown and not self.console.is_terminal and (step.step in (1, self.steps) or step.step % every == 0):

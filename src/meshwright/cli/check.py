@@ -12,6 +12,7 @@ from meshwright.cli.options import (
     LossOption,
     MeshOption,
     PlanOption,
+    RanksOption,
     SeqOption,
     SetOption,
     TargetArgument,
@@ -27,6 +28,7 @@ def check(
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
+    ranks: RanksOption = None,
 ) -> None:
     """Check that a plan computes the same as one device.
 
@@ -36,7 +38,16 @@ def check(
     """
     with processes.told():
         given = Given.read(
-            target, mesh, plan, set_, loss, device, seq=seq, length=16, rows=lambda pieces: max(2 * pieces, 4)
+            target,
+            mesh,
+            plan,
+            set_,
+            loss,
+            device,
+            seq=seq,
+            length=16,
+            ranks=ranks,
+            rows=lambda pieces: max(2 * pieces, 4),
         )
         from meshwright.parity import check as compare
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +41,14 @@ class Given:
         *,
         seq: int | None,
         length: int,
+        ranks: int | None = None,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
     ) -> Given:
         """Raises PlanError with every problem of all of them."""
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
-        found, count = problems.of(lambda: Plan.from_command(plan, mesh, ours)), 1
+        found, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
         if found is not None:
             count = rows(_pieces(found))
         loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
@@ -93,6 +95,28 @@ class Problems:
         if self.errors:
             subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
             raise PlanError([finding for error in self.errors for finding in error.findings], subject)
+
+
+def _at(plan: Plan, ranks: int | None) -> Plan:
+    """The plan with its mesh chosen: for as many processes as a launcher has started, or ``ranks``; where neither is said,
+    for auto as many as there are GPUs, and of several meshes the first."""
+    if "RANK" in os.environ:
+        return plan.at(int(os.environ.get("WORLD_SIZE", 1)))
+    if ranks is None:
+        return plan.at(plan.mesh.size if plan.meshes else _gpus())
+    plan = plan.at(ranks)
+    if plan.mesh.size != ranks:
+        findings = Findings("this command")
+        required = f"the ranks of the mesh {plan.mesh}: {plan.mesh.size}"
+        findings.add(where="--ranks", given=str(ranks), required=required, fix=f"--ranks {plan.mesh.size}")
+        findings.raise_if_any()
+    return plan
+
+
+def _gpus() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def _pieces(plan: Plan) -> int:

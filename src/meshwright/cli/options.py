@@ -16,4 +16,7 @@ PlanOption = Annotated[str | None, typer.Option("--plan", help="A plan, as a YAM
 SetOption = Annotated[list[str] | None, typer.Option("--set", help=_SET)]
 LossOption = Annotated[str | None, typer.Option("--loss", help=_LOSS)]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default cuda where there is one")]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", help="Local processes, where the mesh is auto or one of several", min=1)
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", help="Tokens a row of the batch that hf: makes up", min=1)]

@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli import processes
 from meshwright.cli.given import Given
-from meshwright.cli.options import LossOption, MeshOption, PlanOption, SeqOption, SetOption, TargetArgument
+from meshwright.cli.options import LossOption, MeshOption, PlanOption, RanksOption, SeqOption, SetOption, TargetArgument
 from meshwright.draw.terminal import console, render
 from meshwright.errors import Findings
 from meshwright.target import with_rows
@@ -28,6 +28,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
     loss: LossOption = None,
     seq: SeqOption = None,
+    ranks: RanksOption = None,
 ) -> None:
     """Show which rank holds what of every parameter, and why.
 
@@ -36,7 +37,7 @@ def show(
     values: no process starts, so the mesh may have a thousand ranks.
     """
     with processes.told():
-        given = Given.read(target, mesh, plan, set_, loss, seq=seq, length=8)
+        given = Given.read(target, mesh, plan, set_, loss, seq=seq, length=8, ranks=ranks)
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
 

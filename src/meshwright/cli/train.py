@@ -1,44 +1,71 @@
-"""``meshwright train``: a few steps of AdamW, in local workers or as one rank of torchrun."""
+"""``meshwright train``: AdamW, in local workers or as one rank of torchrun; gone on with where it stopped."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli import course as courses
 from meshwright.cli import processes
 from meshwright.cli.bar import Bar
+from meshwright.cli.course import Same
 from meshwright.cli.given import Given
 from meshwright.cli.options import (
     DeviceOption,
     LossOption,
     MeshOption,
     PlanOption,
+    RanksOption,
     SeqOption,
     SetOption,
     TargetArgument,
 )  # fmt: skip
 from meshwright.draw.terminal import console
-from meshwright.errors import Findings
+from meshwright.errors import Findings, NonFiniteError
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from meshwright.run import loop
+    from meshwright.run.workers import LocalWorkers
 
 _PATIENCE = 900.0  # seconds that a step, or the start of a large model, may take
 
 
 @dataclass(frozen=True)
 class Course:
-    """How to train."""
+    """How to train, and where that is kept."""
 
     steps: int
-    global_batch: int
-    lr: float
+    same: Same
+    folder: Path
+    save_every: int | None
+    keep: int | None
+    asynchronous: bool
+    tensorboard: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training on a rank ended.
+
+    Attributes:
+        losses: of the steps that were done.
+        stopped: whether it was told to stop, and has saved.
+        problem: what ended it early.
+    """
+
+    losses: list[float]
+    stopped: bool = False
+    problem: NonFiniteError | None = None
 
 
 def train(
@@ -46,42 +73,65 @@ def train(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps", min=1)] = 20,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps in all, with those of a run that is gone on with", min=1)
+    ] = 20,
     global_batch: Annotated[int | None, typer.Option(help="Rows a step, over all ranks", min=1)] = None,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate")] = 3e-4,
+    out: Annotated[
+        Path | None, typer.Option(help="Checkpoints and metrics; default runs/ and the target's name")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Save every so many steps, not only at the end", min=1)] = None,
+    keep: Annotated[int | None, typer.Option(help="Keep so many checkpoints, the newest; default all", min=1)] = None,
+    async_save: Annotated[bool, typer.Option("--async-save", help="Train on while a checkpoint is written")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew; a run in --out is renamed, and nothing lost")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (an extra)")
+    ] = False,
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
+    ranks: RanksOption = None,
 ) -> None:
-    """Train with AdamW, and tell loss, speed and memory.
+    """Train with AdamW, tell loss, speed and memory, and save.
 
     The rows are the target's dataset, the third thing that its function returns;
     else its batch, again and again. Run alone it starts a local process a rank;
-    under torchrun each process is one rank.
+    under torchrun each process is one rank. The same command again goes on from
+    the newest checkpoint in --out. Exit code: 143 after SIGTERM, when it has saved.
     """
     rank = int(os.environ.get("RANK", -1))
+    if rank >= 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also in a collective; the others get theirs
     with processes.told(quiet=rank > 0):
+        folder = out or courses.folder_of(target)
+        if fresh:
+            courses.check_fresh(folder)
+        before = None if fresh else courses.begun(folder)
+        rows = global_batch or (before.global_batch if before is not None else None)
         given = Given.read(
-            target,
-            mesh,
-            plan,
-            set_,
-            loss,
-            device,
-            seq=seq,
-            length=128,
-            rows=lambda pieces: global_batch or _rows(pieces),
-        )
-        course = Course(steps, global_batch or _rows(given.pieces), lr)
-        _check_course(given, course, global_batch)
+            target, mesh, plan, set_, loss, device,
+            seq=seq, length=128, ranks=ranks, rows=lambda pieces: rows or _rows(pieces),
+        )  # fmt: skip
+        same = Same(target, given.settings, loss, rows or _rows(given.pieces), lr, given.plan.seed)
+        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard)
+        _check_course(given, course, global_batch, before)
+        if rank <= 0:
+            _prepare(course, before, fresh=fresh)
         with Bar(steps, shown=rank <= 0) as bar:
             started = time.monotonic()
-            losses = _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell)
+            outcome = _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell)
             seconds = time.monotonic() - started
+        if outcome.problem is not None:
+            raise outcome.problem
         if rank <= 0:
-            console().print(
-                f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {steps} steps, {seconds:.1f} s", highlight=False
-            )
+            _tell(course, outcome, seconds)
+    if outcome.stopped:
+        from meshwright.run.preemption import EXIT_CODE
+
+        raise typer.Exit(EXIT_CODE)
 
 
 def _rows(pieces: int) -> int:
@@ -89,12 +139,18 @@ def _rows(pieces: int) -> int:
     return pieces * math.ceil(8 / pieces)
 
 
-def _check_course(given: Given, course: Course, global_batch: int | None) -> None:
-    """Raises PlanError, before anything starts, where the plan or the batch does not fit."""
+def _check_course(given: Given, course: Course, global_batch: int | None, before: Same | None) -> None:
+    """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
     from meshwright.api import make_recipe
     from meshwright.run.batches import check_global_batch
+    from meshwright.run.metrics import check_tensorboard
 
-    check_global_batch(course.global_batch, given.plan.mesh, given.plan.pieces)
+    if before is not None:
+        courses.check_same(course.folder, before, course.same)
+    else:  # a run that goes on with fewer machines keeps its rows a step, and need not divide them
+        check_global_batch(course.same.global_batch, given.plan.mesh, given.plan.pieces)
+    if course.tensorboard:
+        check_tensorboard()
     if global_batch is not None and given.target.dataset is None and not given.target.spec.startswith("hf:"):
         findings = Findings("this command")
         required = "a dataset to take rows from: the third thing that the target returns"
@@ -104,37 +160,88 @@ def _check_course(given: Given, course: Course, global_batch: int | None) -> Non
     make_recipe(given.target.build, given.plan, given.target.batch, given.loss)
 
 
-def _train_alone(given: Given, course: Course, bar: Bar) -> list[float]:
+def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:
+    """The folder, and what a person should know of it."""
+    if fresh and (other := courses.set_aside(course.folder)) is not None:
+        console().print(f"{course.folder} is now {other}", highlight=False)
+    if before is None:
+        courses.write(course.folder, course.same)
+
+
+def _tell(course: Course, outcome: Outcome, seconds: float) -> None:
+    """What was done, in a line."""
+    losses, done = outcome.losses, len(outcome.losses)
+    if outcome.stopped:
+        text = f"stopped by SIGTERM and saved in {course.folder}: the same command goes on from there"
+    elif not losses:
+        text = f"all {course.steps} steps are done already, in {course.folder}: more with --steps, anew with --fresh"
+    else:
+        of = "" if done == course.steps else f", to step {course.steps}"
+        text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {done} step{'s' * (done > 1)}{of}, {seconds:.1f} s"
+    console().print(text, highlight=False, soft_wrap=True)
+
+
+def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
     """In local workers, which find the target anew: neither model nor dataset travels."""
-    with processes.workers(given) as workers:
-        found: list[list[float]] = workers.run(
-            _train_in_worker, given.named(), course,
-            ranks=given.plan.mesh.size, timeout=_PATIENCE, on_report=bar.tell,
-        )  # fmt: skip
+    from meshwright.run.workers import WorkerError
+
+    with processes.workers(given) as workers, _passed_on(workers) as told:
+        try:
+            found: list[Outcome] = workers.run(
+                _train_in_worker, given.named(), course,
+                ranks=given.plan.mesh.size, timeout=_PATIENCE, on_report=bar.tell,
+            )  # fmt: skip
+        except WorkerError:
+            if told:  # before the first step there is nothing to save
+                return Outcome([], stopped=True)
+            raise
     return found[0]
 
 
-def _train_in_worker(named: tuple[Any, ...], course: Course) -> list[float]:
+@contextmanager
+def _passed_on(workers: LocalWorkers) -> Iterator[list[int]]:
+    """SIGTERM is given to the workers, which save; what came is noted."""
+    told: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        for pid in workers.pids():
+            os.kill(pid, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _train_in_worker(named: tuple[Any, ...], course: Course) -> Outcome:
     from meshwright.run.workers import report
 
     return _train_here(Given.from_names(*named), course, report)
 
 
-def _train_here(given: Given, course: Course, tell: Callable[[loop.Progress], None]) -> list[float]:
+def _train_here(given: Given, course: Course, tell: Callable[[loop.Progress], None]) -> Outcome:
     """On this rank, together with the others."""
     import torch.distributed as dist
 
     from meshwright.api import parallelize
     from meshwright.run import loop
 
-    target = given.target
+    target, same = given.target, course.same
     started = not dist.is_initialized()
     job = parallelize(target.build, given.plan, batch=target.batch, loss=given.loss, device=given.device)
-    rows, data = (None, target.batch) if target.dataset is None else (course.global_batch, target.dataset)
+    rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)
+    record = loop.Record(course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard)
     try:
-        return loop.train(
-            job, data, steps=course.steps, global_batch=rows, lr=course.lr, seed=given.plan.seed, on_step=tell
+        losses = loop.train(
+            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, record=record
         )
+    except loop.Preempted as stopped:
+        return Outcome(stopped.losses, stopped=True)
+    except NonFiniteError as problem:
+        return Outcome([], problem=problem)
     finally:
         if started:
             dist.destroy_process_group()
+    return Outcome(losses)

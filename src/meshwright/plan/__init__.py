@@ -13,6 +13,7 @@ reports every problem at once, with the line and column where there are lines:
 
     entry       what is said of one glob's modules or parameters
     keys        the keys, and what each takes
+    meshes      the meshes that a plan may be laid over: one, several in order, or ``auto``
     source      plain values, and where each stands
     text        YAML, read into a source
     settings    ``key=value``, put into a source
@@ -28,9 +29,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.mesh import Mesh, MeshLike
+from meshwright.mesh import Mesh
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import KEYS, PLAN
+from meshwright.plan.meshes import AUTO, MeshesLike, chosen, in_order
 from meshwright.plan.reader import Reader
 from meshwright.plan.settings import put_setting
 from meshwright.plan.source import MESH, Source
@@ -44,7 +46,9 @@ class Plan:
     """How a model is to be laid out over a mesh, as far as a person cares to say.
 
     Args:
-        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``.
+        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``. Several, in a list:
+            the first that has as many ranks as there are processes (so a run goes on when a machine is gone); ``auto``:
+            dp_shard over all processes that there are. ``mesh`` is then the first of them, until ``at`` has chosen.
         modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later
             wins, key by key.
         parameters: another place to write entries of ``modules``; they come after those.
@@ -64,6 +68,11 @@ class Plan:
         branches: ``auto``: what can run at the same time is found in the forward, and placed on slices of tp; ``said``: only
             what ``on`` places.
         seed: of the initial values and of dropout.
+        nonfinite: what training does where the loss or a gradient is nan or infinite: ``stop``, with an error; ``skip``
+            leaves out the optimizer's step and counts it.
+
+    Attributes:
+        meshes: what it may be laid over, in order; empty for ``auto``.
 
     Raises:
         PlanError: with every problem of the arguments.
@@ -77,6 +86,7 @@ class Plan:
     """
 
     mesh: Mesh
+    meshes: tuple[Mesh, ...]
     modules: Entries
     sequence_parallel: bool
     recompute: str
@@ -88,10 +98,11 @@ class Plan:
     rows: str
     branches: str
     seed: int
+    nonfinite: str
 
     def __init__(
         self,
-        mesh: MeshLike,
+        mesh: MeshesLike,
         modules: Mapping[str, Entry | Mapping[str, object]] | None = None,
         *,
         parameters: Mapping[str, Entry | Mapping[str, object]] | None = None,
@@ -105,6 +116,7 @@ class Plan:
         rows: str = "auto",
         branches: str = "said",
         seed: int = 0,
+        nonfinite: str = "stop",
     ) -> None:
         given = {
             "mesh": mesh,
@@ -120,9 +132,20 @@ class Plan:
             "rows": rows,
             "branches": branches,
             "seed": seed,
+            "nonfinite": nonfinite,
         }
-        for name, value in (_DEFAULTS | Reader(Source(given)).plan()).items():
+        fields = _DEFAULTS | Reader(Source(given)).plan()
+        meshes = in_order(fields["mesh"])
+        for name, value in {**fields, "mesh": meshes[0] if meshes else _ALONE, "meshes": meshes}.items():
             object.__setattr__(self, name, value)
+
+    def at(self, processes: int) -> Plan:
+        """This plan with the mesh chosen for so many processes: the first of its meshes that has as many ranks.
+
+        Raises PlanError where none has, with all of them. A plan of one mesh is given back as it is, whatever its size:
+        who starts it says what is missing.
+        """
+        return self if len(self.meshes) == 1 else self.replace(mesh=chosen(self.meshes, processes))
 
     @property
     def pieces(self) -> int:
@@ -150,7 +173,7 @@ class Plan:
         """A plan from whatever stands for one.
 
         A plan; a mesh; a dict; the path of a YAML file; or text: YAML (if it has a line break or ``": "``), a
-        mesh (``"dp_shard=2,tp=2"``), else a path. Raises PlanError with every problem.
+        mesh (``"dp_shard=2,tp=2"``), ``auto``, else a path. Raises PlanError with every problem.
         """
         if isinstance(spec, Plan):
             return spec
@@ -159,6 +182,8 @@ class Plan:
         if isinstance(spec, Mapping):
             return cls.from_dict(spec)
         text = os.fspath(spec)
+        if text == AUTO:
+            return cls(AUTO)
         if isinstance(spec, str) and not text.endswith((".yaml", ".yml")):
             if "\n" in text or ": " in text:
                 return cls.from_yaml(text)
@@ -187,7 +212,8 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
-        said: dict[str, Any] = {"mesh": dict(self.mesh.axes)}
+        meshes = [dict(mesh.axes) for mesh in self.meshes]
+        said: dict[str, Any] = {"mesh": (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO}
         said |= {name: getattr(self, name) for name in PLAN if getattr(self, name) != _DEFAULTS[name]}
         if self.modules:
             said["modules"] = {glob: entry.settings() for glob, entry in self.modules.items()}
@@ -223,4 +249,5 @@ class Plan:
 
 PlanLike: TypeAlias = Plan | Mesh | Mapping[str, Any] | str | os.PathLike[str]
 
+_ALONE = Mesh((("dp_shard", 1),))
 _DEFAULTS = {name: signature(Plan).parameters[name].default for name in PLAN}

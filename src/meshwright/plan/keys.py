@@ -76,6 +76,7 @@ PLAN = {
     "rows": _choice("auto", "split", "whole"),
     "branches": _choice("said", "auto"),
     "seed": _number(0, 0),
+    "nonfinite": _choice("stop", "skip"),
 }
 ENTRY = {
     "dp": _choice("shard", "replicate"),

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from meshwright.errors import Finding, PlanError, nearest
-from meshwright.mesh import ALIASES, read_mesh
+from meshwright.mesh import ALIASES, Mesh, read_mesh
 from meshwright.plan.entry import Entries, Entry
 from meshwright.plan.keys import ENTRY, KEYS, PLAN, SECTIONS, Kind
+from meshwright.plan.meshes import AUTO, in_order
 from meshwright.plan.source import KeyPath, Source, flow
 
 
@@ -43,7 +44,8 @@ class Reader:
         values = {key: value for key, value in found.items() if value is not None}
         values["modules"] = {glob: entry.settings() for glob, entry in found["modules"].items()}
         if found.get("mesh"):
-            values["mesh"] = dict(found["mesh"].axes)
+            meshes = [dict(mesh.axes) for mesh in in_order(found["mesh"])]
+            values["mesh"] = (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO
         elif unread or "mesh" in found:
             values["mesh"] = {"dp_shard": 1}  # a stand-in: what is wrong with the mesh has been noted
         return values
@@ -53,15 +55,30 @@ class Reader:
         found: dict[str, Any] = {"modules": {}}
         for key, value in self.section(self.source.values, (), KEYS, "a plan").items():
             if key == "mesh":
-                found["mesh"] = read_mesh(value, self.findings, lambda axis: self.mesh_place(axis))
+                found["mesh"] = self.meshes(value)
             elif key in SECTIONS:
                 self.entries(value, key, found["modules"])
             else:
                 found[key] = self.value(PLAN[key], value, (key,))
         return found
 
-    def mesh_place(self, axis: str) -> str:
-        return self.source.where(("mesh", axis) if axis else ("mesh",))
+    def meshes(self, value: object) -> Mesh | tuple[Mesh, ...] | str | None:
+        """One mesh, several, or ``auto``; None where something is wrong with it."""
+        if value == AUTO:
+            return AUTO
+        if not isinstance(value, (list, tuple)):
+            return read_mesh(value, self.findings, lambda axis: self.mesh_place(axis))
+        if not value:
+            where, fix = self.source.where(("mesh",)), self.source.mesh_fix()
+            self.findings.add(where=where, given="no mesh", required="at least one mesh in the list", fix=fix)
+        found = [
+            read_mesh(one, self.findings, lambda axis, i=str(i): self.mesh_place(i, axis))  # type: ignore[misc]
+            for i, one in enumerate(value)
+        ]
+        return tuple(mesh for mesh in found if mesh is not None) if value and None not in found else None
+
+    def mesh_place(self, *parts: str) -> str:
+        return self.source.where(("mesh", *filter(None, parts)))
 
     def section(self, values: object, path: KeyPath, keys: Iterable[str], owner: str) -> dict[str, Any]:
         """The known keys of a mapping that are said. Null is as good as left out."""

@@ -140,6 +140,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         streams=branches.streams,
         routed=routed,
         seed=plan.seed,
+        nonfinite=plan.nonfinite,
         notes=(*notes, *more),
         plan=plan.dump(),
     )

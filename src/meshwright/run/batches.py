@@ -36,8 +36,10 @@ class Batches:
         drop_last: bool,
         start: int,
         device: torch.device,
+        uneven: bool = False,
     ) -> None:
-        check_global_batch(global_batch, mesh, microbatches)
+        if not uneven:
+            check_global_batch(global_batch, mesh, microbatches)
         self.dataset, self.global_batch, self.seed, self.epochs = dataset, global_batch, seed, epochs
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from meshwright.recipe import Recipe
 from meshwright.run.parameters import local_tensor
+from meshwright.run.waiting import Waiting
 
 
-def grad_norm(model: nn.Module, recipe: Recipe, device: torch.device) -> Tensor:
+def grad_norm(model: nn.Module, recipe: Recipe, device: torch.device, waiting: Waiting) -> Tensor:
     """The 2-norm of all gradients. Each rank's squares, over the number of ranks that hold the same, in one sum."""
     named = dict(model.named_parameters(remove_duplicate=False))
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -20,16 +21,17 @@ def grad_norm(model: nn.Module, recipe: Recipe, device: torch.device) -> Tensor:
             square = torch.linalg.vector_norm(local_tensor(grad).detach(), dtype=_wide(grad.dtype)).double() ** 2
             total += square / recipe.copies(line)
     if dist.get_world_size() > 1:
-        dist.all_reduce(total)
+        with waiting.on():
+            dist.all_reduce(total)
     return total.sqrt()
 
 
-def clip_grad_norm(model: nn.Module, recipe: Recipe, device: torch.device, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module, recipe: Recipe, device: torch.device, max_norm: float, waiting: Waiting) -> Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Returns the norm before. Every rank has the same norm, so all scale alike, also where it is not finite.
     """
-    norm = grad_norm(model, recipe, device)
+    norm = grad_norm(model, recipe, device, waiting)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         if p.grad is not None:

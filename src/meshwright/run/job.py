@@ -26,6 +26,7 @@ from meshwright.run.pipeline import Pipeline
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
 from meshwright.run.step import BACKWARD, called, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.run.waiting import Waiting
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.structure import map_tensors
@@ -62,6 +63,7 @@ class Job:
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
         steps: calls of ``step`` so far, the running one included.
+        waiting: how long this rank waits for others.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Job:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
+        self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
         self._saving: Saving | None = None
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
@@ -137,7 +140,8 @@ class Job:
             found[0] += loss.double()
             found[1] += loss.dtype == torch.float64
         if self.recipe.mesh.data_size * self.recipe.mesh.axis_size("pp") > 1:
-            dist.all_reduce(found)
+            with self.waiting.on():
+                dist.all_reduce(found)
             found[0] /= self.recipe.mesh.axis_size("tp")
         return found[0].to(torch.float64 if found[1] else torch.float32)
 
@@ -157,11 +161,11 @@ class Job:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
-        return clip_grad_norm(self.module, self.recipe, self.groups.device, max_norm)
+        return clip_grad_norm(self.module, self.recipe, self.groups.device, max_norm, self.waiting)
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients."""
-        return grad_norm(self.module, self.recipe, self.groups.device)
+        return grad_norm(self.module, self.recipe, self.groups.device, self.waiting)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
@@ -176,7 +180,7 @@ class Job:
 
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
-        drop_last: bool = False, start: int = 0,
+        drop_last: bool = False, start: int = 0, uneven: bool = False,
     ) -> Batches:  # fmt: skip
         """This rank's rows of each global batch; the order of rows is the same in every layout.
 
@@ -188,6 +192,8 @@ class Job:
             epochs: None goes on without end.
             drop_last: leave out a last batch that is short.
             start: batches to skip, to go on where another run stopped.
+            uneven: rows need not divide: some ranks, or microbatches, have one more than others. The mean is right all the
+                same, and some ranks wait for others.
 
         Raises:
             PlanError: ``global_batch`` does not divide by data ranks × microbatches.
@@ -195,6 +201,7 @@ class Job:
         return Batches(
             dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
+            uneven=uneven,
         )  # fmt: skip
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -374,7 +381,7 @@ class Job:
             return [gather_rows(batch, self._data_groups())], [1 / data], [None]
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
-        scale, shares = weights(split, self._counter, self._copies, self.groups.device)
+        scale, shares = weights(split, self._counter, self._copies, self.groups.device, waiting=self.waiting)
         if self.rows == SUM:
             scale = [1.0 if rows_of(p) else 0.0 for p in split]
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None

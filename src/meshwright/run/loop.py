@@ -1,6 +1,12 @@
-"""The training loop: a few lines that the examples and the command line share.
+"""The training loop: what the examples and the command line share.
 
-for each global batch, this rank's rows:  step ─ clip ─ optimizer ─ zero_grad ─ tell
+    resume ─► for each global batch, this rank's rows:
+
+              step ─ clip ─ agree ─┬─ finite: optimizer ──┬─ zero_grad ─ tell ─ save, every so often
+                                   ├─ not, skip: counted ─┘
+                                   └─ not, stop: NonFiniteError          told to stop: save ─ Preempted
+
+What all ranks do in the same way is decided in ``agree``, from numbers of all ranks (see ``verdict``).
 """
 
 from __future__ import annotations
@@ -8,15 +14,29 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint import folder as checkpoints
+from meshwright.errors import NonFiniteError
 from meshwright.private import pytree
 from meshwright.run.job import Job
+from meshwright.run.metrics import Metrics
+from meshwright.run.preemption import Notice, Preempted
 from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.run.verdict import agree, culprit
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.save import Saving
+    from meshwright.run.batches import Batches
+
+__all__ = ["NonFiniteError", "Preempted", "Progress", "Record", "memory", "train"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,10 @@ class Progress:
         grad_norm: of all gradients, before clipping.
         rate: ``unit`` (tokens or rows) of all ranks a second, of this step.
         memory: bytes this process holds; on a GPU, the most its tensors have held.
+        waiting: the share of the step's time that ranks waited for each other, in the mean over ranks; at least (see
+            ``waiting``).
+        skipped: steps so far whose loss or gradient was not finite, and that left the parameters as they were.
+        seconds: this step's, without saving.
     """
 
     step: int
@@ -38,6 +62,28 @@ class Progress:
     rate: float
     unit: str
     memory: int
+    waiting: float
+    skipped: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a run is kept, and how: its checkpoints and its metrics.
+
+    Attributes:
+        folder: ``step-…`` of each checkpoint, and ``metrics.jsonl``. What is in it is gone on from.
+        save_every: steps from one checkpoint to the next; None: one at the end. One is saved too on SIGTERM.
+        keep: how many checkpoints; None: all.
+        asynchronous: training goes on while a checkpoint is written.
+        tensorboard: also events for TensorBoard.
+    """
+
+    folder: Path
+    save_every: int | None = None
+    keep: int | None = None
+    asynchronous: bool = False
+    tensorboard: bool = False
 
 
 def train(
@@ -50,44 +96,156 @@ def train(
     clip: float = 1.0,
     seed: int = 0,
     on_step: Callable[[Progress], None] | None = None,
+    record: Record | None = None,
 ) -> list[float]:
     """Trains with AdamW. Collective: every rank calls it alike.
 
+    With a ``record``, a run goes on from the newest complete checkpoint of its folder: in the same layout to the same
+    losses, bitwise on a CPU. In another layout it has the same global batches. On a GPU, sums may be taken in another
+    order from run to run.
+
     Args:
         data: a dataset, as ``job.batches`` takes it; without ``global_batch``, one batch, which every step repeats.
-        steps: optimizer steps; the dataset is gone through as often as that needs.
+        steps: optimizer steps in all, with those of the run that is gone on with; the dataset is gone through as often as
+            that needs.
         global_batch: rows a step, over all ranks.
         lr: AdamW's.
         clip: the global 2-norm that gradients are clipped to.
         seed: of the order of rows.
         on_step: told after every step, on every rank.
+        record: where checkpoints and metrics go; None: nowhere.
 
     Returns:
-        The loss of each step.
+        The loss of each step that was done here.
 
     Raises:
-        PlanError: ``global_batch`` does not divide by data ranks × microbatches.
+        PlanError: ``global_batch`` does not divide by data ranks × microbatches, in a run that is not gone on with.
+        CheckpointError: the newest checkpoint is damaged, or another model's.
+        NonFiniteError: the loss or a gradient is not finite, and the plan says to stop. On every rank.
+        Preempted: SIGTERM came, on any rank, and a checkpoint was saved. On every rank.
     """
-    optimizer = torch.optim.AdamW(job.parameters(), lr=lr)
-    batches = (
-        _repeated(job, data)
-        if global_batch is None
-        else iter(job.batches(data, global_batch, seed=seed, epochs=None, drop_last=_rows(data) >= global_batch))
-    )
-    losses: list[float] = []
-    for step in range(1, steps + 1):
-        batch = next(batches)
-        started = time.perf_counter()
-        loss = job.step(batch)
-        norm = job.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if on_step is not None:
-            unit, count = _amount(job, batch)
-            rate = count / (time.perf_counter() - started)
-            on_step(Progress(step, steps, losses[-1], norm.item(), rate, unit, memory(job.groups.device)))
-    return losses
+    with ExitStack() as stack:
+        notice = Notice()
+        if record is not None:  # else there is nothing to save, and the signal may end the process at once
+            stack.enter_context(notice)
+        run = _Run(job, data, steps, global_batch, lr, seed, record, notice)
+        stack.callback(run.close)
+        losses: list[float] = []
+        for step in range(run.step + 1, steps + 1):
+            told = run.do(step, clip)
+            losses.append(told.loss)
+            if on_step is not None:
+                on_step(told)
+            run.keep(step, losses)
+        run.finish()
+        return losses
+
+
+class _Run:
+    """A run, from where it goes on."""
+
+    def __init__(
+        self,
+        job: Job,
+        data: Any,
+        steps: int,
+        global_batch: int | None,
+        lr: float,
+        seed: int,
+        record: Record | None,
+        notice: Notice,
+    ) -> None:
+        self.job, self.steps, self.record, self.notice = job, steps, record, notice
+        self.step = self.skipped = self.saved = 0
+        self.saving: Saving | None = None
+        self.stopping = False
+        self.metrics: Metrics | None = None
+        self.optimizer = torch.optim.AdamW(job.parameters(), lr=lr)
+        start = None if record is None else _agreed(lambda: checkpoints.newest(record.folder))
+        self.batches: Batches | None = None
+        if global_batch is not None:
+            whole = _rows(data) >= global_batch
+            self.batches = job.batches(
+                data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=start is not None
+            )
+        if start is not None:
+            loaded = job.load(start, self.optimizer, data=self.batches)
+            self.step = self.saved = loaded.step
+            self.skipped = (loaded.extra or {}).get("skipped", 0)
+        self.rows = _repeated(job, data) if self.batches is None else iter(self.batches)
+        if record is not None and job.rank == 0:
+            self.metrics = Metrics(record.folder, self.step, tensorboard=record.tensorboard)
+
+    def do(self, step: int, clip: float) -> Progress:
+        """One step."""
+        job, started = self.job, time.perf_counter()
+        batch = next(self.rows)
+        unit, amount = _amount(batch)
+        loss, norm = job.step(batch), job.clip_grad_norm_(clip)
+        verdict = agree(job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started)
+        self.stopping = verdict.stop
+        finite = not (verdict.loss or verdict.gradient)
+        if not finite and job.recipe.nonfinite == "stop":
+            why = culprit(job, verdict)
+            self.settle()
+            raise NonFiniteError(step, why)
+        if finite:
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        told = Progress(
+            step, self.steps, loss.item(), norm.item(), verdict.amount / seconds, unit, memory(job.groups.device),
+            verdict.waited, self.skipped, seconds,
+        )  # fmt: skip
+        if self.metrics is not None:
+            self.metrics.write(told)
+        self.step = step
+        return told
+
+    def keep(self, step: int, losses: list[float]) -> None:
+        """Saves, where it is time to; raises Preempted after that, where a rank was told to stop."""
+        if self.record is None:
+            return
+        every = self.record.save_every
+        if self.stopping or (every and step % every == 0):
+            self.save(wait=self.stopping or not self.record.asynchronous)
+        if self.stopping:
+            self.finish()
+            raise Preempted(step, losses)
+
+    def save(self, *, wait: bool) -> None:
+        """A checkpoint of this step."""
+        assert self.record is not None
+        self.saving = self.job.save(
+            self.record.folder, self.optimizer, step=self.step, data=self.batches, extra={"skipped": self.skipped},
+            keep=self.record.keep, wait=wait,
+        )  # fmt: skip
+        self.saved = self.step
+
+    def finish(self) -> None:
+        """The last step is saved, and nothing is being written any more."""
+        if self.record is not None and self.saved < self.step:
+            self.save(wait=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Nothing is being written any more."""
+        if self.saving is not None:
+            self.saving.wait()
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _agreed(find: Callable[[], Path | None]) -> Path | None:
+    """What rank 0 finds: another may see a file system a moment later."""
+    found = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def memory(device: torch.device) -> int:
@@ -123,9 +281,9 @@ def _rows(data: Any) -> int:
     return rows_of(data) if isinstance(data, dict | tuple) else len(data)
 
 
-def _amount(job: Job, batch: Any) -> tuple[str, float]:
-    """What a step works on: tokens, where rows are sequences of integers; else rows. Of all data ranks."""
+def _amount(batch: Any) -> tuple[str, float]:
+    """What this rank's rows are: tokens, where rows are sequences of integers; else rows."""
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     tokens = [t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
-    rows = rows_of(batch) * job.recipe.mesh.data_size
+    rows = rows_of(batch)
     return ("tokens", float(rows * tokens[0].shape[1])) if tokens else ("rows", float(rows))

@@ -31,6 +31,7 @@ from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called, rows_of
 from meshwright.run.streams import Streams
+from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
@@ -120,6 +121,7 @@ class Pipeline:
         self._paths: dict[Any, Program] = {}
         self._schedules: dict[Any, Schedule] = {}
         self.bytes_sent = self.sends = 0
+        self.waiting = Waiting(groups.device)
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
         self.action: Action | None = None  # begun last; a watch reads it from another thread
         self.awaited: tuple[int, ...] = ()  # the stages whose sends it waits for
@@ -329,7 +331,8 @@ class _Step:
         for waiting in ours:
             self.p.awaited = (waiting.other or 0,)
             for n, buffer, work in self.arriving[waiting]:
-                work.wait()
+                with self.p.waiting.on():
+                    work.wait()
                 flight.arrived.append((n, buffer))
             del self.arriving[waiting]
 

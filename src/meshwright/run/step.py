@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from math import isnan, nan
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.private import python_body, pytree
 from meshwright.run.counts import SLOTS, LabelCounter
+from meshwright.run.waiting import Waiting
 
 # backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
 # (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.
@@ -61,7 +63,13 @@ def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
 
 
 def weights(
-    pieces: list[Any], counter: LabelCounter | None, copies: int, device: torch.device, *, alone: bool = False
+    pieces: list[Any],
+    counter: LabelCounter | None,
+    copies: int,
+    device: torch.device,
+    *,
+    alone: bool = False,
+    waiting: Waiting | None = None,
 ) -> tuple[list[float], list[list[float] | None]]:
     """Each microbatch's weight in the mean, and the shares of its mean losses where that weight is not enough.
 
@@ -75,7 +83,8 @@ def weights(
     local = [[float(rows_of(p)), *counted(p)] for p in pieces]
     total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
     if dist.get_world_size() > 1 and not alone:
-        dist.all_reduce(total)
+        with waiting.on() if waiting is not None else nullcontext():
+            dist.all_reduce(total)
         total = total / copies
     rows, *counts = total.tolist()
     found, shares = [], []

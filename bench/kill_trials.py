@@ -1,0 +1,211 @@
+"""Kills a random rank of a training run at a random moment, again and again; nothing may be lost.
+
+    python bench/kill_trials.py --trials 60
+
+A trial trains a small decoder with dropout in one of the layouts, saving after every step, and kills (SIGKILL) a rank: at a
+random moment of the run; or when a checkpoint is being written, a random moment after its directory has appeared; or when
+all of its files are there and only the rename is missing. Then all processes are ended, as a launcher does, and started
+anew, and the run goes on from its newest checkpoint, until it is done. Asserted, after the kill and at the end:
+
+    every ``step-…`` directory is complete: each file as it was written, by checksum
+    the checkpoint that was there before the kill, or a newer one, is there
+    the losses of all steps and the final weights are bitwise those of the undisturbed run
+
+The seed of each trial is printed; ``--seed N --trials 1`` does that one again, as far as time can be done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.checkpoint import folder as checkpoints
+from meshwright.checkpoint.folder import MANIFEST
+from meshwright.run import loop, metrics
+from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
+
+LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
+MOMENTS = ["any", "writing", "before the rename"]
+STEPS, ROWS, VOCAB, DIM = 8, 96, 61, 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 96), nn.Linear(96, DIM)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Decoder(nn.Module):
+    """With a table that is used twice, and dropout: what goes on wrongly shows in every later loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x[:, :-1]).flatten(0, 1)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()))
+
+
+def data() -> dict[str, Tensor]:
+    return {"tokens": torch.randint(0, VOCAB, (ROWS, 12), generator=torch.Generator().manual_seed(0))}
+
+
+def train(layout: str, folder: str, asynchronous: bool) -> dict[str, Tensor]:
+    """On each rank; rank 0's weights, whole."""
+    job = mw.parallelize(Decoder, layout, batch={"tokens": data()["tokens"][:24]})
+    record = loop.Record(Path(folder), save_every=1, keep=3, asynchronous=asynchronous)
+    report("started")
+    loop.train(job, data(), steps=STEPS, global_batch=24, lr=1e-2, record=record)
+    return job.full_state_dict()
+
+
+@dataclass
+class Killer:
+    """Kills a process at a moment, from a thread. ``found``: what was there of a checkpoint then."""
+
+    folder: Path
+    moment: str
+    random: random.Random
+    seconds: float
+    found: str = "too late"
+    newest: Path | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, pids: list[int]) -> None:
+        self.pid = self.random.choice(pids)
+        self.rank = pids.index(self.pid)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        if self.moment == "any":
+            self.done.wait(self.random.uniform(0, self.seconds))
+        else:
+            saves = self.random.randint(1, STEPS - 1)
+            seen: set[str] = set()
+            while len(seen) < saves and not self.done.is_set():
+                seen |= {name for name, files in self._writing() if self.moment == "writing" or MANIFEST in files}
+            if self.moment == "writing":
+                time.sleep(self.random.uniform(0, 0.03))
+        if not self.done.is_set():
+            self.newest = checkpoints.newest(self.folder)
+            os.kill(self.pid, signal.SIGKILL)
+            files = [file for _, files in self._writing() for file in files]
+            self.found = "before the rename" if MANIFEST in files else "writing" if files else "between saves"
+
+    def _writing(self) -> list[tuple[str, list[str]]]:
+        """The directories that a checkpoint is being written to, and what is in them."""
+        found = []
+        for name in os.listdir(self.folder):
+            with suppress(FileNotFoundError):  # it was published between the two looks
+                found += [(name, os.listdir(self.folder / name))] if name.startswith(".saving-") else []
+        return found
+
+
+def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, workers: LocalWorkers) -> str:
+    """What was killed, and when; AssertionError where anything was lost."""
+    chance = random.Random(seed)
+    asynchronous, ranks = chance.random() < 0.5, mw.Mesh.parse(layout).size
+    with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as name:
+        folder = Path(name)
+        killer, runs = Killer(folder, moment, chance, seconds), 0
+        while True:
+            runs += 1
+            try:
+                found = workers.run(
+                    train, layout, name, asynchronous, ranks=ranks, timeout=60.0,
+                    on_report=lambda _, first=runs == 1: killer.begin(workers.pids()[:ranks]) if first else None,
+                )[0]  # fmt: skip
+            except WorkerError as error:
+                assert runs == 1, f"it failed without being killed: {error}"
+                workers.kill()
+                for path in checkpoints.complete(folder):
+                    checkpoints.verify(path)
+                after = checkpoints.newest(folder)
+                assert killer.newest is None or (after is not None and after.name >= killer.newest.name), "one is lost"
+                continue
+            killer.done.set()
+            break
+        for path in checkpoints.complete(folder):
+            checkpoints.verify(path)
+        weights, losses = expected
+        assert [line["loss"] for line in metrics.read(folder)] == losses, "other losses"
+        assert found.keys() == weights.keys() and all(torch.equal(found[k], weights[k]) for k in weights), (
+            "other weights"
+        )
+        kind = "asynchronous" if asynchronous else "synchronous"
+        after = killer.newest.name if killer.newest else "nothing"
+        return f"rank {killer.rank} of {ranks}, {kind}, {killer.found}, after {after}"
+
+
+def undisturbed(layout: str, workers: LocalWorkers) -> tuple[tuple[dict[str, Tensor], list[float]], float]:
+    """Weights and losses; and the seconds that it takes."""
+    times: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as name:
+        ranks = mw.Mesh.parse(layout).size
+        weights = workers.run(
+            train, layout, name, False, ranks=ranks, on_report=lambda _: times.append(time.monotonic())
+        )[0]
+        return (weights, [line["loss"] for line in metrics.read(Path(name))]), time.monotonic() - times[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count on")
+    parser.add_argument("--layouts", default=";".join(LAYOUTS), help="separated by semicolons")
+    chosen = parser.parse_args()
+    layouts, failed, when = chosen.layouts.split(";"), 0, Counter[str]()
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores; {STEPS} steps, a checkpoint each; layouts {layouts}",
+        flush=True,
+    )
+    with local_workers(max(mw.Mesh.parse(layout).size for layout in layouts)) as workers:
+        known: dict[str, Any] = {}
+        for number in range(chosen.trials):
+            seed = chosen.seed + number
+            layout, moment = layouts[seed % len(layouts)], MOMENTS[seed // len(layouts) % len(MOMENTS)]
+            if layout not in known:
+                known[layout] = undisturbed(layout, workers)
+            expected, seconds = known[layout]
+            began = time.monotonic()
+            try:
+                told = trial(layout, moment, seed, seconds, expected, workers)
+                when[told.split(", ")[2]] += 1
+            except (AssertionError, mw.PlanError, WorkerError) as error:
+                failed += 1
+                told = f"FAILED: {error}"
+                workers.kill()
+            print(f"seed {seed:4}  {layout:16} {told}  ({time.monotonic() - began:.1f} s)", flush=True)
+    print(f"{chosen.trials - failed} of {chosen.trials} trials lost nothing; killed {dict(when)}")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What all ranks agree on at the end of a step, by one all-reduce of a few numbers.
+
+each rank   is my loss finite? my gradient norm? was I told to stop? how many tokens, how long, waited how long?
+all         the sums: whoever says no says it for all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.run.job import Job
+from meshwright.run.parameters import local_tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On a step, the same on every rank.
+
+    Attributes:
+        loss, gradient: whether it is not finite, on any rank.
+        stop: whether any rank was told to stop.
+        amount: tokens or rows of all ranks.
+        waited: the share of the time that ranks waited for each other, in the mean over ranks (see ``waiting``).
+    """
+
+    loss: bool
+    gradient: bool
+    stop: bool
+    amount: float
+    waited: float
+
+
+def agree(job: Job, loss: Tensor, norm: Tensor, *, stop: bool, amount: float, seconds: float) -> Verdict:
+    """Collective over all ranks.
+
+    Args:
+        amount: tokens or rows of this rank, of which its copies have the same.
+        seconds: since this rank began the step.
+    """
+    own_loss, own_norm = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
+    copies = job.recipe.mesh.size / job.recipe.mesh.data_size
+    said = [not isfinite(own_loss), not isfinite(own_norm), stop, amount / copies, job.waiting.take(), seconds]
+    sums = torch.tensor([float(x) for x in said], dtype=torch.float64, device=job.groups.device)
+    if dist.get_world_size() > 1:
+        with job.waiting.on():  # counts in the next step
+            dist.all_reduce(sums)
+    bad_loss, bad_gradient, stopping, amount, waited, elapsed = sums.tolist()
+    return Verdict(bad_loss > 0, bad_gradient > 0, stopping > 0, amount, min(1.0, waited / elapsed))
+
+
+def culprit(job: Job, verdict: Verdict) -> str:
+    """What is not finite, and where the first such gradient is, for a person. Collective."""
+    if verdict.loss:
+        return "the loss is not finite"
+    mine = next(
+        (
+            name
+            for name, p in job.named_parameters()
+            if p.grad is not None and not local_tensor(p.grad).isfinite().all()
+        ),
+        None,
+    )
+    said: list[str | None] = [mine]
+    if dist.get_world_size() > 1:
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine)
+    ranks = [rank for rank, name in enumerate(said) if name is not None]
+    where = f", first that of {said[ranks[0]]} on rank {ranks[0]}" if ranks else ", though each of its parts is"
+    return f"the gradient is not finite{where}"
