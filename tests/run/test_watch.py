@@ -123,6 +123,20 @@ def test_every_trouble_in_every_layout(trouble: str, mesh: str, tmp_path: Path) 
         assert "stage 0" in found.report and "stage 1" in found.report
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_two_nodes_go_on_after_a_cut_link_and_a_killed_node(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "bench" / "two_nodes.py"
+    command = [sys.executable, str(script), "--ranks", "1", "--folder", str(tmp_path)]
+    source = str(Path(mw.__file__).parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, check=False, env={**os.environ, "PYTHONPATH": source}
+    )
+    if "need network namespaces" in done.stdout:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0 and done.stdout.count("losses equal, bit by bit") == 2, done.stdout + done.stderr
+
+
 # --- who is to blame --------------------------------------------------------------------------------------------------
 
 
