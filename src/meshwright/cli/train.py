@@ -51,6 +51,7 @@ class Course:
     keep: int | None
     asynchronous: bool
     tensorboard: bool
+    timeout: float
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (an extra)")
     ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without progress after which ranks tell where they are, and end", min=1)
+    ] = _PATIENCE,
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
@@ -116,13 +120,15 @@ def train(
             seq=seq, length=128, ranks=ranks, rows=lambda pieces: rows or _rows(pieces),
         )  # fmt: skip
         same = Same(target, given.settings, loss, rows or _rows(given.pieces), lr, given.plan.seed)
-        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard)
+        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout)
         _check_course(given, course, global_batch, before)
         if rank <= 0:
             _prepare(course, before, fresh=fresh)
         with Bar(steps, shown=rank <= 0) as bar:
             started = time.monotonic()
-            outcome = _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell)
+            outcome = (
+                _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell, course.timeout)
+            )
             seconds = time.monotonic() - started
         if outcome.problem is not None:
             raise outcome.problem
@@ -189,7 +195,7 @@ def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
         try:
             found: list[Outcome] = workers.run(
                 _train_in_worker, given.named(), course,
-                ranks=given.plan.mesh.size, timeout=_PATIENCE, on_report=bar.tell,
+                ranks=given.plan.mesh.size, timeout=course.timeout, on_report=bar.tell,
             )  # fmt: skip
         except WorkerError:
             if told:  # before the first step there is nothing to save
@@ -221,8 +227,10 @@ def _train_in_worker(named: tuple[Any, ...], course: Course) -> Outcome:
     return _train_here(Given.from_names(*named), course, report)
 
 
-def _train_here(given: Given, course: Course, tell: Callable[[loop.Progress], None]) -> Outcome:
-    """On this rank, together with the others."""
+def _train_here(
+    given: Given, course: Course, tell: Callable[[loop.Progress], None], timeout: float | None = None
+) -> Outcome:
+    """On this rank, together with the others. ``timeout``: of a watch; local workers are watched by their pool."""
     import torch.distributed as dist
 
     from meshwright.api import parallelize
@@ -235,8 +243,9 @@ def _train_here(given: Given, course: Course, tell: Callable[[loop.Progress], No
     record = loop.Record(course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard)
     try:
         losses = loop.train(
-            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, record=record
-        )
+            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell,
+            record=record, timeout=timeout,
+        )  # fmt: skip
     except loop.Preempted as stopped:
         return Outcome(stopped.losses, stopped=True)
     except NonFiniteError as problem:
