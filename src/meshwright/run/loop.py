@@ -31,6 +31,7 @@ from meshwright.run.metrics import Metrics
 from meshwright.run.preemption import Notice, Preempted
 from meshwright.run.step import bounds, rows_of, take_rows
 from meshwright.run.verdict import agree, culprit
+from meshwright.run.watch import Watch
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.save import Saving
@@ -97,6 +98,7 @@ def train(
     seed: int = 0,
     on_step: Callable[[Progress], None] | None = None,
     record: Record | None = None,
+    watch: float | None = None,
 ) -> list[float]:
     """Trains with AdamW. Collective: every rank calls it alike.
 
@@ -114,6 +116,7 @@ def train(
         seed: of the order of rows.
         on_step: told after every step, on every rank.
         record: where checkpoints and metrics go; None: nowhere.
+        watch: seconds without progress after which the job ends with a report (``Watch``); None: it is not watched.
 
     Returns:
         The loss of each step that was done here.
@@ -130,6 +133,8 @@ def train(
             stack.enter_context(notice)
         run = _Run(job, data, steps, global_batch, lr, seed, record, notice)
         stack.callback(run.close)
+        if watch is not None:
+            stack.enter_context(Watch(job, watch, folder=None if record is None else record.folder, step=run.step))
         losses: list[float] = []
         for step in range(run.step + 1, steps + 1):
             told = run.do(step, clip)
