@@ -129,6 +129,7 @@ def test_a_tensor_in_uneven_shares_is_moved_from_column_to_row_to_whole(
 # --- (d) a ViT on digits ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_vit_learns_digits_data_and_tensor_parallel(example: object, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     assert example("vit_digits").main(steps=40, least=0.7) > 0.7  # type: ignore[operator]
@@ -190,6 +191,7 @@ def _script(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.proof  # runs under torchrun are tried in tests/run, with a rank that is killed
 def test_the_script_trains_under_torchrun() -> None:
     pytest.importorskip("transformers")
     run = _script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/train.py")

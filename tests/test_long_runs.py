@@ -56,6 +56,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_workers_have_no_more_threads_after_twenty_checks(workers: LocalWorkers) -> None:
     entry, counts = ZOO["mlp"], []

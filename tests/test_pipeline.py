@@ -75,7 +75,7 @@ SETTINGS = {
 
 
 # Values that go to several stages, and a tied parameter: where the settings are hardest.
-HARD = {"zero_bubble, cut", "interleaved, sharded", "pieces that do not divide", "recompute asked of halves"}
+HARD = {"zero_bubble, cut", "pieces that do not divide"}
 OFTEN = {("nanogpt", s) for s in SETTINGS} | {("t5", s) for s in HARD}
 
 
