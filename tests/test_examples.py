@@ -200,6 +200,7 @@ def test_the_script_trains_under_torchrun() -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.proof
 def test_the_script_alone_says_how_to_start_it() -> None:
     pytest.importorskip("transformers")
     run = _script("examples/train.py")

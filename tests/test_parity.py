@@ -151,6 +151,7 @@ def test_clipping_by_the_global_norm_is_compared(check: Check) -> None:
     assert check(Small, batch(), "dp_shard=2,tp=2", loss=other_clipping).passed
 
 
+@pytest.mark.proof
 def test_a_pool_of_its_own_and_a_tuple_for_a_batch() -> None:
     report = mw.check(Small, tuple(batch().values()), DATA, timeout=60)
     assert report, report

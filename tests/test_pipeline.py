@@ -346,6 +346,7 @@ def run_to_death():
     job.step((torch.ones(4, 8),))
 
 
+@pytest.mark.proof
 def test_a_rank_that_is_killed_ends_the_job_and_the_others_say_where(tmp_path):
     with local_workers(2, timeout=60) as workers, pytest.raises(WorkerError) as caught:
         workers.run(run_to_death, ranks=2)

@@ -652,6 +652,7 @@ def test_peak_memory_is_that_of_some_parameters(one: str) -> None:
     assert peak < 40, f"{peak:.0f} MiB of 160"
 
 
+@pytest.mark.proof
 def test_planning_a_large_model_takes_no_memory_and_little_time() -> None:
     pytest.importorskip("transformers")
     peak, seconds = measured(

@@ -313,6 +313,7 @@ with local_workers(1) as workers:
 """
 
 
+@pytest.mark.proof
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
     lines = python("script.py", directory=tmp_path)
@@ -321,6 +322,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]], timeout=0) == []
 
 
+@pytest.mark.proof
 def test_a_command_line_program_works_and_its_death_leaves_no_orphan() -> None:
     lines = python("-c", PLAIN_SCRIPT, "die", code=-signal.SIGKILL)
     assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]]) == []
