@@ -7,7 +7,8 @@ checking*: loaded with ``verify=False``; *ours, async*: seconds that training wa
 is on disk; *DCP*: ``torch.distributed.checkpoint`` with ``get_state_dict``, as its tutorial has it; *torch.save*: everything
 gathered on rank 0 and written by it, read by every rank and cut. The ways alternate within each round; medians over rounds of
 the slower rank. Memory is the most that a process's resident set rose above what it was before, sampled; the largest over
-ranks and rounds. All wrote to the disk (fsync) but ``torch.save``, which is followed by ``os.sync``.
+ranks and rounds. Files are made anew in each round. All wrote to the disk (fsync) but
+``torch.save``, which is followed by ``os.sync``.
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ def measure(build: Build, folder: str, rounds: int) -> tuple[dict[str, list[tupl
     optimizer.zero_grad()
     found: dict[str, list[tuple[float, int]]] = {}
     for _ in range(rounds + 1):
+        if job.rank == 0:  # every save makes its files anew, as one of another step would
+            shutil.rmtree(folder)
+            Path(folder).mkdir()
+            os.sync()
         for name, way in ways(job, optimizer, Path(folder)).items():
             dist.barrier()
             with Peak() as peak:
