@@ -36,10 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR
 
-WIDTH, HEAD = 256, 32
+WIDTH, HEAD = 256, 16
+SMALL, LARGE = (16, 32, 64, 32), (32, 64, 64, 32)  # sequences, their length, widths of both tracks
 SIDES: dict[str, Any] = {DATA: {"mesh": {"dp_replicate": 2}}, TENSOR: {"mesh": {"tp": 2}}}
 BESIDE = {"mesh": {"tp": 2}, "modules": {"block_a": {"on": "tp[0]"}, "block_b": {"on": "tp[1]"}}}
-TRACKS = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
+TRACKS = {
+    "mesh": {"tp": 2},
+    "modules": {"sequences.*": {"on": "tp[0]"}, "outer.*": {"on": "tp[0]"}, "pairs.*": {"on": "tp[1]"}},
+}
 
 
 class MLP(nn.Module):
@@ -64,49 +68,101 @@ class Two(nn.Module):
         return {"loss": (self.block_a(x) + self.block_b(x)).square().mean()}
 
 
-class Rows(nn.Module):
-    """What the first track of an Evoformer block does, in small: attention and a transition."""
+class Attention(nn.Module):
+    """Gated attention over the last dim but one of ``x``, with a bias of pairs where there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int, heads: int, pair: int = 0) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.transition = MLP(2 * WIDTH)
+        self.heads, self.norm = heads, nn.LayerNorm(dim)
+        self.qkv, self.gate, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.bias = nn.Sequential(nn.LayerNorm(pair), nn.Linear(pair, heads, bias=False)) if pair else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(-3, -2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        return self.transition(self.out(F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2)))
+    def forward(self, x: Tensor, pair: Tensor | None = None) -> Tensor:
+        n = self.norm(x)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in self.qkv(n).chunk(3, -1))
+        bias = None if self.bias is None else self.bias(pair).movedim(-1, -3).unsqueeze(-4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(-3, -2).flatten(-2)
+        return self.out(self.gate(n).sigmoid() * mixed)
 
 
-class Pairs(nn.Module):
-    """What its second track does: a gated product over the tokens, and a transition."""
+class Transition(nn.Sequential):
+    def __init__(self, dim: int) -> None:
+        super().__init__(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
 
-    def __init__(self) -> None:
+
+class Triangle(nn.Module):
+    """Triangle multiplication, along outgoing or incoming edges."""
+
+    def __init__(self, dim: int, sums: str) -> None:
         super().__init__()
-        self.norm, self.gate, self.left, self.right = nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.transition = MLP(2 * WIDTH)
+        self.sums, self.norm, self.after = sums, nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.sides, self.gates = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)
+        self.gate, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, z: Tensor) -> Tensor:
         n = self.norm(z)
-        mixed = self.left(n) @ self.right(n).transpose(-1, -2) / n.shape[-2]
-        return self.transition(self.gate(n).sigmoid() * (mixed @ n))
+        a, b = (self.sides(n) * self.gates(n).sigmoid()).chunk(2, -1)
+        return self.gate(n).sigmoid() * self.out(self.after(torch.einsum(self.sums, a, b)))
+
+
+class Sequences(nn.Module):
+    """The first track of an Evoformer block: attention along rows and columns of the alignment, a transition."""
+
+    def __init__(self, dim: int, pair: int) -> None:
+        super().__init__()
+        self.rows, self.columns = Attention(dim, dim // HEAD, pair), Attention(dim, dim // HEAD)
+        self.transition = Transition(dim)
+
+    def forward(self, m: Tensor, z: Tensor) -> Tensor:
+        m = m + self.rows(m, z)
+        m = m + self.columns(m.transpose(-3, -2)).transpose(-3, -2)
+        return m + self.transition(m)
+
+
+class Outer(nn.Module):
+    """Outer product mean: what the pairs get of the sequences."""
+
+    def __init__(self, dim: int, pair: int, hidden: int = 16) -> None:
+        super().__init__()
+        self.norm, self.sides, self.out = nn.LayerNorm(dim), nn.Linear(dim, 2 * hidden), nn.Linear(hidden**2, pair)
+
+    def forward(self, m: Tensor) -> Tensor:
+        a, b = self.sides(self.norm(m)).chunk(2, -1)
+        return self.out(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(-2) / m.shape[1])
+
+
+class Pairs(nn.Module):
+    """The second track: triangle multiplications and attentions, a transition."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.outgoing, self.incoming = Triangle(dim, "bikc,bjkc->bijc"), Triangle(dim, "bkic,bkjc->bijc")
+        self.starting, self.ending = Attention(dim, dim // HEAD), Attention(dim, dim // HEAD)
+        self.transition = Transition(dim)
+
+    def forward(self, z: Tensor) -> Tensor:
+        z = z + self.outgoing(z)
+        z = z + self.incoming(z)
+        z = z + self.starting(z)
+        z = z + self.ending(z.transpose(-3, -2)).transpose(-3, -2)
+        return z + self.transition(z)
 
 
 class Tracks(nn.Module):
-    """Two tracks; after each block, the first takes from the second and the other way round."""
+    """A stack of Evoformer blocks, with the outer product mean at the end of a block, so that both tracks of it run at the
+    same time (HelixFold, arXiv 2207.05477 and 2211.00235; without dropout and extra sequences)."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, dim: int, pair: int) -> None:
         super().__init__()
-        self.left, self.right = (
-            nn.ModuleList(Rows() for _ in range(depth)),
-            nn.ModuleList(Pairs() for _ in range(depth)),
-        )
+        self.sequences = nn.ModuleList(Sequences(dim, pair) for _ in range(depth))
+        self.outer = nn.ModuleList(Outer(dim, pair) for _ in range(depth))
+        self.pairs = nn.ModuleList(Pairs(pair) for _ in range(depth))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        a, b = x, x * 0.5
-        for left, right in zip(self.left, self.right, strict=True):
-            da, db = left(a), right(b)
-            a, b = a + da + 0.5 * db, b + db + 0.5 * da
-        return {"loss": (a * b).square().mean()}
+    def forward(self, m: Tensor, z: Tensor) -> dict[str, Tensor]:
+        for sequences, outer, pairs in zip(self.sequences, self.outer, self.pairs, strict=True):
+            m = sequences(m, z)
+            z = pairs(z) + outer(m)
+        return {"loss": m.square().mean() + z.square().mean()}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -306,11 +362,18 @@ def parameter_bytes(workers: Any, depth: int) -> None:
     print(f"  compare_branches: {said[0]} and {said[1]}")
 
 
-def tracks(workers: Any, hardware: mw.Hardware, depth: int, tokens: int, rounds: int) -> None:
-    build, batch = partial(Tracks, depth), sample(1, tokens)
+def tracks(workers: Any, hardware: mw.Hardware, depth: int, sizes: tuple[int, int, int, int], rounds: int) -> None:
+    deep, residues, dim, pair = sizes
+    build, draw = partial(Tracks, depth, dim, pair), torch.Generator().manual_seed(1)
+    batch = {
+        "m": torch.randn(1, deep, residues, dim, generator=draw),
+        "z": torch.randn(1, residues, residues, pair, generator=draw),
+    }
     plans = {GIVEN: TRACKS, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
-    print(f"\n4  tracks: {depth} blocks of two tracks of width {WIDTH}, 1 row of {tokens} tokens; {rounds} rounds")
+    print(
+        f"\n4  tracks: {depth} Evoformer blocks, {deep} sequences of {residues}, widths {dim} and {pair}; {rounds} rounds"
+    )
     lines(times, moved, GIVEN)
     for which, clock in ((WALL, "time"), (BUSY, "CPU time")):
         pairs = zip(times[_process(1)], times[GIVEN], strict=True)
@@ -346,8 +409,8 @@ def main() -> None:
         depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))
         sweep(workers, hardware, (1, 16) if quick else (1, 4, 16), depths, 32, rounds)
         parameter_bytes(workers, 2)
-        for depth, tokens in ((2, 128),) if quick else ((6, 128), (4, 512)):
-            tracks(workers, hardware, depth, tokens, rounds)
+        for depth, sizes in ((2, SMALL),) if quick else ((4, SMALL), (4, LARGE)):
+            tracks(workers, hardware, depth, sizes, rounds)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 

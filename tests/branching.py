@@ -113,6 +113,76 @@ class Tracks(nn.Module):
         return {"loss": F.mse_loss(self.head(a * b), y)}
 
 
+class Mutual(Tracks):
+    """Two tracks of which each takes of the other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = x, x * 2
+        for left, right in zip(self.left, self.right, strict=True):
+            da, db = left(a), right(b)
+            a, b = a + da + 0.5 * db, b + db + 0.5 * da
+        return {"loss": F.mse_loss(self.head(a * b), y)}
+
+
+class PairAttention(nn.Module):
+    """Attention over sequences, with a bias of pairs."""
+
+    def __init__(self, dim: int, pair: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.norm, self.qkv = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.bias, self.out = nn.Linear(pair, heads, bias=False), nn.Linear(dim, dim)
+
+    def forward(self, m: Tensor, z: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in self.qkv(self.norm(m)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(z).movedim(-1, -3).unsqueeze(-4))
+        return m + self.out(mixed.transpose(-3, -2).flatten(-2))
+
+
+class OuterProduct(nn.Module):
+    """What pairs get of sequences: their outer product's mean."""
+
+    def __init__(self, dim: int, pair: int) -> None:
+        super().__init__()
+        self.sides, self.out = nn.Linear(dim, 6), nn.Linear(9, pair)
+
+    def forward(self, m: Tensor) -> Tensor:
+        a, b = self.sides(m).chunk(2, -1)
+        return self.out(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(-2) / m.shape[1])
+
+
+class Triangle(nn.Module):
+    """Triangle multiplication of pairs."""
+
+    def __init__(self, pair: int) -> None:
+        super().__init__()
+        self.norm, self.sides, self.out = nn.LayerNorm(pair), nn.Linear(pair, 2 * pair), nn.Linear(pair, pair)
+
+    def forward(self, z: Tensor) -> Tensor:
+        a, b = self.sides(self.norm(z)).chunk(2, -1)
+        return z + self.out(torch.einsum("bikc,bjkc->bijc", a, b))
+
+
+class Evoformer(nn.Module):
+    """Blocks of two tracks, of sequences and of pairs: the first takes of the second, and gives to it at a block's end."""
+
+    def __init__(self, depth: int = 2, dim: int = 8, pair: int = 6) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(PairAttention(dim, pair) for _ in range(depth))
+        self.outer = nn.ModuleList(OuterProduct(dim, pair) for _ in range(depth))
+        self.triangles = nn.ModuleList(Triangle(pair) for _ in range(depth))
+
+    def forward(self, m: Tensor, z: Tensor) -> dict[str, Tensor]:
+        for rows, outer, triangle in zip(self.rows, self.outer, self.triangles, strict=True):
+            m = rows(m, z)
+            z = triangle(z) + outer(m)
+        return {"loss": m.square().mean() + z.square().mean()}
+
+
+def alignment() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {"m": torch.randn((3, 4, 5, 8), generator=draw), "z": torch.randn((3, 5, 5, 6), generator=draw)}
+
+
 class Inception(nn.Module):
     """Paths of several modules with plain functions between them; one has no parameters."""
 

@@ -66,6 +66,18 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
     "two tracks": (
         models.Tracks, models.rows(), {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]"}}}
     ),
+    "two tracks that exchange": (
+        models.Mutual, models.rows(), {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
+    ),
+    "two tracks that exchange, of several ranks": (
+        models.Mutual, models.rows(), {"mesh": {"tp": 4}, "modules": {"left.*": {"on": "tp[0:3]"}, "right.*": {"on": "tp[3]"}}}
+    ),
+    "two tracks that exchange, with rows divided": (
+        models.Mutual, models.rows(),
+        {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]", "mesh": {"dp_shard": 2}}}},
+    ),
+    "evoformer": (models.Evoformer, models.alignment(), {"mesh": {"tp": 2}, "branches": "auto"}),
+    "evoformer over data": (models.Evoformer, models.alignment(), {"mesh": {"dp_shard": 2, "tp": 3}, "branches": "auto"}),
     "inception": (
         models.Inception, models.images(),
         on({"tp": 4}, one="tp[0]", reduce3="tp[1:3]", conv3="tp[1:3]", pool="tp[3]", project="tp[3]"),
@@ -185,6 +197,24 @@ def test_dropout_differs_between_branches_and_leaves_the_trunk_in_step(workers: 
 def whole_state(plan: Any) -> dict[str, Tensor]:
     job = mw.parallelize(models.Toy, plan, batch=models.rows())
     return job.full_state_dict()
+
+
+def losses(plan: Any, how: dict[str, bool]) -> list[float]:
+    batch = models.rows()
+    job = mw.parallelize(models.Siamese, plan, batch=batch)
+    optimizer = torch.optim.AdamW(job.parameters(), lr=0.01, **how)
+    found = []
+    for _ in range(3):
+        found.append(float(job.step(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_optimizers_that_take_parameters_together_take_those_of_all_places(workers: LocalWorkers) -> None:
+    plan = WAYS["siamese"][2]  # a weight of two branches, and the trunk's: lists of parameters must be of one kind
+    found = [workers.run(losses, plan, how, ranks=2)[0] for how in ({}, {"foreach": True}, {"fused": True})]
+    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
 
 
 def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None:
@@ -370,6 +400,15 @@ FOUND = {
         {"words": "tp[0:2]", "text": "tp[0:2]", "text_out": "tp[0:2]", "image": "tp[2:3]", "image_out": "tp[2:3]"},
     ),
     "Siamese": (models.Siamese, models.rows(), {"tower": ("tp[0:2]", "tp[2:3]")}),
+    "Evoformer": (
+        models.Evoformer, models.alignment(),
+        {f"{name}.{i}": on for i in range(2) for name, on in
+         {"rows": "tp[0:2]", "outer": "tp[0:2]", "triangles": "tp[2:3]"}.items()},
+    ),
+    "Tracks": (
+        models.Tracks, models.rows(),
+        {"left.0": "tp[0:1]", "left.1": "tp[0:1]", "right.0": "tp[1:3]", "right.1": "tp[1:3]"},
+    ),
 }  # fmt: skip
 
 
@@ -429,6 +468,14 @@ def test_what_one_branch_gives_another_is_sent_to_it_alone(workers: LocalWorkers
     found = workers.run(facts, plan, Exchanged, models.rows(), ranks=4)
     # First join: a to the two ranks of b alone; nothing of b and c. Second: d from two ranks to two others, e to three.
     assert [f["counted"]["join"] for f in found] == [(2, 2 * value), (2, value), (2, value), (2, 3 * value)]
+
+
+def test_two_tracks_send_each_other_what_they_take_once_a_block(workers: LocalWorkers) -> None:
+    build, plan = functools.partial(models.Mutual, 3), WAYS["two tracks that exchange"][2]
+    value = models.ROWS * models.DIM * 4
+    for found in workers.run(facts, plan, build, models.rows(), ranks=2):
+        # After each block one value each way, and at the end what the trunk takes; gradients of the first two blocks' back.
+        assert (found["counted"]["join"], found["counted"]["fork"]) == ((4, 4 * value), (2, 2 * value))
 
 
 def test_slices_that_overlap(workers: LocalWorkers) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.place import bounds
+from meshwright.run.step import rows_of, take_rows
 from meshwright.run.workers import WorkerError, local_workers
 from meshwright.schedule import make_schedule, most_in_flight
 from zoo import ZOO
@@ -363,7 +364,7 @@ def test_the_rank_that_is_left_names_rank_stage_and_action(tmp_path):
     import sys
 
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), os.path.dirname(__file__)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "5", "--nproc-per-node", "2", str(script), os.path.dirname(__file__)],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode != 0

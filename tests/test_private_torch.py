@@ -34,6 +34,7 @@ from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
     collectives_entered,
+    hooked,
     job_store,
     last_collective,
     python_body,
@@ -44,6 +45,7 @@ from meshwright.private import (
     without_modes,
     without_subclasses,
     wrapper,
+    wrapping,
     written_by,
 )
 from meshwright.run import data, groups, init, worker
@@ -64,8 +66,8 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _cdata _distributed_c10d _get_default_store _make_wrapper_subclass _python_dispatch _pytree \
-        _schema _version",
+    "private.py": "_C _apply _backward_hooks _cdata _distributed_c10d _get_default_store _make_wrapper_subclass \
+        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
@@ -363,6 +365,17 @@ def test_the_rule_of_softmax_rests_on_where_its_arguments_stand() -> None:
         torch.testing.assert_close(getattr(torch, f"_{name}")(x, 1, False), builtin(x, 1))
 
 
+def test_a_tensor_with_hooks_is_known() -> None:
+    p = nn.Parameter(torch.ones(2))
+    assert not hooked(p)
+    hooks = [register(lambda g: None) for register in (p.register_hook, p.register_post_accumulate_grad_hook)]
+    assert hooked(p)
+    hooks[0].remove()
+    assert hooked(p)
+    hooks[1].remove()
+    assert not hooked(p)
+
+
 def test_moves_made_once_rest_on_versions_that_count_every_write() -> None:
     x = torch.zeros(4)
     for write in (
@@ -555,6 +568,16 @@ def test_a_parameters_local_part_shares_its_memory_and_its_gradient_is_a_dtensor
 
 def _local_part() -> tuple[bool, list[int], bool]:
     p = nn.Parameter(distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (2,)), [Replicate()]))
+    whole, values = DTensor.from_local(torch.ones(3), p.device_mesh, p.placements), torch.ones(3)
+    wrapped = wrapping(p)(values)
+    assert (
+        isinstance(p.data, DTensor)
+        and isinstance(wrapped, DTensor)
+        and storage_of(wrapped.to_local()) == storage_of(values)
+    )
+    assert (wrapped.shape, wrapped.stride(), wrapped.placements, wrapped.device_mesh, wrapped.requires_grad) == (
+        whole.shape, whole.stride(), whole.placements, whole.device_mesh, False
+    )  # fmt: skip
     p.grad = torch.zeros_like(p)
     p.grad.to_local().detach().add_(1)  # what the job does to reduce parameters without dims
     uneven = DTensor.from_local(

@@ -188,6 +188,12 @@ def test_what_a_branch_is_as_data() -> None:
     build, batch, plan = models.Toy, models.rows(), SHARES["tp2 | dp3 x tp2"]
     held = shard_map(make_recipe(build, plan, batch))
     a, b = held.to_dict()["branches"]
+    work, load = [(x.pop("work"), x.pop("load")) for x in (a, b)], held.recipe.branches
+    assert [w for w, _ in work] == pytest.approx([p.work / sum(q.work for q in load) for p in load], abs=1e-4)
+    # Two ranks of the first, and two by three of the second: the busiest has all, the other a share of that.
+    assert [x for _, x in work] == pytest.approx(
+        [min(1, 3 * work[0][0] / work[1][0]), min(1, work[1][0] / work[0][0] / 3)], abs=1e-3
+    )
     assert a == {
         "number": 1, "on": "tp[0:2]", "parent": 0, "ranks": [0, 1], "mesh": {"tp": 2},
         "modules": [{"name": "block_a", "calls": []}], "splits": False, "numel": 6296,

@@ -20,6 +20,8 @@ from typing import Any
 
 Path = tuple[tuple[str, int], ...]
 
+INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
+
 
 @dataclass(frozen=True)
 class Value:
@@ -73,6 +75,11 @@ class Event:
     reads: bool
     mean_loss: bool
     line: str
+
+    @property
+    def work(self) -> int:
+        """Operations, and as many for each byte moved as take as long."""
+        return self.flops + INTENSITY * self.moved
 
 
 @dataclass

@@ -12,6 +12,7 @@ are two of each group, and a parameter of a branch is sharded over both.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,8 @@ class Place:
         mesh: the axes that its ranks form.
         modules: what the plan places there.
         splits: whether the data ranks of its own mesh each run their share of the rows; else each runs all.
+        work: of all its ranks in a forward of the sample: floating-point operations, and more for each byte moved, as
+            stages are weighed.
     """
 
     on: str
@@ -43,6 +46,7 @@ class Place:
     mesh: Mesh
     modules: tuple[str, ...] = ()
     splits: bool = False
+    work: int = 0
 
     @property
     def size(self) -> int:
@@ -56,6 +60,11 @@ class Place:
     def data(self) -> int:
         """Into how many shares its own mesh divides the rows."""
         return self.mesh.axis_size("dp_replicate") * self.mesh.axis_size("dp_shard")
+
+    @property
+    def load(self) -> float:
+        """Work of one of its ranks."""
+        return self.work / self.tp / (self.data if self.splits else 1)
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,12 @@ def trunk(mesh: Mesh) -> Place:
     return Place("", -1, 0, size, Mesh((("tp", size),)))
 
 
+def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
+    """``rows`` in ``pieces`` runs as even as can be, the longer first."""
+    ends = [rows // pieces * i + min(i, rows % pieces) for i in range(pieces + 1)]
+    return list(itertools.pairwise(ends))
+
+
 def read_slice(on: str) -> tuple[int, int] | None:
     """``tp[2:8]`` → (2, 8); ``tp[3]`` → (3, 4); None for another text."""
     found = SLICE.fullmatch(on.replace(" ", ""))
@@ -181,4 +196,4 @@ def read_slice(on: str) -> tuple[int, int] | None:
     return start, int(found[2]) if found[2] else start + 1
 
 
-__all__ = ["INNER", "SLICE", "Coordinate", "Place", "Places", "read_slice", "trunk"]
+__all__ = ["INNER", "SLICE", "Coordinate", "Place", "Places", "bounds", "read_slice", "trunk"]

@@ -6,6 +6,7 @@ there, which fails where a new torch means something else by it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import types
@@ -60,6 +61,21 @@ def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     Parameters stay the same objects unless they change device; ``Module.to`` takes no function, and makes complex real.
     """
     module._apply(fn)
+
+
+def hooked(p: Tensor) -> bool:
+    """Whether a tensor has hooks of autograd's, which there is no public way to ask."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def wrapping(p: Any) -> Callable[[Tensor], Any]:
+    """What makes local tensors, without a graph, DTensors that are in all else like the DTensor ``p``.
+
+    ``DTensor.from_local``, the public way, takes 50 µs where this takes 5, and every gradient of every step goes through it.
+    FSDP2 does the same (``_from_local_no_grad``).
+    """
+    kind, spec = type(p.data), copy.copy(p._spec)
+    return lambda local: kind(local, spec, requires_grad=False)
 
 
 def python_body(func: Any) -> Callable[..., Any] | None:
@@ -125,6 +141,7 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
 __all__ = [
     "TorchDispatchMode",
     "collectives_entered",
+    "hooked",
     "job_store",
     "last_collective",
     "python_body",
@@ -135,5 +152,6 @@ __all__ = [
     "without_modes",
     "without_subclasses",
     "wrapper",
+    "wrapping",
     "written_by",
 ]

@@ -12,12 +12,13 @@ that takes it; what others take of a branch is *joined*, together, at the end. E
 comes to its forks and joins in the order of the program, whether or not it is of a branch in it.
 
 An event that no module of a branch holds is the branch's all the same, if it needs nothing but what the branch has: a
-plain function without parameters, between the modules of a branch or after them.
+plain function without parameters, between the modules of a branch or after them. So is one that takes values of several
+branches and whose result a single one takes: two tracks that exchange what they have send it to each other, and to none else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.graph import ROOT, Event, ModelGraph
@@ -28,20 +29,26 @@ Placed = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Fork:
-    """At ``position``, values of a place become values that its branches compute with."""
+    """At ``position``, values of a place become values that its branches compute with.
+
+    ``takers``: value → the branches that take it; ``homes``: value → the other branch that made it, and alone needs its
+    gradient.
+    """
 
     position: int
     around: int
     values: tuple[int, ...]
-    takers: Mapping[int, frozenset[int]]  # value → the branches that take it
+    takers: Mapping[int, frozenset[int]]
+    homes: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class Join:
     """At ``position``, values of branches become values of the place around them.
 
-    ``first``: the region's first event; ``values``: (value, the branch it is of), in a fixed order; ``takers``: the branches
-    that take a value, where nothing else does; ``branches``: all of the region.
+    ``first``: the region's first event; ``values``: (value, the branch it is of), in a fixed order; ``takers``: the other
+    branches that take a value, where nothing else does; ``kept``: values that their own branch goes on with, as it has them;
+    ``branches``: all of the region.
     """
 
     first: int
@@ -49,6 +56,7 @@ class Join:
     around: int
     values: tuple[tuple[int, int], ...]
     takers: Mapping[int, frozenset[int]]
+    kept: frozenset[int]
     branches: tuple[int, ...]
 
 
@@ -84,6 +92,51 @@ class Regions:
                 if branch not in together:
                     found[branch] = join
         return found
+
+
+@dataclass(frozen=True)
+class Return:
+    """Rows of a gradient that go back to a rank of the branch that made the value; all of them where ``stop`` is None."""
+
+    sender: int
+    receiver: int
+    start: int
+    stop: int | None
+
+
+Shares = Sequence[tuple[int, int]] | None
+"""The rows that each share of a branch has; None where each of its ranks has all."""
+
+
+def parts(members: Sequence[int], shares: Shares) -> list[tuple[int, int | None, tuple[int, ...]]]:
+    """(first row, last, the ranks that have them) for each part of a value that a branch has.
+
+    Args:
+        members: for each rank of the line around, its share; -1: it is not of the branch.
+    """
+    if shares is None:
+        return [(0, None, tuple(r for r, s in enumerate(members) if s >= 0))]
+    return [
+        (start, stop, tuple(r for r, s in enumerate(members) if s == share))
+        for share, (start, stop) in enumerate(shares)
+    ]
+
+
+def returns(home: Sequence[int], taker: Sequence[int], rows: Shares, taken: Shares) -> list[Return]:
+    """Who sends the gradient of a value, from the branch that took it to each rank of the one that made it: of ranks that
+    have the same, one.
+
+    Args:
+        home, taker: the members of both, as of ``parts``.
+        rows, taken: the rows that their shares have.
+    """
+    found = []
+    for first, last, group in parts(taker, taken):
+        for start, stop, owners in parts(home, rows):
+            if stop is not None and last is not None and not max(start, first) < min(stop, last):
+                continue
+            found += [Return(r if r in group else group[r % len(group)], r, start, stop) for r in owners]
+    return found
 
 
 def find_regions(
@@ -134,7 +187,32 @@ def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]
         for n in (*event.outputs, event.written):
             if n is not None:
                 made[n] = at[p]
+    _hand_on(graph, at, fixed, places)
     return at
+
+
+def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Places) -> None:
+    """What takes values of a branch, and whose result another branch alone takes, becomes that one's: of several branches'
+    values all that there is; of one branch's what makes no less of them, and is no work."""
+    outside = {*graph.returned, *graph.calls[ROOT].outputs}
+    for p in range(graph.calls[ROOT].stop - 1, -1, -1):
+        event = graph.events[p]
+        if fixed[p] or event.reads or event.mean_loss or event.parameters or event.buffers or event.written is not None:
+            continue
+        made = [n for n in event.outputs if n is not None]
+        takers = {at[q] for n in made for q in graph.consumers.get(n, ())}
+        if len(takers) != 1 or outside.intersection(made):
+            continue
+        (taker,) = takers
+        homes = {n: at[graph.values[n].position] for n in event.inputs}
+        around = places.chain(taker)
+        foreign = {h for h in homes.values() if h not in around and taker not in places.chain(h)}
+        if not taker or not foreign or any(places[q].splits for h in (taker, *foreign) for q in places.chain(h)):
+            continue
+        mixed = at[p] in around and len({h for h in homes.values() if h}) > 1
+        given = sum(graph.values[n].bytes for n, home in homes.items() if home in foreign)
+        if mixed or (at[p] in foreign and not event.flops and sum(graph.values[n].bytes for n in made) >= given):
+            at[p] = taker
 
 
 def _absorbed(event: Event, made: Mapping[int, int], places: Places, at: list[int], graph: ModelGraph) -> int:
@@ -182,6 +260,7 @@ def _regions_in(
     inside = [around in places.chain(p) for p in range(len(places))]
     moves: list[Fork | Join] = []
     region = _Open()
+    homes: dict[int, int] = {}  # value → the branch that made it
     last = min(stop, graph.calls[ROOT].stop)
 
     def takers_of(number: int, position: int) -> frozenset[int] | None:
@@ -189,21 +268,30 @@ def _regions_in(
         at_ = [p for p in graph.consumers.get(number, ()) if p >= position]
         if number in outputs or any(p >= last or not inside[at[p]] or at[p] == around for p in at_):
             return None
-        return frozenset(places.child(at[p], around) for p in at_)
+        return taking(number, position)
+
+    def taking(number: int, position: int) -> frozenset[int]:
+        """The branches that take a value from a position on, in this stage."""
+        at_ = [p for p in graph.consumers.get(number, ()) if position <= p < last]
+        return frozenset(places.child(at[p], around) for p in at_ if inside[at[p]] and at[p] != around)
 
     def close(position: int) -> None:
         nonlocal region
-        joined = [(n, b) for n, b in region.made.items() if _used_after(graph, n, position, outputs)]
+        used = {n: b for n, b in region.made.items() if _used_after(graph, n, position, outputs)}
+        takers = {n: found - {b} for n, b in used.items() if (found := takers_of(n, position)) is not None}
+        joined = [(n, b) for n, b in used.items() if takers.get(n) != frozenset()]
         by_position: dict[int, list[int]] = {}
         for n, p in region.fork_at.items():
             by_position.setdefault(p, []).append(n)
         for p, numbers in sorted(by_position.items()):
-            takers = {n: frozenset(region.forked[n]) for n in numbers}
-            moves.append(Fork(p, around, tuple(sorted(numbers)), takers))
+            forked = {n: frozenset(region.forked[n]) for n in numbers}
+            given = {n: homes[n] for n in numbers if n in homes}
+            moves.append(Fork(p, around, tuple(sorted(numbers)), forked, given))
         if region.branches:
-            takers = {n: found for n, _ in joined if (found := takers_of(n, position)) is not None}
+            apart = {n: takers[n] for n, _ in joined if n in takers}
+            kept = frozenset(n for n, b in joined if b in taking(n, position))
             begun = min(region.branches.values())
-            moves.append(Join(begun, position, around, tuple(sorted(joined)), takers, tuple(region.branches)))
+            moves.append(Join(begun, position, around, tuple(sorted(joined)), apart, kept, tuple(region.branches)))
         region = _Open()
 
     for p in range(start, min(stop, len(graph.events))):
@@ -216,10 +304,12 @@ def _regions_in(
             continue
         region.branches.setdefault(own, p)
         for n in event.inputs:
-            if n not in region.made:
+            if n not in region.made and homes.get(n) != own:
                 region.forked.setdefault(n, set()).add(own)
                 region.fork_at.setdefault(n, _first_fork(region, graph, n, p))
-        region.made |= {n: own for n in (*event.outputs, event.written) if n is not None}
+        made = {n: own for n in (*event.outputs, event.written) if n is not None}
+        region.made |= made
+        homes |= made
     if region.branches:
         close(last)
     return moves
@@ -235,4 +325,4 @@ def _used_after(graph: ModelGraph, number: int, position: int, outputs: set[int]
     return number in outputs or any(p >= position for p in graph.consumers.get(number, ()))
 
 
-__all__ = ["Fork", "Join", "Placed", "Regions", "find_regions", "place_events"]
+__all__ = ["Fork", "Join", "Placed", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]

@@ -103,6 +103,7 @@ class Way:
         traffic: calls and bytes put in by a rank.
         imbalance: how many times longer computing takes than if all its ranks were busy all the time.
         split: ranks of each branch; empty where branches are not beside each other.
+        crossing: of them, forks and joins, for each tp rank.
         note: what limits it.
     """
 
@@ -114,6 +115,7 @@ class Way:
     imbalance: float = 1.0
     split: tuple[int, ...] = ()
     note: str = ""
+    crossing: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,10 @@ class RegionCost:
         plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
         chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
         on = [places[b.place] for b in self.region.branches]
-        crossing = [fork_traffic(self.meter.graph, self.region.forks, self.ranks) + t
-                    for t in join_traffic(self.meter.graph, self.region.join, places, self.rows)]  # fmt: skip
+        graph, region = self.meter.graph, self.region
+        joined = join_traffic(graph, region.join, places, self.rows)
+        forked = fork_traffic(graph, region.forks, places, self.rows) or [NOTHING] * len(joined)
+        crossing = [fork + join for fork, join in zip(forked, joined, strict=True)]
         ranks = []
         for r, moved in enumerate(crossing):
             here = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
@@ -262,7 +266,9 @@ class RegionCost:
         seconds = inner + max(t.seconds(hardware) for t in crossing)
         split = tuple(p.size for p in on)
         traffic = max((s.traffic for s in ranks), key=lambda t: (t.bytes, t.calls))
-        return Way(name, self.ranks, seconds, slowest.compute, traffic, self._rho(on), split, _meshes(on))
+        return Way(
+            name, self.ranks, seconds, slowest.compute, traffic, self._rho(on), split, _meshes(on), tuple(crossing)
+        )
 
     def _placed(self, branch: Branch, place: Place) -> Cell:
         cell = self._cell(branch, place.mesh)

@@ -85,8 +85,10 @@ class Comparison:
 
     def _why(self, name: str) -> str:
         ways = [r[name] for r in self.regions]
+        busy = sum(w.compute / w.imbalance for w in ways)  # if all ranks had as much to do, all the time
+        rho = self._compute(name) / busy if busy else 1.0
         return f"{spell_time(self._compute(name))} of work with {_calls(sum(w.traffic.calls for w in ways))}" + (
-            f" and rho {max(w.imbalance for w in ways):.2f}" if max(w.imbalance for w in ways) > 1.005 else ""
+            f" and rho {rho:.2f}" if rho > 1.005 else ""
         )
 
     def __str__(self) -> str:

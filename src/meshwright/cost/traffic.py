@@ -7,13 +7,13 @@ ring or a tree does (nccl-tests, doc/PERFORMANCE.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.graph import ModelGraph, Value
 from meshwright.hardware import Hardware
-from meshwright.place import Places
-from meshwright.regions import Fork, Join
+from meshwright.place import Places, bounds
+from meshwright.regions import Fork, Join, parts, returns
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,43 @@ def all_gather(size: int, ranks: int) -> Traffic:
     return Traffic(1, size, (ranks - 1) * float(size)) if ranks > 1 else NOTHING
 
 
-def fork_traffic(graph: ModelGraph, forks: Iterable[Fork], ranks: int) -> Traffic:
-    """The backward of forks: an all-reduce of the gradients of each, one for each type (run/branch.py)."""
-    found = NOTHING
-    for fork in forks:
-        tied = [graph.values[n] for n in fork.values if n in graph.live]
-        for dtype in dict.fromkeys(v.dtype for v in tied):
-            found += all_reduce(sum(v.bytes for v in tied if v.dtype == dtype), ranks)
-    return found
-
-
-def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None) -> list[Traffic]:
-    """The forward of a join, one all-to-all, for each tp rank of the place around: what it sends; the busier of both ways.
+def fork_traffic(graph: ModelGraph, forks: Iterable[Fork], places: Places, rows: int | None) -> list[Traffic]:
+    """The backward of forks, for each tp rank of the place around (run/branch.py): an all-reduce of the gradients of each,
+    one for each type; of what other branches made, one all-to-all to their ranks.
 
     Args:
         rows: of the batch; a value with as many, of a branch whose data ranks have their own, is sent in shares.
     """
+    found: list[Traffic] = []
+    for fork in forks:
+        line = range(places[fork.around].tp)
+        tied = {n: graph.values[n] for n in fork.values if n in graph.live}
+        summed = [v for n, v in tied.items() if n not in fork.homes]
+        moved = NOTHING
+        for dtype in dict.fromkeys(v.dtype for v in summed):
+            moved += all_reduce(sum(v.bytes for v in summed if v.dtype == dtype), len(line))
+        sent, received = [0] * len(line), [0] * len(line)
+        back = [(v, fork.homes[n], taker) for n, v in tied.items() if n in fork.homes for taker in fork.takers[n]]
+        for value, home, taker in back:
+            shares = [_shares(value, branch, places, rows) for branch in (home, taker)]
+            for r in returns(_members(home, places), _members(taker, places), *shares):
+                if r.sender != r.receiver:
+                    size = value.bytes if r.stop is None else value.bytes // value.shape[0] * (r.stop - r.start)
+                    sent[r.sender] += size
+                    received[r.receiver] += size
+        swap = [Traffic(bool(back), out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
+        found = [before + moved + t for before, t in zip(found or [NOTHING] * len(line), swap, strict=True)]
+    return found
+
+
+def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None) -> list[Traffic]:
+    """The forward of a join, one all-to-all, for each tp rank of the place around: what it sends; the busier of both ways."""
     line = range(places[join.around].tp)
     sent, received = [0] * len(line), [0] * len(line)
     for number, branch in join.values:
-        takers = _takers(number, branch, join, places)
-        for size, owners in _pieces(graph.values[number], branch, places, rows):
+        takers, value = _takers(number, branch, join, places), graph.values[number]
+        for start, stop, owners in parts(_members(branch, places), _shares(value, branch, places, rows)):
+            size = value.bytes if stop is None else value.bytes // value.shape[0] * (stop - start)
             for rank in takers - set(owners):
                 sent[owners[rank % len(owners)]] += size
                 received[rank] += size
@@ -84,16 +100,19 @@ def _takers(number: int, branch: int, join: Join, places: Places) -> set[int]:
     return {r for b in (branch, *branches) for r in range(places[b].start, places[b].stop)}
 
 
-def _pieces(value: Value, branch: int, places: Places, rows: int | None) -> list[tuple[int, Sequence[int]]]:
-    """The parts that ranks of a branch have of a value: bytes, and who has it, by their place on the line around."""
+def _members(branch: int, places: Places) -> list[int]:
+    """For each tp rank of the place around, its share of the rows in a branch; -1: it is not of it."""
     place = places[branch]
-    members = {r: place.mesh.coordinate(r - place.start) for r in range(place.start, place.stop)}
+    found = [-1] * places[place.parent].tp
+    for r in range(place.start, place.stop):
+        at = place.mesh.coordinate(r - place.start)
+        found[r] = at.get("dp_replicate", 0) * place.mesh.axis_size("dp_shard") + at.get("dp_shard", 0)
+    return found
+
+
+def _shares(value: Value, branch: int, places: Places, rows: int | None) -> list[tuple[int, int]] | None:
+    """The rows of a value that each share of a branch has; None where each has all."""
+    place = places[branch]
     if not place.splits or rows is None or rows < place.data or value.shape[:1] != (rows,):
-        return [(value.bytes, tuple(members))]
-    shards = place.mesh.axis_size("dp_shard")
-    share = {r: c.get("dp_replicate", 0) * shards + c.get("dp_shard", 0) for r, c in members.items()}
-    row = value.bytes // rows
-    return [
-        (row * (rows // place.data + (s < rows % place.data)), tuple(r for r in members if share[r] == s))
-        for s in range(place.data)
-    ]
+        return None
+    return bounds(rows, place.data)

@@ -1,8 +1,8 @@
 """The branches of a recipe for the terminal: a table of them, and who runs what between fork and join; and streams.
 
-place    ranks  mesh                     rows     modules  parameters
-tp[0:2]  0, 1   tp=2                     all      block_a       8.2 k
-tp[2:8]  2–7    dp_replicate=3 × tp=2    divided  block_b        43 k
+place    ranks  mesh                     rows     modules  parameters  work  a rank
+tp[0:2]  0, 1   tp=2                     all      block_a       8.2 k  16 %    57 %
+tp[2:8]  2–7    dp_replicate=3 × tp=2    divided  block_b        43 k  84 %   100 %
 
 ranks 0–7 ─ fork ─┬─ 0, 1  block_a ─┬─ join
                   └─ 2–7   block_b ─┘
@@ -28,7 +28,10 @@ _NAMES = 4  # modules of a branch that are named
 
 
 def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
-    """The table of branches, and a picture of each set of them that may run at the same time; nothing without any."""
+    """The table of branches, and a picture of each set of them that may run at the same time; nothing without any.
+
+    The table has the share of the work that a branch is, and what one of its ranks has to do, of what the busiest has.
+    """
     yield from _streams(shard_map.recipe)
     found = shard_map.branches
     if not found:
@@ -67,12 +70,14 @@ def _table(found: Sequence[BranchFacts]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("place", "ranks", "mesh", "rows", "modules"):
         table.add_column(title, no_wrap=title != "modules")
-    table.add_column("parameters", justify="right", no_wrap=True)
+    for title in ("parameters", "work", "a rank"):
+        table.add_column(title, justify="right", no_wrap=True)
     for b in found[:_MOST]:
         rows = "divided" if b.splits else "all"
-        table.add_row(b.on, ranks_text(b.ranks), str(b.mesh), rows, modules_text(b), count_text(b.numel))
+        table.add_row(b.on, ranks_text(b.ranks), str(b.mesh), rows, modules_text(b), count_text(b.numel),
+                      f"{b.work:.0%}".replace("%", " %"), f"{b.load:.0%}".replace("%", " %"))  # fmt: skip
     if len(found) > _MOST:
-        table.add_row("…", *[""] * 5)
+        table.add_row("…", *[""] * 7)
     return table
 
 

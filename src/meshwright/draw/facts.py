@@ -109,6 +109,8 @@ class BranchFacts:
         modules: what the plan places there: (name, its turns: which of its calls run there, from 0; empty for all).
         splits: whether the data ranks of its own mesh each run their share of the rows; else each runs all.
         numel: elements of the parameters that are used there, each once.
+        work: of all its ranks, as a share of that of all branches of its parent; 0 to 1.
+        load: work of one of its ranks, as a share of that of the busiest rank of these.
     """
 
     number: int
@@ -119,6 +121,8 @@ class BranchFacts:
     modules: tuple[tuple[str, tuple[int, ...]], ...]
     splits: bool
     numel: int
+    work: float
+    load: float
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -131,6 +135,8 @@ class BranchFacts:
             "modules": [{"name": name, "calls": list(turns)} for name, turns in self.modules],
             "splits": self.splits,
             "numel": self.numel,
+            "work": round(self.work, 4),
+            "load": round(self.load, 4),
         }
 
 
@@ -367,6 +373,7 @@ def _branch(number: int, recipe: Recipe) -> BranchFacts:
     used = [line for line in recipe.parameters if number in line.places]
     owners = {pp for line in used for pp in recipe.owners(line)}  # of the pipeline; without parameters any
     found = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
+    beside = [p for p in recipe.branches if p.parent == place.parent]
     return BranchFacts(
         number=number,
         on=recipe.places.spelled(number),
@@ -376,6 +383,8 @@ def _branch(number: int, recipe: Recipe) -> BranchFacts:
         modules=tuple((name, calls if set(turns[name]) != {number} else ()) for name, calls in here.items()),
         splits=place.splits,
         numel=sum(line.numel for line in used),
+        work=place.work / max(1, sum(p.work for p in beside)),
+        load=place.load / max(1.0, *(p.load for p in beside)),
     )
 
 

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.api import parallelize
+from meshwright.place import bounds
 from meshwright.plan import Plan
 from meshwright.private import pytree, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
-from meshwright.run.step import bounds, called, rows_of, take_rows
+from meshwright.run.step import called, rows_of, take_rows
 from meshwright.run.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do

@@ -60,7 +60,8 @@ def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], find
     modules = dict(model.named_modules())
     said = {n: e for n, e in entries.items() if n in modules and any(read_slice(on) for on in e.places)}
     for name, entry in entries.items():
-        if entry.mesh is not None and name not in said:
+        within = any((e.on, e.mesh) == (entry.on, entry.mesh) for m, e in said.items() if name.startswith(f"{m}."))
+        if entry.mesh is not None and name not in said and not within:
             findings.add(
                 where=f"modules.{name}.mesh",
                 given="a mesh of its own, without the ranks that form it",
@@ -194,7 +195,14 @@ def find_branches(
     if several:
         more = f" and {len(several) - 3} more" if len(several) > 3 else ""
         notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
-    return Branches(chosen, placed, said.streams, regions, homes), notes
+    weighed = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(chosen, 1))
+    return Branches(weighed, placed, said.streams, regions, homes), notes
+
+
+def _work(branch: int, places: Places, regions: Regions, graph: ModelGraph) -> int:
+    """Of the events of a branch and those within it."""
+    own = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
+    return sum(e.work for e in own)
 
 
 def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:

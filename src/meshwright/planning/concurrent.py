@@ -1,23 +1,33 @@
 """What of a model could run at the same time: found in the recorded forward.
 
 Within a call, the calls of modules that it makes form a graph: one follows another where it takes something that follows
-from it. A call that comes before or after *each* of the others is where all ways meet: the trunk. Between two such the
-others fall into sets that take nothing of each other: branches.
+from it. Calls of which neither follows the other, if only through others, form a set; of two sets, all of one comes before
+all of the other. Within a set, calls that follow each other are a branch. (Series and parallel parts of an order: Valdes,
+Tarjan, Lawler, SIAM J. Comput. 11(2), 1982.)
 
-    stem ─┬─ reduce3 ── conv3 ─┬─ head          trunk: stem, head
+    stem ─┬─ reduce3 ── conv3 ─┬─ head          sets: {stem}, {the five}, {head}
           ├─ one ──────────────┤                branches: {reduce3, conv3}, {one}, {pool, project}
           └─ pool ── project ──┘
+
+    left.0 ─┬─ left.1 ─┬─                       sets: {left.0, right.0}, {left.1, right.1}
+    right.0 ┴─ right.1 ┴─                       branches: each by itself
+
+Where one list of blocks takes of the other and not the other way round, all four are one set, in which all are tied; then each
+list is a branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from meshwright.cost.split import best_split
 from meshwright.graph import ROOT, Call, ModelGraph, Path
+from meshwright.names import pattern
 from meshwright.plan import Entry, Plan
-from meshwright.planning.pipeline import INTENSITY
+
+Pattern = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,28 +77,42 @@ def _weights(graph: ModelGraph, calls: Sequence[Call]) -> int:
 
 def _candidate(graph: ModelGraph, calls: Sequence[Call]) -> Candidate:
     events = [e for c in calls for e in graph.events[c.start : c.stop]]
-    return Candidate(tuple(c.module for c in calls), sum(e.flops + INTENSITY * e.moved for e in events))
+    return Candidate(tuple(c.module for c in calls), sum(e.work for e in events))
 
 
 def _regions(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> Iterator[list[list[Call]]]:
     """The calls of a module's forward in regions, each a list of branches."""
     before = _dependencies(graph, around, calls)
-    everyone = range(len(calls))
 
     def ordered(i: int, j: int) -> bool:
         return j in before[i] or i in before[j]
 
-    trunk = {i for i in everyone if all(ordered(i, j) for j in everyone if j != i)}
-    segments: dict[frozenset[int], list[int]] = {}
-    for i in everyone:
-        if i not in trunk:
-            segments.setdefault(frozenset(before[i] & trunk), []).append(i)
-    for members in segments.values():
-        branches: list[list[int]] = []
-        for i in members:
-            tied = [b for b in branches if any(ordered(i, j) for j in b)]
-            branches = [b for b in branches if b not in tied] + [[*(j for b in tied for j in b), i]]
-        yield [[calls[i] for i in branch] for branch in sorted(branches)]
+    for members in _joined(range(len(calls)), lambda i, j: not ordered(i, j)):
+        branches = _joined(members, ordered)
+        if len(branches) == 1:
+            branches = _tracks(members, ordered, [pattern(c.module) for c in calls])
+        yield [[calls[i] for i in branch] for branch in branches]
+
+
+def _tracks(members: list[int], ordered: Callable[[int, int], bool], patterns: Sequence[Pattern]) -> list[list[int]]:
+    """Of calls that are all tied, if only through others: those of one list of blocks, where lists go on side by side."""
+    lists: dict[Pattern, list[int]] = {}
+    for i in members:
+        lists.setdefault(patterns[i], []).append(i)
+    blocks = list(lists.values())
+    if not all(ordered(i, j) for block in blocks for i, j in combinations(block, 2)):
+        return [members]
+    sets = _joined(range(len(blocks)), lambda a, b: all(ordered(i, j) for i in blocks[a] for j in blocks[b]))
+    return sorted(sorted(i for a in group for i in blocks[a]) for group in sets)
+
+
+def _joined(members: Iterable[int], tied: Callable[[int, int], bool]) -> list[list[int]]:
+    """Members that are tied to each other, if only through others, together; in their order."""
+    found: list[list[int]] = []
+    for i in members:
+        own = [group for group in found if any(tied(i, j) for j in group)]
+        found = [group for group in found if group not in own] + [[*(j for group in own for j in group), i]]
+    return sorted(sorted(group) for group in found)
 
 
 def _dependencies(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> list[set[int]]:

@@ -24,7 +24,6 @@ from meshwright.graph import ROOT, ModelGraph, spelled
 from meshwright.recipe import Stage
 
 SLACK = 1.03
-INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Costs:
         self.graph, self.sizes = graph, sizes
         self.work, self.kept = [0], [0]
         for event in graph.events:
-            self.work.append(self.work[-1] + event.flops + INTENSITY * event.moved)
+            self.work.append(self.work[-1] + event.work)
             self.kept.append(self.kept[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None))
         self.crossing = [0] * (len(graph.events) + 1)
         for number, consumers in graph.consumers.items():

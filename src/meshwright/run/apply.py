@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.graph import ModelGraph
 from meshwright.layout import Cut
-from meshwright.private import replace_tensors
+from meshwright.private import hooked, replace_tensors, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.branch import Branching
 from meshwright.run.counts import LabelCounter
@@ -134,7 +134,7 @@ def _view(
 
 
 class _Counted(torch.autograd.Function):
-    """A value as it is; its gradient, or zeros."""
+    """A parameter that several places share: its gradient is counted on one rank of each, and zeros on the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
@@ -159,42 +159,48 @@ class LocalParameters:
         self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
         self._several = any(len(line.places) > 1 for line in recipe.parameters)
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
+        self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def forget(self) -> None:
         """The view goes off: the parts, and the graph that they are the beginning of, are not needed any more."""
+        for _, part in self._parts.values():
+            if not isinstance(part, View):
+                part.__dict__.clear()  # a leaf stays; what moves remember of it does not
         self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        if self._several and isinstance(x, nn.Parameter) and not isinstance(x, DTensor):
-            return self._counted(x)
-        if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
-            return None  # with more axes it is FSDP2's, at rest
-        key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled()
+        if not isinstance(x, DTensor):
+            return None
+        running = self._branching.running[-1] if self._branching is not None and self._several else 0
+        key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled(), running
         found = self._parts.get(key)
         if found is None or found[0] is not x:
+            if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
+                return None  # with more axes it is FSDP2's, at rest
             found = self._parts[key] = x, self._part(x, line)
         return found[1]
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
-        local = self._as_computed(local_part(x), line)
+        local = self._leaf(x)
+        if len(line.places) > 1 and self._branching is not None:
+            local = _Counted.apply(local, self._branching.counts(line.places))
+        local = self._as_computed(local, line)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Cut):
             return View(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
         return local
 
-    def _counted(self, x: nn.Parameter) -> Tensor | None:
-        """A parameter that several places share: its gradient is counted on one rank of each."""
-        line = self._line(x)
-        if line is None or len(line.places) < 2 or self._branching is None:
-            return None
-        counts = self._branching.counts(line.places)
-        key = id(x), counts, torch.is_grad_enabled() and x.requires_grad
-        found = self._parts.get(key)
-        if found is None or found[0] is not x:
-            found = self._parts[key] = x, self._as_computed(_Counted.apply(x, counts), line)
-        found[1]._mw_is_parameter = True  # type: ignore[attr-defined]
-        return found[1]
+    def _leaf(self, x: DTensor) -> Tensor:
+        """The parameter's local part, the same for as long as nothing about it changes that autograd cares for."""
+        if torch.is_inference_mode_enabled() or hooked(x):
+            return local_part(x)
+        with torch.no_grad():
+            state = storage_of(x.to_local()), x.requires_grad
+        found = self._leaves.get(id(x))
+        if found is None or found[0] is not x or found[1] != state:
+            found = self._leaves[id(x)] = x, state, local_part(x)
+        return found[2]
 
     def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
         """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no

@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
+from meshwright.place import bounds
 from meshwright.private import pytree
-from meshwright.run.step import bounds
 
 
 class Batches:

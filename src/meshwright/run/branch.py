@@ -1,6 +1,8 @@
 """Branches at work: what a region forks to them, and what it joins of them.
 
-    fork   forward: each branch has the value as it is.     backward: one all-reduce; each distinct share of the gradient once
+    fork   forward: each branch has the value as it is.     backward: one all-reduce, of each distinct share of the gradient;
+                                                            what another branch made gets its gradient there alone: one
+                                                            all-to-all
     join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
            lacks, whole                                     it gave
 
@@ -21,12 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.graph import ModelGraph
-from meshwright.place import Coordinate
+from meshwright.place import Coordinate, bounds
 from meshwright.recipe import Recipe
-from meshwright.regions import Fork, Join
+from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
-from meshwright.run.step import bounds
-from meshwright.view.axis import Ledger
+from meshwright.view.axis import Ledger, locally
 from meshwright.view.stage import PathError
 from meshwright.view.work import whole
 
@@ -104,9 +105,8 @@ class Branching:
         if tied:
             # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
             stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
-            kinds = tuple((n, b in self.mine and self._leads(b)) for n, b in tied)
             entering = [(wholes | stand_ins)[n] for n, _ in tied]
-            anchor, *out = _Fork.apply(self, move.around, kinds, anchor, *entering)
+            anchor, *out = _Fork.apply(self, move, tuple(tied), anchor, *entering)
             given |= dict(zip(tied, out, strict=True))
         return given, anchor
 
@@ -117,12 +117,29 @@ class Branching:
         value = graph.values[number]
         return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
-    def _leads(self, branch: int) -> bool:
+    def _leads(self, branch: int, rows: int) -> bool:
         """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
+        if branch not in self.mine:
+            return False
         here = self._at(branch)
-        return here.tp == 0 and (here.share == 0 or self._splits(branch, self.rows))
+        return here.tp == 0 and (here.share == 0 or self._splits(branch, rows))
 
-    def summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def gradients(self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
+        """Value → the sum of its gradients over the branches, on every rank that needs it.
+
+        Args:
+            given: (value, branch) → the gradient on this rank.
+        """
+        own: dict[int, Tensor] = {}
+        for (n, branch), g in given.items():
+            if n not in move.homes:
+                g = g if self._leads(branch, rows) else torch.zeros_like(g)
+                own[n] = g if n not in own else own[n] + g
+        found = dict(zip(own, self._summed(move.around, list(own.values())), strict=True))
+        back = {key: g for key, g in given.items() if key[0] in move.homes}
+        return found | (self._sent_back(move, back, rows) if back else {})
+
+    def _summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients, summed over the ranks of a place: one all-reduce a type."""
         found: list[Tensor | None] = [None] * len(gradients)
         for dtype in dict.fromkeys(g.dtype for g in gradients):
@@ -138,6 +155,35 @@ class Branching:
                 g = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
                 found[i] = g.view(gradients[i].shape)
         return [g for g in found if g is not None]
+
+    def _sent_back(self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
+        """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
+        line = self._lines[move.around]
+        sent: list[list[Tensor]] = [[] for _ in range(line.size)]
+        wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]  # value, first row, like what
+        found: dict[int, Tensor] = {}
+        for (n, branch), g in given.items():
+            home = move.homes[n]
+            if home in self.mine and n not in found:
+                found[n] = torch.zeros_like(g)
+            for back in returns(self._members[home], self._members[branch], self._shares(home, g.shape, rows),
+                                self._shares(branch, g.shape, rows)):  # fmt: skip
+                part = g if back.stop is None else g[back.start : back.stop]
+                if back.sender == line.rank:
+                    sent[back.receiver].append(part)
+                if back.receiver == line.rank:
+                    wanted[back.sender].append((n, back.start, part))
+        got = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
+        for row, tensors in zip(wanted, got, strict=True):
+            for (n, start, part), g in zip(row, tensors, strict=True):
+                (found[n][start : start + len(part)] if part.dim() else found[n]).add_(g)
+        return found
+
+    def _shares(self, branch: int, shape: Sequence[int], rows: int) -> list[tuple[int, int]] | None:
+        """The rows of a value that each share of a branch has; None where each has all."""
+        if not self._in_shares(branch, tuple(shape), rows):
+            return None
+        return bounds(rows, self.places[branch].data)
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
@@ -167,14 +213,18 @@ class Branching:
             r for r in range(len(members))
             if branches is None or members[r] >= 0 or any(self._members[b][r] >= 0 for b in branches)
         )  # fmt: skip
-        if not self._in_shares(branch, value.shape, self.rows):
-            owners = tuple(r for r, share in enumerate(members) if share >= 0)
-            return [Piece(number, value.shape, dtype, 0, None, owners, takers)]
-        found = []
-        for share, (start, stop) in enumerate(bounds(value.shape[0], self.places[branch].data)):
-            owners = tuple(r for r, s in enumerate(members) if s == share)
-            found.append(Piece(number, (stop - start, *value.shape[1:]), dtype, start, stop, owners, takers))
-        return found
+        return [
+            Piece(
+                number,
+                value.shape if stop is None else (stop - start, *value.shape[1:]),
+                dtype,
+                start,
+                stop,
+                owners,
+                takers,
+            )
+            for start, stop, owners in parts(members, self._shares(branch, value.shape, self.rows))
+        ]
 
     def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
         for n, t in own.items():
@@ -193,21 +243,13 @@ class Branching:
     def exchanged(self, around: int, pieces: Sequence[Piece], own: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Value → all of it, where it is taken. One all-to-all, in bytes, as types are mixed."""
         line = self._lines[around]
-        sent = [[_bytes(own[p.number]) for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
+        sent = [[own[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
-        flat = torch.cat([t for row in sent for t in row] or [torch.empty(0, dtype=torch.uint8, device=self.device)])
-        sizes = [sum(p.numel * p.dtype.itemsize for p in row) for row in wanted]
-        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self.ledger.moved("join", flat)
-        dist.all_to_all_single(got, flat, sizes, [sum(t.numel() for t in row) for row in sent], group=line.group)
+        like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
+        got = self._swapped("join", line, sent, like)
         found: dict[int, dict[int, Tensor]] = {}
-        base = 0
-        for p in (p for row in wanted for p in row):
-            width = p.numel * p.dtype.itemsize
-            # A copy begins where its type may begin in memory.
-            piece = got[base : base + width].clone().view(p.dtype) if width else got.new_empty(0, dtype=p.dtype)
-            found.setdefault(p.number, {})[p.start] = piece.view(p.shape)
-            base += width
+        for p, t in zip((p for row in wanted for p in row), (t for row in got for t in row), strict=True):
+            found.setdefault(p.number, {})[p.start] = t
         for p in pieces:
             if line.rank in p.owners:
                 found.setdefault(p.number, {})[p.start] = own[p.number]
@@ -215,6 +257,37 @@ class Branching:
             n: next(iter(parts.values())) if len(parts) == 1 else torch.cat([parts[s] for s in sorted(parts)])
             for n, parts in found.items()
         }
+
+    def _swapped(
+        self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
+        """What other ranks sent, in one all-to-all, in bytes, as types are mixed.
+
+        Args:
+            sent: to each rank of the line; what is for this one itself stays.
+            wanted: from each rank, like these.
+        """
+        out = [[_bytes(t) for t in row] for row in sent]
+        flat = torch.cat([t for r, row in enumerate(out) if r != line.rank for t in row]
+                         or [torch.empty(0, dtype=torch.uint8, device=self.device)])  # fmt: skip
+        sizes = [sum(_size(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
+        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.ledger.moved(kind, flat)
+        given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
+        dist.all_to_all_single(got, flat, sizes, given, group=line.group)
+        found: list[list[Tensor]] = []
+        base = 0
+        for r, row in enumerate(wanted):
+            found.append([])
+            for i, like in enumerate(row):
+                width = _size(like)
+                # A copy begins where its type may begin in memory.
+                piece = out[r][i] if r == line.rank else got[base : base + width].clone()
+                base += width * (r != line.rank)
+                found[-1].append(
+                    (piece.view(like.dtype) if width else got.new_empty(0, dtype=like.dtype)).view(like.shape)
+                )
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -244,7 +317,7 @@ class Branching:
         trunk = _random_state(self.device)
         known = self._streams.get(place)
         if isinstance(known, int):
-            torch.manual_seed(known)
+            _seed(known, self.device)
         elif known is not None:
             _set_random_state(known, self.device)
         self.running.append(place)
@@ -281,31 +354,26 @@ class _Fork(torch.autograd.Function):
     """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
 
     @staticmethod
+    @locally
     def forward(
-        ctx: Any,
-        branching: Branching,
-        around: int,
-        kinds: tuple[tuple[int, bool], ...],
-        anchor: Tensor,
-        *values: Tensor,
+        ctx: Any, branching: Branching, move: Fork, pairs: tuple[tuple[int, int], ...], anchor: Tensor, *values: Tensor
     ) -> Any:
-        ctx.branching, ctx.around, ctx.kinds = branching, around, kinds
+        ctx.branching, ctx.move, ctx.pairs, ctx.rows = branching, move, pairs, branching.rows
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
+    @locally
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
-        own: dict[int, Tensor] = {}
-        for (n, counts), g in zip(ctx.kinds, gradients, strict=True):
-            g = g if counts else torch.zeros_like(g)
-            own[n] = g if n not in own else own[n] + g
-        found = dict(zip(own, ctx.branching.summed(ctx.around, list(own.values())), strict=True))
-        return None, None, None, None, *(found.pop(n, None) for n, _ in ctx.kinds)
+        given = dict(zip(ctx.pairs, gradients, strict=True))
+        found = ctx.branching.gradients(ctx.move, given, ctx.rows)
+        return None, None, None, None, *(found.pop(n, None) for n, _ in ctx.pairs)
 
 
 class _Join(torch.autograd.Function):
     """Values of branches, whole on every rank around them."""
 
     @staticmethod
+    @locally
     def forward(
         ctx: Any,
         branching: Branching,
@@ -325,15 +393,26 @@ class _Join(torch.autograd.Function):
         return given[0].detach(), *out
 
     @staticmethod
+    @locally
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
         of = dict(zip(ctx.here, gradients, strict=True))
         own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
         return *(None,) * 7, *(None,) * ctx.anchors, *own
 
 
+def _size(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
 def _bytes(t: Tensor) -> Tensor:
     t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed notes the stack, for devices that are not there yet
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -57,11 +57,11 @@ class Groups:
         it is first asked for, which all ranks do alike."""
         return dist.new_group(backend="gloo")
 
-    @property
+    @cached_property
     def tp(self) -> dist.ProcessGroup:
         return self.sharded["tp"].get_group()
 
-    @property
+    @cached_property
     def pipeline(self) -> dist.ProcessGroup:
         return self.sharded["pp"].get_group()
 

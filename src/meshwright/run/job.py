@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -461,19 +462,29 @@ class Job:
             reduce_gradients(self.module)
         if self._routed is not None:
             self._routed.settle()
-        named = dict(self.module.named_parameters(remove_duplicate=False))
+        if self._reduced:
+            named = dict(self.module.named_parameters(remove_duplicate=False))
+            for name, groups in self._reduced.items():
+                self._reduce(named[name], groups)
+
+    @cached_property
+    def _reduced(self) -> dict[str, list[dist.ProcessGroup]]:
+        """Parameter → the groups over which the job itself sums its gradient, in the order of the recipe."""
+        found: dict[str, list[dist.ProcessGroup]] = {}
         for line in self.recipe.parameters:
             if not line.requires_grad or not self.recipe.holds(line, self.groups.rank):
                 continue
-            owners = self.recipe.owners(line)
+            owners, groups = self.recipe.owners(line), list[dist.ProcessGroup]()
             if len(line.places) > 1:
-                self._reduce(named[line.name], [self.groups.together[line.places]])
+                groups.append(self.groups.together[line.places])
             elif line.data == "loose":
                 mesh = self.groups.meshes[line.place]
-                axes = [a for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
-                self._reduce(named[line.name], [mesh[axis].get_group() for axis in axes])
+                groups += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
             if len(owners) > 1:
-                self._reduce(named[line.name], [self.groups.shared[owners]])
+                groups.append(self.groups.shared[owners])
+            if groups:
+                found[line.name] = groups
+        return found
 
     def _reduce(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
         """Sums a gradient over groups, within each of which some rank may have none."""

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.errors import NonFiniteError
+from meshwright.place import bounds
 from meshwright.private import pytree
 from meshwright.run.job import Job
 from meshwright.run.metrics import Metrics
 from meshwright.run.preemption import Notice, Preempted
-from meshwright.run.step import bounds, rows_of, take_rows
+from meshwright.run.step import rows_of, take_rows
 from meshwright.run.verdict import agree, culprit
 from meshwright.run.watch import Watch
 

@@ -8,6 +8,7 @@ shards over the data axes. Its local tensor is the recipe's slice: for a cut of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.layout import Cut
-from meshwright.private import replace_tensors
+from meshwright.private import hooked, replace_tensors, wrapping
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
 from meshwright.run.groups import Groups
+from meshwright.view.axis import locally
 
 Values = Callable[[ParameterRecipe], Tensor]
 
@@ -38,8 +40,8 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     made: dict[int, nn.Parameter] = {}
     for name, module, key, p in list(places(model)):
         line = recipe.by_name[name]
-        if not recipe.holds(line, groups.rank) or len(line.places) > 1:
-            continue  # (one that several places share stands on no mesh)
+        if not recipe.holds(line, groups.rank):
+            continue
         if id(p) not in made:
             made[id(p)] = _at_rest(p, line, recipe, groups)
         setattr(module, key, made[id(p)])
@@ -47,10 +49,12 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
 
 def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
     placement = Shard(line.tp.dim) if isinstance(line.tp, Cut) else Replicate()
-    at = recipe.places.at(groups.rank, line.place)
+    # What several places share, some of which this rank may not be of, stands whole on the trunk's ranks.
+    place = line.place if len(line.places) == 1 else 0
+    at = recipe.places.at(groups.rank, place)
     assert at is not None
     local = torch.empty(line.local_shape(at.tp), dtype=p.dtype, device="meta")
-    mesh = groups.of(line.data, line.place)["tp"]
+    mesh = groups.of(line.data, place)["tp"]
     stride = torch.empty(line.shape, device="meta").stride()
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
     made = nn.Parameter(whole, requires_grad=p.requires_grad)
@@ -83,32 +87,62 @@ def _allocated(t: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 
-class _LocalPart(torch.autograd.Function):
-    """A parameter's local tensor; its gradient comes back as a DTensor of the parameter's own shape and strides.
+def local_part(p: DTensor) -> Tensor:
+    """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
 
-    ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ
-    from the parameter's, and autograd copies it into a tensor of the wrong local shape.
+    Gradients add up there as for any parameter (one that others have too, of ``a + b`` both, is copied), and are handed to
+    ``p`` as DTensors of its own shape and strides, when a backward has added to them. Made once; a parameter with hooks of
+    its own, which a leaf would go round, is part of the graph itself.
     """
+    with torch.no_grad():
+        local = p.to_local().detach()  # detached: the model may write to it and go on with it
+    if not p.requires_grad:
+        return local
+    if hooked(p):
+        return _LocalPart.apply(p)
+    local.requires_grad_()
+    local.register_post_accumulate_grad_hook(functools.partial(_hand_over, p, wrapping(p)))
+    return local
+
+
+@locally
+def _hand_over(p: DTensor, wrapped: Callable[[Tensor], DTensor], local: Tensor) -> None:
+    """The gradient of a local part becomes, or is added to, the parameter's."""
+    g, local.grad = local.grad, None
+    if g is None:
+        return  # a function took the parameter, and gave no gradient by it
+    if p.grad is None:
+        p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
+    elif torch.is_grad_enabled():
+        p.grad = like(p, local_tensor(p.grad) + g)
+    else:
+        local_tensor(p.grad).add_(g)
+
+
+class _LocalPart(torch.autograd.Function):
+    """A parameter's local tensor, as a function of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
         ctx.parameter = p
-        return (
-            p.to_local().detach()
-        )  # not a view in autograd's sense, which the model could not write to and go on with
+        return p.to_local().detach()
 
     @staticmethod
+    @locally
     def backward(ctx: Any, g: Tensor) -> Any:
-        p: DTensor = ctx.parameter
-        # What becomes ``.grad``, and is written to from then on, is its own: autograd copies a gradient that others
-        # have too (of ``a + b``, both), but does not see through a DTensor that it is one.
-        own = g.clone(memory_format=torch.contiguous_format) if p.grad is None else g.contiguous()
-        return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        # Its own: autograd copies a gradient that others have too, but does not see through a DTensor that it is one.
+        return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
-def local_part(p: DTensor) -> Tensor:
-    """What this rank holds of a parameter on the tp mesh, to be computed with."""
-    return _LocalPart.apply(p)
+def like(p: DTensor, local: Tensor) -> DTensor:
+    """A local tensor as a DTensor of a parameter's own shape, strides and mesh.
+
+    ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ
+    from the parameter's, and autograd copies it into a tensor of the wrong local shape.
+    """
+    return DTensor.from_local(
+        local.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def local_tensor(p: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ The mean is taken here and nowhere else: 1/N is in the weight, every reduction i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from math import isnan, nan
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.place import bounds
 from meshwright.private import python_body, pytree
 from meshwright.run.counts import SLOTS, LabelCounter
 from meshwright.run.waiting import Waiting
@@ -49,12 +49,6 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     return pytree.tree_map(
         lambda t: t[start:stop] if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows else t, batch
     )
-
-
-def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
-    """``rows`` in ``pieces`` runs as even as can be, the longer first."""
-    ends = [rows // pieces * i + min(i, rows % pieces) for i in range(pieces + 1)]
-    return list(itertools.pairwise(ends))
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:

@@ -6,16 +6,19 @@ tensors, without processes.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout import Cut
+from meshwright.private import without_modes
 
 
 @dataclass(eq=False)
@@ -43,6 +46,20 @@ class Fallback:
         return f"{self.function} in {self.module or 'the model'} at {self.line}"
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def locally(method: Method) -> Method:
+    """What is done with local tensors passes the view by, which in a backward is on, and would look at every function."""
+
+    @functools.wraps(method)
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return method(*args, **kwargs)
+
+    return plainly  # type: ignore[return-value]
+
+
 class Axis:
     """One axis of the mesh as one rank sees it. Collectives take and give local tensors.
 
@@ -57,6 +74,7 @@ class Axis:
     def __init__(self, name: str, size: int, rank: int, group: dist.ProcessGroup | None, ledger: Ledger) -> None:
         self.name, self.size, self.rank, self.group, self.ledger = name, size, rank, group, ledger
 
+    @locally
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         self.ledger.moved("all_reduce", x)
         carried = _carried(x)
@@ -64,6 +82,7 @@ class Axis:
         dist.all_reduce(out, _OPS[op], group=self.group)
         return _delivered(out, x.dtype)
 
+    @locally
     def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
         """From this rank's slice to the whole tensor."""
         self.ledger.moved("all_gather", x)
@@ -74,6 +93,7 @@ class Axis:
         chunks = [c.view(x.dtype).reshape(padded.shape) for c in received]
         return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
 
+    @locally
     def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
         """From a summand of the whole tensor to this rank's slice of the sum."""
         self.ledger.moved("reduce_scatter", x)
@@ -83,6 +103,7 @@ class Axis:
         dist.reduce_scatter(out, chunks, group=self.group)
         return _delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype)
 
+    @locally
     def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
         """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
         self.ledger.moved("all_to_all", x)

@@ -275,6 +275,9 @@ class StageWalk(Walk):
         self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
         self._moves = [m for m in program.moves if m.around in program.mine]
         self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
+        self._kept: dict[
+            tuple[int, int], Tensor
+        ] = {}  # (value, branch that made it) → what it goes on with after a join
         self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
         self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
         for number, value in received.items():
@@ -313,10 +316,20 @@ class StageWalk(Walk):
         if number is None:
             return t
         if place and self.program.branches is not None:
-            for p in reversed(self.program.branches.chain(place)):
-                if number in self._forked.get(p, ()):
-                    return self._forked[p][number]
+            found = self._of_branch(number, place)
+            if found is not None:
+                return found
         return self._values.get(number, t)
+
+    def _of_branch(self, number: int, place: int) -> Tensor | None:
+        """What a branch, or one around it, computes with for a value; None where that is what all have."""
+        assert self.program.branches is not None
+        for p in reversed(self.program.branches.chain(place)):
+            if number in self._forked.get(p, ()):
+                return self._forked[p][number]
+            if (number, p) in self._kept:
+                return self._kept[number, p]
+        return None
 
     def _reach(self, position: int) -> None:
         """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
@@ -352,6 +365,7 @@ class StageWalk(Walk):
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
         found, self._tails[move.around] = self._exchange.join(move, own, self.graph, anchors)
+        self._kept |= {(n, b): own[n] for n, b in move.values if n in own and n in move.kept}
         for n, t in found.items():
             self.keep(t, n)
         self._missing -= {n for n, _ in move.values}
@@ -360,10 +374,8 @@ class StageWalk(Walk):
 
     def _inside(self, number: int, place: int) -> Tensor:
         """What stands for a value in a place that has it."""
-        assert self.program.branches is not None
-        for p in reversed(self.program.branches.chain(place)):
-            if number in self._forked.get(p, ()):
-                return self._forked[p][number]
+        if (found := self._of_branch(number, place)) is not None:
+            return found
         if number not in self._values:
             event = self.graph.events[self.graph.values[number].position]
             raise PathError(

@@ -25,6 +25,7 @@ class View(Tensor):
 
     Attributes:
         _mw_local: what this rank holds.
+        _mw_shape: of the whole tensor.
         _mw_layout: ``Cut``, ``PARTIAL``, or ``WHOLE`` (planning only: a parameter whose layout is not decided yet).
         _mw_work: the view's rules, axis and counts.
         _mw_memo: results of moves of this very value, by kind, with the version of the local tensor they hold for.
@@ -34,6 +35,7 @@ class View(Tensor):
     """
 
     _mw_local: Tensor
+    _mw_shape: torch.Size
     _mw_layout: Layout
     _mw_work: Work
     _mw_memo: dict[str, Any]
@@ -54,9 +56,37 @@ class View(Tensor):
         if isinstance(layout, Cut):
             shape[layout.dim] = layout.size
         self = wrapper(cls, local, shape)
-        self._mw_local, self._mw_layout, self._mw_work = local, layout, work
+        self._mw_local, self._mw_shape, self._mw_layout, self._mw_work = local, torch.Size(shape), layout, work
         self._mw_memo, self._mw_sources, self._mw_parameter, self._mw_origin = {}, sources, parameter, None
         return self
+
+    # Facts that models and rules ask for most, each many times an operation. As methods of this class they are no torch
+    # functions, which cost ten times as much; as torch functions (``torch.numel(x)``) they say the same.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._mw_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._mw_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._mw_local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._mw_local.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._mw_shape if dim is None else self._mw_shape[dim]
+
+    def dim(self) -> int:
+        return len(self._mw_shape)
+
+    def numel(self) -> int:
+        return self._mw_shape.numel()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
