@@ -13,6 +13,7 @@ from torch import Tensor
 import branching as models
 import meshwright as mw
 from branching import beside, on
+from meshwright.private import TorchDispatchMode
 from meshwright.run.workers import LocalWorkers
 
 CLOSE = 1e-12  # relative, in float64, over five steps of the optimizer
@@ -176,6 +177,33 @@ def test_branches_move_fewer_bytes_than_fsdp_of_the_whole(workers: LocalWorkers)
     assert found[0]["held"] + found[1]["held"] <= blocks + 2 * stem_and_head
 
 
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "c10d::_allgather_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def gathers(plan: Any) -> int:
+    job, batch = mw.parallelize(models.Toy, plan, batch=models.rows()), models.rows(4)
+    job.step(batch)
+    with Gathers() as seen:
+        job.step(batch)
+    return seen.count
+
+
+def test_units_of_branches_are_freed_after_their_forward(workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}}
+    once = workers.run(gathers, {**plan, "reshard_after_forward": False}, ranks=4)
+    again = workers.run(gathers, plan, ranks=4)
+    assert once == [2] * 4 and again == [3] * 4  # the root, which stays, and the branch's own unit
+
+
 def dropped(steps: int) -> tuple[list[Tensor], list[Any]]:
     plan = on({"tp": 2}, a="tp[0]", b="tp[1]")
     job = mw.parallelize(models.Dropped, plan, batch=models.rows())
@@ -270,6 +298,33 @@ def timed(plan: Any) -> float:
 def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
     both = min(max(workers.run(timed, beside(1, 1), ranks=2)) for _ in range(2))
     assert both < 0.6  # one after the other: 0.7
+
+
+class Ahead(models.Tracks):
+    """Two tracks; the first takes of the second, which is faster."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.left = torch.nn.ModuleList(Slow(0.3) for _ in range(3))
+        self.ended = 0.0
+        self.right[2].register_forward_hook(self._end)
+
+    def _end(self, module: Any, args: Any, output: Any) -> None:
+        self.ended = time.perf_counter()
+
+
+def ahead(plan: Any) -> tuple[float, float]:
+    job = mw.parallelize(Ahead, plan, batch=models.rows())
+    job.step(models.rows())
+    start = time.perf_counter()
+    job.step(models.rows())
+    return job.module.ended - start, time.perf_counter() - start
+
+
+def test_a_branch_that_only_gives_does_not_wait_for_those_that_take(workers: LocalWorkers) -> None:
+    plan = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
+    ended, step = workers.run(ahead, plan, ranks=2)[1]
+    assert ended < 0.3 and step > 0.9  # its last block, before the first of the others has ended
 
 
 def trained(plan: Any, build: Any, batch: Any) -> list[float]:

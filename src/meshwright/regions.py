@@ -18,7 +18,7 @@ branches and whose result a single one takes: two tracks that exchange what they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.graph import ROOT, Event, ModelGraph
@@ -192,27 +192,41 @@ def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]
 
 
 def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Places) -> None:
-    """What takes values of a branch, and whose result another branch alone takes, becomes that one's: of several branches'
-    values all that there is; of one branch's what makes no less of them, and is no work."""
+    """What is made of several branches' values, or of such, becomes a branch's if that alone takes it; and so does what
+    another branch made of its own, if it is no work and makes no less of it."""
+    end = graph.calls[ROOT].stop
+    free = [not f and _is_free(e) for f, e in zip(fixed[:end], graph.events, strict=False)]
+    maker = {n: value.position for n, value in enumerate(graph.values)}
+    mixed = [False] * end
+    for p in range(end):
+        makers = {maker[n] for n in graph.events[p].inputs}
+        several = len({at[q] for q in makers} - {*places.chain(at[p])}) > 1
+        mixed[p] = free[p] and (several or any(mixed[q] and at[q] == at[p] for q in makers if q < p))
     outside = {*graph.returned, *graph.calls[ROOT].outputs}
-    for p in range(graph.calls[ROOT].stop - 1, -1, -1):
-        event = graph.events[p]
-        if fixed[p] or event.reads or event.mean_loss or event.parameters or event.buffers or event.written is not None:
-            continue
-        made = [n for n in event.outputs if n is not None]
+    for p in range(end - 1, -1, -1):
+        inputs, made = graph.events[p].inputs, [n for n in graph.events[p].outputs if n is not None]
         takers = {at[q] for n in made for q in graph.consumers.get(n, ())}
-        if len(takers) != 1 or outside.intersection(made):
+        if not free[p] or len(takers) != 1 or outside.intersection(made):
             continue
         (taker,) = takers
-        homes = {n: at[graph.values[n].position] for n in event.inputs}
-        around = places.chain(taker)
-        foreign = {h for h in homes.values() if h not in around and taker not in places.chain(h)}
-        if not taker or not foreign or any(places[q].splits for h in (taker, *foreign) for q in places.chain(h)):
+        homes = {at[maker[n]] for n in inputs}
+        if taker == at[p] or any(places[q].splits for h in (taker, *homes) for q in places.chain(h)):
             continue
-        mixed = at[p] in around and len({h for h in homes.values() if h}) > 1
-        given = sum(graph.values[n].bytes for n, home in homes.items() if home in foreign)
-        if mixed or (at[p] in foreign and not event.flops and sum(graph.values[n].bytes for n in made) >= given):
+        around = at[p] in places.chain(taker)
+        beside = not around and taker not in places.chain(at[p]) and homes == {at[p]}
+        light = not graph.events[p].flops and _bytes(graph, made) >= _bytes(graph, inputs)
+        if (mixed[p] and around) or (beside and light):
             at[p] = taker
+
+
+def _is_free(event: Event) -> bool:
+    """Whether it does not matter where an event runs: it needs and writes nothing but values."""
+    bound = event.reads or event.mean_loss or event.parameters or event.buffers
+    return not bound and event.written is None and bool(event.inputs)
+
+
+def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
+    return sum(graph.values[n].bytes for n in set(numbers))
 
 
 def _absorbed(event: Event, made: Mapping[int, int], places: Places, at: list[int], graph: ModelGraph) -> int:

@@ -6,9 +6,9 @@
     join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
            lacks, whole                                     it gave
 
-All ranks of the place around a region take part in both. Every fork is tied to the join by an anchor, so that on every
-rank the backward of the join comes before that of the forks, whatever the rank made of the values: autograd runs in the
-opposite order of the forward, and so all ranks meet in the same collectives.
+All ranks of the place around a region take part in both; one that gets nothing does not wait. Every fork is tied to the
+join by an anchor, so that on every rank the backward of the join comes before that of the forks, whatever the rank made of
+the values: autograd runs in the opposite order of the forward, and so all ranks meet in the same collectives.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Branching:
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
+        self._sending: list[tuple[dist.Work, Tensor]] = []  # what others have not taken yet, and its memory
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
         self.rows = 0
         self._streams: dict[int, Any] = {}
@@ -90,6 +91,12 @@ class Branching:
         seed = int(torch.randint(2**48, ()))
         own = [b for b in self.places.branches if b in self.mine]
         self._streams = {b: seed + 1009 * b + self._splits(b, rows) * self._at(b).share for b in own}
+
+    def finish(self) -> None:
+        """The step ends: all that was sent has arrived."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait()
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +281,11 @@ class Branching:
         got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.ledger.moved(kind, flat)
         given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
-        dist.all_to_all_single(got, flat, sizes, given, group=line.group)
+        work = dist.all_to_all_single(got, flat, sizes, given, group=line.group, async_op=True)
+        if len(got):
+            work.wait()
+        else:
+            self._sending.append((work, flat))  # the others may be long in coming
         found: list[list[Tensor]] = []
         base = 0
         for r, row in enumerate(wanted):

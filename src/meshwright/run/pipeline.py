@@ -253,6 +253,8 @@ class _Step:
                 ) from error
         for work, _ in self.sent:
             work.wait()
+        if self.p.branching is not None:
+            self.p.branching.finish()
         self.p.action, self.p.awaited = None, ()
 
     def _peer(self, action: Action) -> str:
