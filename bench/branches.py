@@ -270,12 +270,20 @@ def machine() -> mw.Hardware:
     return mw.Hardware.measured()
 
 
-def added(depth: int, rounds: int) -> float:
-    """Runs on every rank: CPU seconds that a job adds to an operation of the forward, of branches of one token."""
-    build, batch = partial(Two, depth, depth), sample(1, 1)
-    times = alternate({"plain": plain_step(build, batch, 1), "job": job_step(build, BESIDE, batch)[0]}, rounds)
-    operations = 5 * depth + 4  # of one branch, and of the trunk: stem, sum, square, mean
-    return (of(times, "job", BUSY) - of(times, "plain", BUSY) * operations / (10 * depth + 4)) / operations
+def added(rounds: int) -> tuple[float, float]:
+    """Runs on every rank: CPU seconds that a job adds to an operation of the forward, and to a step: of branches of one
+    token, more and less deep."""
+    found = []
+    for depth in (4, 16):
+        build, batch = partial(Two, depth, depth), sample(1, 1)
+        sides = {"plain": plain_step(build, batch, 1), "job": job_step(build, BESIDE, batch)[0]}
+        times = alternate(sides, rounds)
+        operations = 5 * depth + 4  # of one branch, and of the trunk: stem, sum, square, mean
+        own = of(times, "plain", BUSY) * operations / (10 * depth + 4)
+        found.append((operations, of(times, "job", BUSY) - own))
+    (few, less), (many, more) = found
+    view = (more - less) / (many - few)
+    return view, less - view * few
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
@@ -321,7 +329,7 @@ def sweep(workers: Any, hardware: mw.Hardware, batches: tuple[int, ...], depths:
     print(
         "  rows  blocks " + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, GIVEN)) + "said; fastest; by CPU time"
     )
-    bare = replace(hardware, view=0.0)
+    bare = replace(hardware, view=0.0, step=0.0)
     scores = {key: [0, 0] for key in product((bare, hardware), (WALL, BUSY))}  # right, within 10 %
     for rows in batches:
         for first, second in depths:
@@ -351,8 +359,8 @@ def sweep(workers: Any, hardware: mw.Hardware, batches: tuple[int, ...], depths:
 
 def parameter_bytes(workers: Any, depth: int) -> None:
     batch = sample(4, 8)
-    places = {**BESIDE, "mesh": {"dp_shard": 2, "tp": 2}}
-    whole = {"mesh": {"dp_shard": 4}, "reshard_after_forward": False}
+    once = {"reshard_after_forward": False}  # gathered once a step, on both sides
+    places, whole = {**BESIDE, "mesh": {"dp_shard": 2, "tp": 2}, **once}, {"mesh": {"dp_shard": 4}, **once}
     own, all_ = (max(workers.run(gathered, plan, batch, depth, ranks=4, timeout=300)) for plan in (places, whole))
     said = mw.compare_branches(partial(Two, depth, depth, stem=False), batch, places).regions[0].parameter_bytes
     print(
@@ -401,9 +409,10 @@ def main() -> None:
         print(f"{hardware.flops / 1e9:.0f} Gflop/s and {hardware.memory / 1e9:.1f} GB/s a core, links of "
               f"{hardware.link / 1e9:.2f} GB/s, {1e6 * hardware.latency:.0f} µs a collective, "
               f"{1e6 * hardware.operation:.1f} µs an operation")  # fmt: skip
-        view = max(workers.run(added, 8, rounds, ranks=2, timeout=300)[0], 1e-9)
-        hardware = replace(hardware, view=view)
-        print(f"{1e6 * view:.0f} µs that a job adds to an operation of the forward (CPU time, branches of one token)")
+        view, step = workers.run(added, 2 * rounds, ranks=2, timeout=300)[0]
+        print(f"a job adds {1e6 * view:.0f} µs to an operation of the forward, and {1e3 * step:.1f} ms to a step (CPU time, "
+              f"branches of one token); Hardware.measured takes it to be {1e6 * hardware.view:.0f} µs and "
+              f"{1e3 * hardware.step:.1f} ms")  # fmt: skip
         for tokens in (128,) if quick else (128, 1024):
             balanced(workers, hardware, 4 if quick else 8, tokens, rounds)
         depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))

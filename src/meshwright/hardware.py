@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 MATMUL, COPY, REDUCED = 512, 1 << 27, 1 << 20  # what is measured: a side of matrices; bytes; elements of float32
 ROUNDS = 9
+VIEW, STEP = 6.0, 1300.0  # what a job adds to an operation, and to a step, in operations: docs/bench.md#branches
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Hardware:
         link: bytes that a rank sends (and at the same time receives), a second.
         latency: seconds of a collective of hardly any bytes.
         operation: seconds that an operation takes, however small: Python, dispatch, launch.
-        view: seconds that a job adds on the host to each operation of its forward, over any mesh; 0 for what a layout is
-            worth by itself. docs/bench.md has what it is today, where nothing hides it.
+        view: seconds that a job adds on the host to each operation of its forward, over any mesh; and ``step``: to a step,
+            however small. 0 for what a layout is worth by itself, or where a GPU's queue hides the host.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Hardware:
     latency: float
     operation: float
     view: float = 0.0
+    step: float = 0.0
 
     @classmethod
     def measured(
@@ -47,7 +49,8 @@ class Hardware:
         """This machine's rates, measured in about a second, as they are while nothing else runs.
 
         Where ``torch.distributed`` runs with several ranks, every rank calls it, and collectives are measured too, while
-        the ranks compute side by side. Elsewhere what is not given is of gloo between processes of one machine.
+        the ranks compute side by side. Elsewhere what is not given is of gloo between processes of one machine. On a CPU,
+        what a job adds is taken to be as many of this machine's operations as where it was measured (docs/bench.md).
         """
         import torch
         import torch.distributed as dist
@@ -64,8 +67,10 @@ class Hardware:
             ranks = dist.get_world_size()
             wire = 2 * (ranks - 1) / ranks * 4 * REDUCED
             link = link or wire / max(_seconds(lambda: dist.all_reduce(many), device, time.perf_counter) - found, 1e-9)
+        operation = _operation(device)
+        added = (VIEW * operation, STEP * operation) if device == "cpu" else (0.0, 0.0)
         return cls(
-            f"this machine ({device})", flops, memory, link or LOCAL.link, latency or LOCAL.latency, _operation(device)
+            f"this machine ({device})", flops, memory, link or LOCAL.link, latency or LOCAL.latency, operation, *added
         )
 
 

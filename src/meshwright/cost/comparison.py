@@ -43,8 +43,9 @@ class Comparison:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each way, over all regions: of those that every region has."""
-        return {n: sum(r[n].seconds for r in self.regions) for n in (ONE, DATA, TENSOR, GIVEN, BEST)
+        """Of each way, over all regions: of those that every region has; with what a job adds to a step."""
+        added = self.hardware.step
+        return {n: sum(r[n].seconds for r in self.regions) + added * (n != ONE) for n in (ONE, DATA, TENSOR, GIVEN, BEST)
                 if all(any(w.name == n for w in r.ways) for r in self.regions)}  # fmt: skip
 
     @property
@@ -68,6 +69,7 @@ class Comparison:
             return (
                 f"distributing does not pay: {spell_time(one)} of work on one device, against {_calls(calls)} of "
                 f"{spell_time(self.hardware.latency)} and {spell_time(self._compute(near))} of work in the nearest ({near})"
+                + (f", and {spell_time(self.hardware.step)} that a job adds" if self.hardware.step else "")
             )
         ways = [r[fastest] for r in self.regions]
         second = min((n for n in seconds if n not in (ONE, fastest, GIVEN, BEST)), key=seconds.__getitem__)
@@ -96,7 +98,11 @@ class Comparison:
         lines = [
             f"{h.name}: {h.flops / 1e12:.3g} Tflop/s, memory {h.memory / 1e9:.3g} GB/s, links {h.link / 1e9:.3g} GB/s, "
             f"{spell_time(h.latency)} a collective, {spell_time(h.operation)} an operation"
-            + (f", {spell_time(h.view)} more in a job" if h.view else ""),
+            + (
+                f"; a job adds {spell_time(h.view)} to each and {spell_time(h.step)} to a step"
+                if h.view or h.step
+                else ""
+            ),
             "forward and backward of a microbatch on a data rank, without the optimizer; nothing overlaps",
         ]
         for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):

@@ -29,16 +29,21 @@ def contract(
     work: Any, operands: list[Any], labels: list[Labels], out: Labels, run: Callable[..., Tensor]
 ) -> tuple[Tensor, Any]:
     """``run`` on local operands, cut along one label: (local result, its layout or None for whole)."""
+    locals_, layout = cut_operands(work, operands, labels, out)
+    return run(*locals_), layout
+
+
+def cut_operands(work: Any, operands: list[Any], labels: list[Labels], out: Labels) -> tuple[list[Tensor], Any]:
+    """Local operands, cut along one label; the layout of what comes out, None for whole."""
     operands = [_decided(work, i, operands, labels, out) for i in range(len(operands))]
     label, pieces = _cut_label(work, operands, labels, out)
     if label is None:
-        return run(*map(work.whole, operands)), None
+        return [work.whole(x) for x in operands], None
     locals_ = [
         work.cut(x, Cut(list(names).index(label), pieces)) if label in names else work.varying(x)
         for x, names in zip(operands, labels, strict=True)
     ]
-    result = run(*locals_)
-    return result, Cut(list(out).index(label), pieces) if label in out else PARTIAL
+    return locals_, Cut(list(out).index(label), pieces) if label in out else PARTIAL
 
 
 def _decided(work: Any, i: int, operands: list[Any], labels: list[Labels], out: Labels) -> Any:
@@ -92,23 +97,25 @@ def linear(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     lead = list(range(x.dim() - 1))
     ends = ["o", "i"] if weight.dim() == 2 else ["i"]
     out = [*lead, *ends[:-1]]
-    product, layout = contract(work, [x, weight], [[*lead, "i"], ends], out, torch.nn.functional.linear)
-    return with_bias(work, product, layout, bias, 1)
+    locals_, layout = cut_operands(work, [x, weight], [[*lead, "i"], ends], out)
+    if bias is not None:  # in one kernel with the product, as on one device
+        locals_.append(local_bias(work, bias, layout, len(out) - 1))
+    return finish(work, torch.nn.functional.linear(*locals_), layout)
 
 
-def with_bias(work: Any, product: Tensor, layout: Any, bias: Any, tail: int) -> Tensor:
-    """Adds a bias over the dim ``tail`` from the end: cut like it; to a partial sum, by one rank only."""
-    if bias is None:
-        return finish(work, product, layout)
-    spread = (-1,) + (1,) * (tail - 1)
+def local_bias(work: Any, bias: Any, layout: Any, dim: int) -> Tensor:
+    """A bias over one dim of a product, to be added to a local one: cut like it; to a partial sum by one rank only."""
     if layout is None:
-        return product + work.whole(bias).view(spread)
-    if isinstance(layout, Cut):
-        if layout.dim != product.dim() - tail:
-            return work.view(product + work.varying(bias).view(spread), layout)
+        found = work.whole(bias)
+    elif not isinstance(layout, Cut):
+        found = moves.hold(work.whole(bias), work.axis)
+    elif layout.dim != dim:
+        found = work.varying(bias)
+    else:
         own = layout.on(0)
-        return work.view(product + work.cut(work.match(bias, own), own).view(spread), layout)
-    return work.view(product + moves.hold(work.whole(bias), work.axis).view(spread), PARTIAL)
+        found = work.cut(work.match(bias, own), own)
+    local: Tensor = found
+    return local
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
@@ -121,9 +128,9 @@ def addmm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if beta == 0:  # the base is not read: it may hold anything
         base = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
-    if base.dim() == 1 and (beta, alpha) == (1, 1):
-        product, layout = contract(work, [x, weight], [[0, "i"], ["i", "o"]], [0, "o"], torch.matmul)
-        return with_bias(work, product, layout, base, 1)
+    if base.dim() == 1 and x.dim() == 2 and (beta, alpha) == (1, 1):
+        locals_, layout = cut_operands(work, [x, weight], [[0, "i"], ["i", "o"]], [0, "o"])
+        return finish(work, torch.addmm(local_bias(work, base, layout, 1), *locals_), layout)
     product = torch.matmul(x, weight)
     return (base * beta if beta != 1 else base) + (product * alpha if alpha != 1 else product)
 

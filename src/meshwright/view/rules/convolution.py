@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut
-from meshwright.view.rules.contraction import contract, with_bias
+from meshwright.view.rules.contraction import cut_operands, finish, local_bias
 from meshwright.view.rules.registry import named, rule
 from meshwright.view.tensor import View
 
@@ -33,8 +33,10 @@ def convolution(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     ends = ["i", "o"] if transposed else ["o", "i"]
     labels: list[Any] = [[*lead, "i", *spots], [*ends, *taps]]
     out = [*lead, "o", *spots]
-    product, layout = contract(work, [x, weight], labels, out, lambda a, b: run(a, b, None, groups=1, **names))
-    return with_bias(work, product, layout, bias, space + 1)
+    locals_, layout = cut_operands(work, [x, weight], labels, out)
+    if bias is not None:
+        bias = local_bias(work, bias, layout, len(lead))
+    return finish(work, run(*locals_, bias, groups=1, **names), layout)
 
 
 def _grouped(
