@@ -113,6 +113,70 @@ class Tracks(nn.Module):
         return {"loss": F.mse_loss(self.head(a * b), y)}
 
 
+class Pieced(nn.Module):
+    """A branch's result put together in memory, slice by slice, by plain functions of the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+        self.a, self.b = MLP(), MLP(48)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b = self.a(x), self.b(x)
+        whole = b.new_empty(b.shape)
+        whole[..., : DIM // 2].copy_(b[..., DIM // 2 :])
+        whole[..., DIM // 2 :].copy_(b[..., : DIM // 2])
+        return {"loss": F.mse_loss(self.head(a * whole), y)}
+
+
+class Experts(nn.Module):
+    """Each row's own expert: of some no row is, and of all none without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(MLP(16) for _ in range(3))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i in F.one_hot(chosen, len(self.each)).sum(0).greater(0).nonzero()[:, 0]:
+            if i == len(self.each):
+                continue
+            rows = (chosen == i).nonzero().flatten()
+            out = out.index_add(0, rows, self.each[int(i)](x[rows]) * weights[rows])
+        return out
+
+
+class Chosen(nn.Module):
+    """Experts beside a block that all rows go through, and nothing around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3), nn.Linear(DIM, 5)
+        self.experts, self.shared = Experts(), MLP()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        weights, chosen = self.gate(x).softmax(-1).max(-1, keepdim=True)
+        out = self.experts(x, weights, chosen.flatten()) * self.shared(x)
+        return {"loss": F.mse_loss(self.head(out), y)}
+
+
+class HandedOn(nn.Module):
+    """A parameter of the model's goes through a module of a branch, which gives it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.b = nn.Parameter(torch.randn(DIM)), MLP(), MLP(48)
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        b = self.b(x)
+        table = self.drop(self.table)
+        a = self.a(x * table[:DIM].unsqueeze(0))
+        return {"loss": F.mse_loss(self.head(a * b * table), y)}
+
+
 class Mutual(Tracks):
     """Two tracks of which each takes of the other."""
 

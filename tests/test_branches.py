@@ -77,6 +77,10 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
         models.Mutual, models.rows(),
         {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]", "mesh": {"dp_shard": 2}}}},
     ),
+    "put together in memory": (models.Pieced, models.rows(), on({"tp": 2}, a="tp[0]", b="tp[1]")),
+    "experts, whose way depends on values": (models.Chosen, models.rows(), on({"tp": 2}, experts="tp[0]", shared="tp[1]")),
+    "experts on several ranks": (models.Chosen, models.rows(), on({"tp": 3}, experts="tp[0:2]", shared="tp[2]")),
+    "a parameter that is handed on": (models.HandedOn, models.rows(), on({"tp": 2}, a="tp[0]", b="tp[1]", drop="tp[1]")),
     "evoformer": (models.Evoformer, models.alignment(), {"mesh": {"tp": 2}, "branches": "auto"}),
     "evoformer over data": (models.Evoformer, models.alignment(), {"mesh": {"dp_shard": 2, "tp": 3}, "branches": "auto"}),
     "inception": (

@@ -77,6 +77,11 @@ class Event:
     line: str
 
     @property
+    def hands_on(self) -> bool:
+        """Whether it gives parameters as they are, as a cast to the type that they have does: each rank its own."""
+        return not self.inputs and bool(self.parameters) and set(self.outputs) == {None}
+
+    @property
     def work(self) -> int:
         """Operations, and as many for each byte moved as take as long."""
         return self.flops + INTENSITY * self.moved
@@ -125,6 +130,7 @@ class ModelGraph:
     values: list[Value] = field(default_factory=list)
     returned: tuple[int, ...] = ()
     of_this_batch: bool = False
+    ways: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of a read: what its call returned, another way too
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)  # what each event gave, without values
 
     @cached_property
@@ -159,9 +165,16 @@ class ModelGraph:
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
         found = {n for n in self.returned if self.values[n].requires_grad}
-        for event in reversed(self.events):
-            if found.intersection((*event.outputs, event.written)):
-                found.update(n for n in event.inputs if self.values[n].requires_grad)
+        memories = {self.values[n].storage for n in found}
+        for position in range(len(self.events) - 1, -1, -1):
+            event = self.events[position]
+            made = (*event.outputs, event.written, *self.ways.get(position, ()))
+            # What is written to one name of a memory is had by all of them.
+            written = event.written is not None and self.values[event.written].storage in memories - {0}
+            if written or found.intersection(made):
+                taken = [n for n in event.inputs if self.values[n].requires_grad]
+                found.update(taken)
+                memories.update(self.values[n].storage for n in taken)
         return frozenset(found)
 
     @cached_property

@@ -195,7 +195,8 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
     """What is made of several branches' values, or of such, becomes a branch's if that alone takes it; and so does what
     another branch made of its own, if it is no work and makes no less of it."""
     end = graph.calls[ROOT].stop
-    free = [not f and _is_free(e) for f, e in zip(fixed[:end], graph.events, strict=False)]
+    written = {graph.values[e.written].storage for e in graph.events if e.written is not None}
+    free = [not f and _is_free(e, graph, written) for f, e in zip(fixed[:end], graph.events, strict=False)]
     maker = {n: value.position for n, value in enumerate(graph.values)}
     mixed = [False] * end
     for p in range(end):
@@ -219,10 +220,11 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
             at[p] = taker
 
 
-def _is_free(event: Event) -> bool:
-    """Whether it does not matter where an event runs: it needs and writes nothing but values."""
-    bound = event.reads or event.mean_loss or event.parameters or event.buffers
-    return not bound and event.written is None and bool(event.inputs)
+def _is_free(event: Event, graph: ModelGraph, written: set[int]) -> bool:
+    """Whether it does not matter where an event runs: it needs nothing but values, in memory that nothing writes to."""
+    bound = event.reads or event.mean_loss or event.parameters or event.buffers or not event.inputs
+    memories = {graph.values[n].storage for n in (*event.inputs, *event.outputs, event.written) if n is not None}
+    return not bound and not memories & written
 
 
 def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:

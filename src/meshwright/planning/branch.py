@@ -19,9 +19,10 @@ from meshwright.place import INNER, Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
-from meshwright.regions import Join, Regions, find_regions
+from meshwright.regions import Join, Placed, Regions, find_regions
 from meshwright.view.axis import Ledger, PlannedAxis
 from meshwright.view.mode import GlobalView
+from meshwright.view.stage import STUB, StageProgram, crossings
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
@@ -188,7 +189,7 @@ def find_branches(
     tree = Places(plan.mesh, (trunk(plan.mesh), *chosen))
     regions = find_regions(graph, placed, tree)
     _check_called(placed, tree, graph, findings)
-    _check_reads(regions, graph, findings)
+    _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     several = [name for name, found in homes.items() if len(found) > 1]
@@ -251,20 +252,43 @@ def _check_called(placed: Mapping[str, tuple[int, ...]], places: Places, graph: 
             )
 
 
-def _check_reads(regions: Regions, graph: ModelGraph, findings: Findings) -> None:
-    """After a value is read, what a module does may follow from it: a branch in there may be another one."""
+def _check_reads(regions: Regions, placed: Placed, places: Places, graph: ModelGraph, findings: Findings) -> None:
+    for position in ties_by_reads(regions, placed, places, graph):
+        event, branch, why = graph.events[position], regions.places[position], "and a branch comes after it"
+        if branch:
+            why = f"which {places[branch].on} alone has, in a call that other ranks follow too"
+        findings.add(
+            where=f"modules.on, in {spelled(event.path)}",
+            given=f"a value is read there ({event.function}, {event.line}), {why}",
+            required="branches whose way does not depend on values",
+            fix="leave out on: for what is in that module",
+        )
+
+
+def ties_by_reads(regions: Regions, placed: Placed, places: Places, graph: ModelGraph) -> list[int]:
+    """The positions of reads that branches do not go with.
+
+    After a value is read, what a module does may follow from it: a branch in there may be another one. And one that is read in
+    a branch is not there on ranks that follow the same call because they need something else of it.
+    """
+    found = []
+    elsewhere: dict[int, StageProgram] = {}  # of ranks that are not of a branch
     for i, event in enumerate(graph.events):
-        call = graph.calls.get(event.path)
-        if not event.reads or not event.inputs or call is None or regions.places[i]:
+        call, branch = graph.calls.get(event.path), regions.places[i]
+        if not event.reads or not event.inputs or call is None:
             continue
-        later = {regions.places[p] for p in range(i + 1, call.stop)} - {0}
-        if later:
-            findings.add(
-                where=f"modules.on, in {spelled(event.path)}",
-                given=f"a value is read there ({event.function}, {event.line}), and a branch comes after it",
-                required="branches whose way does not depend on values",
-                fix="leave out on: for what is in that module",
-            )
+        if not branch:
+            if {regions.places[p] for p in range(i + 1, call.stop)} - {0}:
+                found.append(i)
+            continue
+        if branch not in elsewhere:
+            others = frozenset(p for p in range(len(places)) if branch not in places.chain(p))
+            elsewhere[branch] = StageProgram(graph, crossings(graph, ()), 0, placed, places, others)
+        if not any(
+            elsewhere[branch].treated.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
+        ):
+            found.append(i)
+    return found
 
 
 def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
@@ -316,7 +340,7 @@ def _homes(
     """Parameter → the places that use it; one that this forward does not use is where its module stands."""
     found: dict[str, tuple[int, ...]] = {}
     for name, _ in model.named_parameters():
-        used = {regions.places[p] for p in graph.uses.get(name, ())}
+        used = {regions.places[p] for p in graph.uses.get(name, ()) if not graph.events[p].hands_on}
         found[name] = tuple(sorted(used)) or place_of(name, placed)
     return found
 

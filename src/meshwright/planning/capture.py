@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 import meshwright
-from meshwright.graph import Call, Event, ModelGraph, Path, Value
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Value
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import TorchDispatchMode, pytree, storage_of
+from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
-from meshwright.view.structure import tensors_of
+from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.walk import Forwards, Walk
 
 
@@ -108,7 +109,7 @@ class Recorder(Walk):
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
         had = {id(t) for t in tensors_of((args, kwargs))}
-        result = self.follow(path, forward, args, kwargs)
+        result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         call.stop, call.returned = len(graph.events), _as_given(result, (*args, *kwargs.values()))
@@ -118,6 +119,36 @@ class Recorder(Walk):
             for n, t in zip(call.outputs, tensors, strict=True)
         )
         return result
+
+    def _other_ways(self, call: Call, module: nn.Module, result: Any) -> Any:
+        """Where a call reads a value, it may go another way than here (experts that no row was sent to): then it may take all
+        that it was given, and what it gives have a gradient."""
+        graph = self.graph
+        reads = [p for p in range(call.start, len(graph.events))
+                 if graph.events[p].path == call.path and graph.events[p].reads and graph.events[p].inputs]  # fmt: skip
+        if not reads or call.path == ROOT:
+            return result
+        given = [n for t in tensors_of(call.given) if (n := self.number(t)) is not None]
+        event = graph.events[reads[-1]]
+        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *given))))
+        graph.ways[reads[-1]] = tuple(n for t in tensors_of(result) if (n := self.number(t)) is not None)
+        if not any(p.requires_grad for p in module.parameters()) and not any(
+            graph.values[n].requires_grad for n in given
+        ):
+            return result
+
+        def differentiable(t: Tensor) -> Tensor:
+            number = self.number(t)
+            if number is None or t.requires_grad or not t.is_floating_point():
+                return t
+            with without_modes():
+                made = t.detach().requires_grad_().clone()  # no leaf, which the model could not write to
+            self.name_value(made, number)
+            graph.values[number] = replace(graph.values[number], requires_grad=True)
+            self._alive.append(made)
+            return made
+
+        return map_tensors(differentiable, result)
 
     def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
@@ -143,6 +174,7 @@ class Recorder(Walk):
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         for t in targets:
             self._new(t, place)
+            self._written(t)
         for t in given:
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
                 self._new(t, place)
@@ -165,6 +197,16 @@ class Recorder(Walk):
             )
         )
         return result
+
+    def _written(self, t: Tensor) -> None:
+        """Other names of the memory that was written have a gradient too now: what a slice was taken of, say."""
+        number = self.number(t)
+        if number is None or not t.requires_grad:
+            return
+        storage = self.graph.values[number].storage
+        for n, value in enumerate(self.graph.values):
+            if storage and value.storage == storage and not value.requires_grad:
+                self.graph.values[n] = replace(value, requires_grad=True)
 
     def _new(self, t: Tensor, place: int) -> None:
         if isinstance(t, nn.Parameter):

@@ -24,8 +24,12 @@ from itertools import combinations
 
 from meshwright.cost.split import best_split
 from meshwright.graph import ROOT, Call, ModelGraph, Path
+from meshwright.mesh import Mesh
 from meshwright.names import pattern
+from meshwright.place import Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
+from meshwright.planning.branch import ties_by_reads
+from meshwright.regions import find_regions
 
 Pattern = tuple[str, ...]
 
@@ -156,7 +160,10 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
         modules = [m for branch in region for m in branch.modules]
         if ranks < 2 or any(_within(m, s) or _within(s, m) for m in modules for s in said):
             continue
-        for branch, place in zip(region, _slices([b.work for b in region], ranks), strict=True):
+        slices = _slices([b.work for b in region], ranks)
+        if not _can_run(region, slices, plan.mesh, graph):
+            continue
+        for branch, place in zip(region, slices, strict=True):
             for module in branch.modules:
                 found.setdefault(module, []).append(place)
         if len(notes) < 3:
@@ -172,6 +179,21 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     }
     settings = {k: v for k, v in plan.settings().items() if k not in ("modules", "branches")}
     return Plan.from_dict({**settings, "modules": {**placed, **rest}}), notes
+
+
+def _can_run(region: Sequence[Candidate], slices: Sequence[str], mesh: Mesh, graph: ModelGraph) -> bool:
+    """Whether branches found in the calls run beside each other in the forward: neither functions between them nor values that
+    are read tie them."""
+    spots = {on: read_slice(on) or (0, 0) for on in slices}
+    inner = {on: Place(on, 0, a, b, Mesh((("tp", b - a),))) for on, (a, b) in spots.items()}
+    number = {on: i for i, on in enumerate(inner, 1)}
+    placed: dict[str, tuple[int, ...]] = {}
+    for branch, on in zip(region, slices, strict=True):
+        for module in branch.modules:
+            placed[module] = (*placed.get(module, ()), number[on])
+    places = Places(mesh, (trunk(mesh), *inner.values()))
+    regions = find_regions(graph, placed, places)
+    return not regions.alone() and not ties_by_reads(regions, placed, places, graph)
 
 
 def _within(name: str, other: str) -> bool:

@@ -463,8 +463,14 @@ class StageWalk(Walk):
             raise PathError(
                 f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
             )
-        for t, number in zip(tensors, call.outputs, strict=True):
+        for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
             self._gave(t, number)
+            self._passed(t, before)
+
+    def _passed(self, t: Tensor, before: Tensor) -> None:
+        """Where a parameter was handed on when the forward was recorded, its local part is what stands for it."""
+        if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):
+            self.name_value(t, None)
 
     def _root(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
@@ -518,7 +524,7 @@ class StageWalk(Walk):
         event = self.graph.events[position]
         self._reach(position)
         held = all(n in self._values for n in event.inputs)
-        if self.program.here(position) or (held and (event.reads or _gives_parameters(event))):
+        if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
         if event.reads:
             raise self.unavailable(next(n for n in event.inputs if n not in self._values), name, event.line)
@@ -528,6 +534,7 @@ class StageWalk(Walk):
         position = self.graph.positions[event.path, event.index]
         self._at(position)
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
+        place = place if place in self.program.mine else 0  # (a parameter that is handed on)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Elsewhere) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
@@ -550,8 +557,7 @@ class StageWalk(Walk):
         for t, number, before in zip(given, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
                 self._gave(t, number)
-            if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):  # a cast that did nothing then
-                self.name_value(t, None)
+            self._passed(t, before)
         return result
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
@@ -579,11 +585,6 @@ class StageWalk(Walk):
         if any(issubclass(t, Elsewhere) for t in types) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _gives_parameters(event: Event) -> bool:
-    """Whether an event gives parameters as they are, as a cast to the type that they have does: each rank its own."""
-    return not event.inputs and bool(event.parameters) and set(event.outputs) == {None}
 
 
 _DEVICE = Tensor.device.__get__
