@@ -165,16 +165,16 @@ class ModelGraph:
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
         found = {n for n in self.returned if self.values[n].requires_grad}
-        memories = {self.values[n].storage for n in found}
+        memories = {storage for n in found if (storage := self.values[n].storage)}
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
             made = (*event.outputs, event.written, *self.ways.get(position, ()))
             # What is written to one name of a memory is had by all of them.
-            written = event.written is not None and self.values[event.written].storage in memories - {0}
+            written = event.written is not None and self.values[event.written].storage in memories
             if written or found.intersection(made):
                 taken = [n for n in event.inputs if self.values[n].requires_grad]
                 found.update(taken)
-                memories.update(self.values[n].storage for n in taken)
+                memories.update(storage for n in taken if (storage := self.values[n].storage))
         return frozenset(found)
 
     @cached_property

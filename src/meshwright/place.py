@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,6 +61,21 @@ class Place:
     def data(self) -> int:
         """Into how many shares its own mesh divides the rows."""
         return self.mesh.axis_size("dp_replicate") * self.mesh.axis_size("dp_shard")
+
+    def share(self, rank: int) -> int:
+        """Which share of the rows one of its ranks, counted from 0, has where they are divided."""
+        at = self.mesh.coordinate(rank)
+        return at.get("dp_replicate", 0) * self.mesh.axis_size("dp_shard") + at.get("dp_shard", 0)
+
+    def divides(self, rows: int | None) -> bool:
+        """Whether its data ranks each run their own of so many rows; else each runs all."""
+        return self.splits and rows is not None and rows >= self.data
+
+    def shares(self, shape: Sequence[int], rows: int | None) -> list[tuple[int, int]] | None:
+        """The rows of a tensor of this shape that each share has, in a batch of so many; None where each has all of it."""
+        if not self.divides(rows) or not len(shape) or shape[0] != rows:
+            return None
+        return bounds(shape[0], self.data)
 
     @property
     def load(self) -> float:
@@ -142,7 +158,7 @@ class Places:
                 here.dp_replicate * p.mesh.axis_size("dp_replicate") + replicate,
                 here.dp_shard * p.mesh.axis_size("dp_shard") + shard,
                 own.get("tp", 0),
-                replicate * p.mesh.axis_size("dp_shard") + shard,
+                p.share(here.tp - p.start),
             )
         return here
 

@@ -151,13 +151,15 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \
 """,
 )(train)
 
-app.command(
-    cls=Taught,
-    epilog="""
+_SAVED = """
 # a run that saves
 meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
     --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+"""
 
+app.command(
+    cls=Taught,
+    epilog=f"""{_SAVED}
 # its checkpoints; the newest, tensor by tensor; as data
 meshwright inspect run
 meshwright inspect run --tensors
@@ -167,11 +169,7 @@ meshwright inspect run --quick --json > run.json
 
 app.command(
     cls=Taught,
-    epilog="""
-# a run that saves
-meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
-    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
-
+    epilog=f"""{_SAVED}
 # its newest checkpoint, for transformers: from_pretrained("gpt2-64")
 meshwright export run gpt2-64
 

@@ -251,7 +251,7 @@ class RegionCost:
         on = [places[b.place] for b in self.region.branches]
         graph, region = self.meter.graph, self.region
         joined = join_traffic(graph, region.join, places, self.rows)
-        forked = fork_traffic(graph, region.forks, places, self.rows) or [NOTHING] * len(joined)
+        forked = fork_traffic(graph, region.forks, region.join.around, places, self.rows)
         crossing = [fork + join for fork, join in zip(forked, joined, strict=True)]
         ranks = []
         for r, moved in enumerate(crossing):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.graph import ModelGraph, Value
+from meshwright.graph import ModelGraph
 from meshwright.hardware import Hardware
-from meshwright.place import Places, bounds
+from meshwright.place import Places
 from meshwright.regions import Fork, Join, parts, returns
 
 
@@ -47,16 +47,18 @@ def all_gather(size: int, ranks: int) -> Traffic:
     return Traffic(1, size, (ranks - 1) * float(size)) if ranks > 1 else NOTHING
 
 
-def fork_traffic(graph: ModelGraph, forks: Iterable[Fork], places: Places, rows: int | None) -> list[Traffic]:
-    """The backward of forks, for each tp rank of the place around (run/branch.py): an all-reduce of the gradients of each,
+def fork_traffic(
+    graph: ModelGraph, forks: Iterable[Fork], around: int, places: Places, rows: int | None
+) -> list[Traffic]:
+    """The backward of forks of a place, for each of its tp ranks (run/branch.py): an all-reduce of the gradients of each,
     one for each type; of what other branches made, one all-to-all to their ranks.
 
     Args:
         rows: of the batch; a value with as many, of a branch whose data ranks have their own, is sent in shares.
     """
-    found: list[Traffic] = []
+    line = range(places[around].tp)
+    found = [NOTHING for _ in line]
     for fork in forks:
-        line = range(places[fork.around].tp)
         tied = {n: graph.values[n] for n in fork.values if n in graph.live}
         summed = [v for n, v in tied.items() if n not in fork.homes]
         moved = NOTHING
@@ -65,14 +67,14 @@ def fork_traffic(graph: ModelGraph, forks: Iterable[Fork], places: Places, rows:
         sent, received = [0] * len(line), [0] * len(line)
         back = [(v, fork.homes[n], taker) for n, v in tied.items() if n in fork.homes for taker in fork.takers[n]]
         for value, home, taker in back:
-            shares = [_shares(value, branch, places, rows) for branch in (home, taker)]
+            shares = [places[branch].shares(value.shape, rows) for branch in (home, taker)]
             for r in returns(_members(home, places), _members(taker, places), *shares):
                 if r.sender != r.receiver:
                     size = value.bytes if r.stop is None else value.bytes // value.shape[0] * (r.stop - r.start)
                     sent[r.sender] += size
                     received[r.receiver] += size
         swap = [Traffic(bool(back), out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
-        found = [before + moved + t for before, t in zip(found or [NOTHING] * len(line), swap, strict=True)]
+        found = [before + moved + t for before, t in zip(found, swap, strict=True)]
     return found
 
 
@@ -82,7 +84,7 @@ def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None
     sent, received = [0] * len(line), [0] * len(line)
     for number, branch in join.values:
         takers, value = _takers(number, branch, join, places), graph.values[number]
-        for start, stop, owners in parts(_members(branch, places), _shares(value, branch, places, rows)):
+        for start, stop, owners in parts(_members(branch, places), places[branch].shares(value.shape, rows)):
             size = value.bytes if stop is None else value.bytes // value.shape[0] * (stop - start)
             for rank in takers - set(owners):
                 sent[owners[rank % len(owners)]] += size
@@ -105,14 +107,5 @@ def _members(branch: int, places: Places) -> list[int]:
     place = places[branch]
     found = [-1] * places[place.parent].tp
     for r in range(place.start, place.stop):
-        at = place.mesh.coordinate(r - place.start)
-        found[r] = at.get("dp_replicate", 0) * place.mesh.axis_size("dp_shard") + at.get("dp_shard", 0)
+        found[r] = place.share(r - place.start)
     return found
-
-
-def _shares(value: Value, branch: int, places: Places, rows: int | None) -> list[tuple[int, int]] | None:
-    """The rows of a value that each share of a branch has; None where each has all."""
-    place = places[branch]
-    if not place.splits or rows is None or rows < place.data or value.shape[:1] != (rows,):
-        return None
-    return bounds(rows, place.data)

@@ -95,6 +95,7 @@ class Recorder(Walk):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.graph, self.cost = ModelGraph(), Cost()
+        self._names: dict[int, list[int]] = {}  # memory → the values that are in it
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
         # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
@@ -203,9 +204,8 @@ class Recorder(Walk):
         number = self.number(t)
         if number is None or not t.requires_grad:
             return
-        storage = self.graph.values[number].storage
-        for n, value in enumerate(self.graph.values):
-            if storage and value.storage == storage and not value.requires_grad:
+        for n in self._names.get(self.graph.values[number].storage, ()):
+            if not (value := self.graph.values[n]).requires_grad:
                 self.graph.values[n] = replace(value, requires_grad=True)
 
     def _new(self, t: Tensor, place: int) -> None:
@@ -219,6 +219,8 @@ class Recorder(Walk):
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
             t.element_size(), t.requires_grad, place, storage,
         )  # fmt: skip
+        if storage:
+            self._names.setdefault(storage, []).append(len(self.graph.values))
         self.name_value(t, len(self.graph.values))
         self.graph.values.append(value)
         self._alive.append(t)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.graph import ModelGraph
-from meshwright.place import Coordinate, bounds
+from meshwright.place import Coordinate
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
@@ -90,7 +90,7 @@ class Branching:
         self.rows = rows
         seed = int(torch.randint(2**48, ()))
         own = [b for b in self.places.branches if b in self.mine]
-        self._streams = {b: seed + 1009 * b + self._splits(b, rows) * self._at(b).share for b in own}
+        self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in own}
 
     def finish(self) -> None:
         """The step ends: all that was sent has arrived."""
@@ -129,7 +129,7 @@ class Branching:
         if branch not in self.mine:
             return False
         here = self._at(branch)
-        return here.tp == 0 and (here.share == 0 or self._splits(branch, rows))
+        return here.tp == 0 and (here.share == 0 or self.places[branch].divides(rows))
 
     def gradients(self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
         """Value → the sum of its gradients over the branches, on every rank that needs it.
@@ -173,8 +173,8 @@ class Branching:
             home = move.homes[n]
             if home in self.mine and n not in found:
                 found[n] = torch.zeros_like(g)
-            for back in returns(self._members[home], self._members[branch], self._shares(home, g.shape, rows),
-                                self._shares(branch, g.shape, rows)):  # fmt: skip
+            for back in returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
+                                self.places[branch].shares(g.shape, rows)):  # fmt: skip
                 part = g if back.stop is None else g[back.start : back.stop]
                 if back.sender == line.rank:
                     sent[back.receiver].append(part)
@@ -185,12 +185,6 @@ class Branching:
             for (n, start, part), g in zip(row, tensors, strict=True):
                 (found[n][start : start + len(part)] if part.dim() else found[n]).add_(g)
         return found
-
-    def _shares(self, branch: int, shape: Sequence[int], rows: int) -> list[tuple[int, int]] | None:
-        """The rows of a value that each share of a branch has; None where each has all."""
-        if not self._in_shares(branch, tuple(shape), rows):
-            return None
-        return bounds(rows, self.places[branch].data)
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
@@ -230,16 +224,15 @@ class Branching:
                 owners,
                 takers,
             )
-            for start, stop, owners in parts(members, self._shares(branch, value.shape, self.rows))
+            for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
         ]
 
     def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
         for n, t in own.items():
             value = graph.values[n]
             shape = list(value.shape)
-            if self._in_shares(branches[n], value.shape, self.rows):
-                start, stop = self._bounds(branches[n], self.rows)
-                shape[0] = stop - start
+            if (own_rows := self._own_rows(branches[n], value.shape, self.rows)) is not None:
+                shape[0] = own_rows.stop - own_rows.start
             if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
                 event = graph.events[value.position]
                 raise PathError(
@@ -306,10 +299,9 @@ class Branching:
 
     def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
         """The gradient of what this rank gave of a value, in a forward of so many rows."""
-        if self._in_shares(branch, tuple(gradient.shape), rows):
-            start, stop = self._bounds(branch, rows)
-            return gradient[start:stop]
-        if not self._splits(branch, rows) and self._at(branch).share:
+        if (own_rows := self._own_rows(branch, gradient.shape, rows)) is not None:
+            return gradient[own_rows]
+        if not self.places[branch].divides(rows) and self._at(branch).share:
             return torch.zeros_like(gradient)  # ranks that run the same rows give their gradients once
         return gradient
 
@@ -317,10 +309,8 @@ class Branching:
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """See ``view.stage.Exchange``."""
-        if isinstance(t, nn.Parameter) or not self._in_shares(place, tuple(t.shape), self.rows):
-            return t
-        start, stop = self._bounds(place, self.rows)
-        return t[start:stop]
+        own_rows = None if isinstance(t, nn.Parameter) else self._own_rows(place, t.shape, self.rows)
+        return t if own_rows is None else t[own_rows]
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
@@ -344,16 +334,10 @@ class Branching:
         here = self._at(self.running[-1])
         return here.tp == 0 and self.running[-1] in places
 
-    def _splits(self, place: int, rows: int) -> bool:
-        """Whether the data ranks of a place each run their own of so many rows; else each runs all."""
-        return self.places[place].splits and rows >= self.places[place].data
-
-    def _in_shares(self, place: int, shape: tuple[int, ...], rows: int) -> bool:
-        """Whether the ranks of a place each have some rows of a tensor of this shape."""
-        return self._splits(place, rows) and len(shape) > 0 and shape[0] == rows
-
-    def _bounds(self, place: int, rows: int) -> tuple[int, int]:
-        return bounds(rows, self.places[place].data)[self._at(place).share]
+    def _own_rows(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
+        """This rank's rows of a tensor of this shape in a place; None where it has all."""
+        shares = self.places[place].shares(shape, rows)
+        return None if shares is None else slice(*shares[self._at(place).share])
 
     def _at(self, place: int) -> Coordinate:
         found = self.places.at(self.groups.rank, place)
