@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -186,6 +187,49 @@ class Mutual(Tracks):
             da, db = left(a), right(b)
             a, b = a + da + 0.5 * db, b + db + 0.5 * da
         return {"loss": F.mse_loss(self.head(a * b), y)}
+
+
+class Staged(nn.Module):
+    """Two branches of which each takes, on its way, what the other made on its own."""
+
+    def __init__(self, block: Callable[[str], nn.Module] = lambda name: MLP()) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+        self.left = nn.ModuleList(block(f"left{i}") for i in range(3))
+        self.right = nn.ModuleList(block(f"right{i}") for i in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        first, second = self.left[0](x), self.right[0](x)
+        third = self.left[1](first)
+        fourth = self.right[1](second + first)
+        fifth = self.left[2](third + second)
+        return {"loss": F.mse_loss(self.head(fourth * fifth), y)}
+
+
+class Typed(Toy):
+    """A branch's values have several types: what follows one in memory need not begin where its own type may."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a = self.block_a(x)
+        positive, doubled = a.sum(-1, keepdim=True) > 0, a.double()
+        b = self.block_b(x)
+        out = b.where(positive, 2 * b) * doubled.to(b.dtype) + a
+        return {"loss": F.mse_loss(self.head(out), y)}
+
+
+class Overwritten(Toy):
+    """Of two values that come together, backward needs one as it came, and the other is written to."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a = self.block_a(x)
+        first, second = a.tanh(), a.sin()
+        b = self.block_b(x)
+        squared = first * first * b
+        second.add_(b)
+        return {"loss": F.mse_loss(self.head(squared + second), y)}
 
 
 class PairAttention(nn.Module):

@@ -77,6 +77,20 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
         models.Mutual, models.rows(),
         {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]", "mesh": {"dp_shard": 2}}}},
     ),
+    "on each other's way": (
+        models.Staged, models.rows(), {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0:2]"}, "right.*": {"on": "tp[2]"}}}
+    ),
+    "on each other's way, with rows divided": (
+        models.Staged, models.rows(),
+        {"mesh": {"tp": 3}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1:3]", "mesh": {"dp": 2}}}},
+    ),
+    "on each other's way, over stages": (
+        models.Staged, models.rows(),
+        {"mesh": {"pp": 2, "tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}, "microbatches": 2},
+    ),
+    "types that do not align": (models.Typed, models.rows(7), beside(1, 1)),
+    "types that do not align, of several ranks": (models.Typed, models.rows(7), beside(1, 2, b={"dp": 2})),
+    "one of two written to": (models.Overwritten, models.rows(), beside(1, 1)),
     "put together in memory": (models.Pieced, models.rows(), on({"tp": 2}, a="tp[0]", b="tp[1]")),
     "experts, whose way depends on values": (models.Chosen, models.rows(), on({"tp": 2}, experts="tp[0]", shared="tp[1]")),
     "experts on several ranks": (models.Chosen, models.rows(), on({"tp": 3}, experts="tp[0:2]", shared="tp[2]")),
@@ -329,6 +343,61 @@ def test_a_branch_that_only_gives_does_not_wait_for_those_that_take(workers: Loc
     plan = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
     ended, step = workers.run(ahead, plan, ranks=2)[1]
     assert ended < 0.3 and step > 0.9  # its last block, before the first of the others has ended
+
+
+class Timed(torch.autograd.Function):
+    """Sleeps in both directions, and notes when it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, name: str, ends: dict[str, float]) -> Tensor:
+        ctx.seconds, ctx.name, ctx.ends = seconds, name, ends
+        if not x.is_meta:
+            time.sleep(seconds)
+            ends[name] = time.time()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        ctx.ends[f"{ctx.name} back"] = time.time()
+        return g * 2, None, None, None
+
+
+class Noted(models.MLP):
+    def __init__(self, seconds: float, name: str, ends: dict[str, float]) -> None:
+        super().__init__()
+        self.given = seconds, name, ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Timed.apply(super().forward(x), *self.given)
+
+
+def ends(plan: Any, slow: str) -> dict[str, float]:
+    """When each block of this rank ended, in the last of two steps."""
+    found: dict[str, float] = {}
+    build = functools.partial(models.Staged, lambda name: Noted(0.5 if name == slow else 0.05, name, found))
+    job = mw.parallelize(build, plan, batch=models.rows())
+    for _ in range(2):
+        job.step(models.rows())
+    return found
+
+
+# A slow block → of pairs of blocks, on the other rank and its own, the first ends before the second: who has work of its own
+# does not wait for who is slow, and gets what was made before.
+AHEAD = {
+    "right0": [("left1", "right0"), ("left1 back", "right0 back"), ("left0 back", "right0 back")],
+    "left1": [("right1", "left1"), ("right1 back", "left1 back"), ("right0 back", "left1 back")],
+}
+
+
+@pytest.mark.parametrize("slow", AHEAD)
+def test_no_branch_waits_before_it_needs_what_another_makes(slow: str, workers: LocalWorkers) -> None:
+    plan = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
+    left, right = workers.run(ends, plan, slow, ranks=2)
+    at = left | right
+    assert not left.keys() & right.keys()
+    for first, second in AHEAD[slow]:
+        assert at[first] < at[second] - 0.1, (first, second)
 
 
 def trained(plan: Any, build: Any, batch: Any) -> list[float]:

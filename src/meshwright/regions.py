@@ -6,10 +6,11 @@
                     fork: what branches take of the trunk
                                                  join: what others take of a branch
 
-A region begins with the first event of a branch and ends as late as it can: before the first event that takes a value
-of a branch which is not its own. What the branches take of the trunk is *forked*, together, before the first of them
-that takes it; what others take of a branch is *joined*, together, at the end. Every rank of the place around a region
-comes to its forks and joins in the order of the program, whether or not it is of a branch in it.
+A region begins with the first event of a branch and ends before the first event that takes a value of a branch which is
+not its own; or as soon as that value is made, if the branch that made it has work of its own in between. What the branches
+take of the trunk is *forked*, together, as early as it can be; what others take of a branch is *joined*, together, at the
+end. Every rank of the place around a region comes to its forks and joins in the order of the program, whether or not it is
+of a branch in it.
 
 An event that no module of a branch holds is the branch's all the same, if it needs nothing but what the branch has: a
 plain function without parameters, between the modules of a branch or after them. So is one that takes values of several
@@ -19,7 +20,7 @@ branches and whose result a single one takes: two tracks that exchange what they
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.graph import ROOT, Event, ModelGraph
 from meshwright.place import Places
@@ -32,7 +33,7 @@ class Fork:
     """At ``position``, values of a place become values that its branches compute with.
 
     ``takers``: value → the branches that take it; ``homes``: value → the other branch that made it, and alone needs its
-    gradient.
+    gradient; of all values of a fork or of none.
     """
 
     position: int
@@ -58,16 +59,6 @@ class Join:
     takers: Mapping[int, frozenset[int]]
     kept: frozenset[int]
     branches: tuple[int, ...]
-
-
-@dataclass
-class _Open:
-    """A region that has begun."""
-
-    branches: dict[int, int] = field(default_factory=dict)  # in the order they begin, with where
-    made: dict[int, int] = field(default_factory=dict)  # value → the branch that has it
-    forked: dict[int, set[int]] = field(default_factory=dict)  # value → the branches that take it
-    fork_at: dict[int, int] = field(default_factory=dict)  # value → position
 
 
 @dataclass(frozen=True)
@@ -159,10 +150,13 @@ def find_regions(
     moves: list[Fork | Join] = []
     outputs = {*graph.returned, *(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)}
     depth = {around: len(places.chain(around)) for around in {places[p].parent for p in set(at) if p}}
+    wholes, span = _wholes(graph, at), (start, min(stop, graph.calls[ROOT].stop))
     for around in sorted(depth, key=lambda a: (depth[a], a)):
+        outer = [m for m in moves if m.around in places.chain(around)]
         # Where a region ends, those within its branches do.
-        ends = {m.position for m in moves if isinstance(m, Join) and m.around in places.chain(around)}
-        moves += _regions_in(graph, at, places, around, start, stop, ends, outputs)
+        ends = {m.position for m in outer if isinstance(m, Join)}
+        forks = [m for m in outer if isinstance(m, Fork)]
+        moves += _Around(graph, at, wholes, places, around, span, ends, forks, outputs).find()
     # At one position: joins before forks, the innermost first; forks from the outermost in.
     moves.sort(key=lambda m: (m.position, isinstance(m, Fork), depth[m.around] * (1 if isinstance(m, Fork) else -1)))
     return Regions(tuple(at), tuple(moves))
@@ -257,88 +251,157 @@ def _common(chains: list[tuple[int, ...]]) -> int:
     return shared
 
 
-def _regions_in(
-    graph: ModelGraph,
-    at: list[int],
-    places: Places,
-    around: int,
-    start: int,
-    stop: int,
-    ends: set[int],
-    outputs: set[int],
-) -> list[Fork | Join]:
-    """The forks and joins between a place and its branches.
+class _Around:
+    """The regions between a place and its branches.
 
     Args:
+        at: the place of each event.
+        wholes: for each position, where the outermost call ends that runs unseen around it (``_wholes``).
         ends: positions at which a region ends in any case.
+        forks: those around the place itself, from which it has its values.
         outputs: values that are wanted after the forward.
     """
-    inside = [around in places.chain(p) for p in range(len(places))]
-    moves: list[Fork | Join] = []
-    region = _Open()
-    homes: dict[int, int] = {}  # value → the branch that made it
-    last = min(stop, graph.calls[ROOT].stop)
 
-    def takers_of(number: int, position: int) -> frozenset[int] | None:
-        """The branches that take a value from a position on; None where others do too."""
-        at_ = [p for p in graph.consumers.get(number, ()) if p >= position]
-        if number in outputs or any(p >= last or not inside[at[p]] or at[p] == around for p in at_):
-            return None
-        return taking(number, position)
+    def __init__(
+        self,
+        graph: ModelGraph,
+        at: Sequence[int],
+        wholes: Sequence[int],
+        places: Places,
+        around: int,
+        span: tuple[int, int],
+        ends: set[int],
+        forks: Sequence[Fork],
+        outputs: set[int],
+    ) -> None:
+        self.graph, self.wholes, self.around, self.ends, self.forks, self.outputs = (
+            graph, wholes, around, ends, forks, outputs
+        )  # fmt: skip
+        inside = [around in places.chain(p) for p in range(len(places))]
+        self.within = [inside[place] for place in at]
+        # For each event, the branch that it is of; None: of the place itself, or outside it.
+        self.branch = [places.child(p, around) if inside[p] and p != around else None for p in at]
+        self.first, self.last = span  # ``first``: where the region that is being read begins
+        self.homes: dict[int, int] = {}  # value → the branch that made it, in a region before
+        self.forked: set[int] = set()  # once, for all that take it from then on
+        self.moves: list[Fork | Join] = []
 
-    def taking(number: int, position: int) -> frozenset[int]:
+    def find(self) -> list[Fork | Join]:
+        """In the order of the program."""
+        made: dict[int, int] = {}  # value → the branch that has it, in this region
+        p = self.first
+        while p < self.last:
+            event, own = self.graph.events[p], self.branch[p]
+            tied = any(made.get(n, own) != own for n in event.inputs)
+            if tied or p in self.ends:
+                p = self._end(p, made) if tied and p not in self.ends else p
+                self._close(p)
+                made = {}
+                event, own = self.graph.events[p], self.branch[p]
+            if own is not None:
+                made |= dict.fromkeys(_made(event), own)
+            p += 1
+        self._close(self.last)
+        return self.moves
+
+    def _end(self, position: int, made: Mapping[int, int]) -> int:
+        """Where a region ends, of whose values the work from ``position`` on takes some: there, or once they are made, if a
+        branch that made them has work of its own in between. Then that runs beside what takes them."""
+        events, own, needs = self.graph.events, self.branch[position], set[int]()
+        stop, worked = position, False
+        for p in range(position, self.last):
+            if self.branch[p] == own:
+                if p >= stop and worked:
+                    break
+                stop = max(stop, self.wholes[p])  # a call begins when all is there that it takes
+                worked = worked or bool(events[p].flops)
+                needs |= {n for n in events[p].inputs if made.get(n, own) != own}
+        end = max(self._ready(n) for n in needs)
+        homes = {made[n] for n in needs}
+        beside = any(events[p].flops and self.branch[p] in homes for p in range(end, position))
+        return end if beside else position
+
+    def _ready(self, number: int) -> int:
+        """The first position at which a value is known."""
+        return self.wholes[self.graph.values[number].position]
+
+    def _takers(self, number: int, position: int) -> frozenset[int]:
         """The branches that take a value from a position on, in this stage."""
-        at_ = [p for p in graph.consumers.get(number, ()) if position <= p < last]
-        return frozenset(places.child(at[p], around) for p in at_ if inside[at[p]] and at[p] != around)
+        at_ = [p for p in self.graph.consumers.get(number, ()) if position <= p < self.last]
+        return frozenset(b for p in at_ if (b := self.branch[p]) is not None)
 
-    def close(position: int) -> None:
-        nonlocal region
-        used = {n: b for n, b in region.made.items() if _used_after(graph, n, position, outputs)}
-        takers = {n: found - {b} for n, b in used.items() if (found := takers_of(n, position)) is not None}
-        joined = [(n, b) for n, b in used.items() if takers.get(n) != frozenset()]
-        by_position: dict[int, list[int]] = {}
-        for n, p in region.fork_at.items():
-            by_position.setdefault(p, []).append(n)
-        for p, numbers in sorted(by_position.items()):
-            forked = {n: frozenset(region.forked[n]) for n in numbers}
-            given = {n: homes[n] for n in numbers if n in homes}
-            moves.append(Fork(p, around, tuple(sorted(numbers)), forked, given))
-        if region.branches:
-            apart = {n: takers[n] for n, _ in joined if n in takers}
-            kept = frozenset(n for n, b in joined if b in taking(n, position))
-            begun = min(region.branches.values())
-            moves.append(Join(begun, position, around, tuple(sorted(joined)), apart, kept, tuple(region.branches)))
-        region = _Open()
+    def _others_take(self, number: int, position: int) -> bool:
+        """Whether what is not of a branch here takes a value from a position on."""
+        at_ = [p for p in self.graph.consumers.get(number, ()) if p >= position]
+        return number in self.outputs or any(p >= self.last or self.branch[p] is None for p in at_)
 
-    for p in range(start, min(stop, len(graph.events))):
-        event, place = graph.events[p], at[p]
-        own = places.child(place, around) if inside[place] and place != around else None
-        needs = {region.made[n] for n in event.inputs if n in region.made}
-        if needs - {own} or p in ends:
-            close(p)
-        if own is None:
-            continue
-        region.branches.setdefault(own, p)
-        for n in event.inputs:
-            if n not in region.made and homes.get(n) != own:
-                region.forked.setdefault(n, set()).add(own)
-                region.fork_at.setdefault(n, _first_fork(region, graph, n, p))
-        made = {n: own for n in (*event.outputs, event.written) if n is not None}
-        region.made |= made
-        homes |= made
-    if region.branches:
-        close(last)
-    return moves
+    def _close(self, end: int) -> None:
+        """The region that ends there."""
+        branches: dict[int, int] = {}  # in the order they begin, with where
+        made: dict[int, int] = {}
+        taken: dict[int, int] = {}  # value → where it is taken first
+        for p in range(self.first, end):
+            if (own := self.branch[p]) is None:
+                continue
+            event = self.graph.events[p]
+            branches.setdefault(own, p)
+            for n in event.inputs:
+                if n not in made and n not in self.forked and self.homes.get(n) != own:
+                    taken.setdefault(n, p)
+            made |= dict.fromkeys(_made(event), own)
+        self.first = end
+        if branches:
+            self.moves += self._forked(taken, min(branches.values()))
+            self.homes |= made
+            self.moves.append(self._joined(made, branches, end))
+
+    def _forked(self, taken: Mapping[int, int], begun: int) -> list[Fork]:
+        """As few forks as there can be. What the place has is forked as early as it can be, as all ranks wait for the sum of
+        its gradients: each after its own work. What a branch made is forked where it is taken first, so that its gradient
+        is sent back as soon as it is there.
+        """
+        groups: dict[
+            tuple[bool, int], dict[int, int]
+        ] = {}  # of branches' values or not, where due → value → where ready
+        self.forked |= taken.keys()
+        for n, due in taken.items():
+            made = n in self.homes
+            given = [f.position for f in self.forks if n in f.values and f.position <= due]
+            ready = max([begun, self._ready(n), *given])
+            known = min((at for of, at in groups if of == made and at >= ready), default=due)
+            groups.setdefault((made, known), {})[n] = ready
+        return [
+            Fork(
+                at if made else max(group.values()),
+                self.around,
+                tuple(sorted(group)),
+                {n: self._takers(n, taken[n]) - {self.homes.get(n)} for n in sorted(group)},
+                {n: self.homes[n] for n in sorted(group) if made},
+            )
+            for (made, at), group in sorted(groups.items())
+        ]
+
+    def _joined(self, made: Mapping[int, int], branches: Mapping[int, int], end: int) -> Join:
+        outside = {n for n in made if self._others_take(n, end)}
+        takers = {n: self._takers(n, end) for n in made}
+        values = tuple(sorted((n, b) for n, b in made.items() if n in outside or takers[n] - {b}))
+        apart = {n: takers[n] - {b} for n, b in values if n not in outside}
+        kept = frozenset(n for n, b in values if b in takers[n])
+        return Join(min(branches.values()), end, self.around, values, apart, kept, tuple(branches))
 
 
-def _first_fork(region: _Open, graph: ModelGraph, number: int, position: int) -> int:
-    """With the first fork of the region after the value is there."""
-    made = graph.values[number].position
-    return min((p for p in region.fork_at.values() if p > made), default=position)
+def _made(event: Event) -> list[int]:
+    return [n for n in (*event.outputs, event.written) if n is not None]
 
 
-def _used_after(graph: ModelGraph, number: int, position: int, outputs: set[int]) -> bool:
-    return number in outputs or any(p >= position for p in graph.consumers.get(number, ()))
+def _wholes(graph: ModelGraph, at: Sequence[int]) -> list[int]:
+    """For each position, the end of the outermost call around it whose events are all of one place, as that runs unseen;
+    else the next position."""
+    found = [0] * len(graph.events)
+    for call in sorted(graph.calls.values(), key=lambda c: (c.start, -c.stop)):
+        if call.start < call.stop and not found[call.start] and len(set(at[call.start : call.stop])) == 1:
+            found[call.start : call.stop] = [call.stop] * (call.stop - call.start)
+    return [stop or p + 1 for p, stop in enumerate(found)]
 
 
 __all__ = ["Fork", "Join", "Placed", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import Findings, listing, source_place
-from meshwright.graph import ROOT, Call, ModelGraph, spelled
+from meshwright.graph import ROOT, Call, Event, ModelGraph, spelled
 from meshwright.layout import Cut, cut
 from meshwright.mesh import Mesh
 from meshwright.place import INNER, Place, Places, read_slice, trunk
@@ -310,24 +310,26 @@ def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: 
 
 
 def _tie(regions: Regions, places: Places, graph: ModelGraph, branch: int, join: Join) -> str:
-    """The value that stands between a branch and the others."""
-    own = places[branch].parent
-
-    def top(position: int) -> int:
-        chain = places.chain(regions.places[position])
-        return places.child(regions.places[position], own) if own in chain and chain[-1] != own else 0
-
-    for position, event in enumerate(graph.events):
+    """The value that stands between a branch and the others: what ended its region, or that of the one before it."""
+    joins = sorted(
+        (m for m in regions.moves if isinstance(m, Join) and m.around == join.around), key=lambda m: m.position
+    )
+    ended = joins[max(0, joins.index(join) - (join is joins[-1]))]
+    homes = dict(ended.values)
+    for event, place in list(zip(graph.events, regions.places, strict=True))[ended.position :]:
         for n in event.inputs:
-            maker = graph.values[n].position
-            if (top(position) == branch) != (top(maker) == branch) and (top(maker) or top(position)):
-                source, taker = graph.events[maker], event
-                file, _, line = source.line.rpartition(":")
+            if n in homes and homes[n] not in places.chain(place):
+                source = graph.events[graph.values[n].position]
                 return (
-                    f"{_module(taker.path)} takes what {_module(source.path)} gives ({source.function}, "
-                    f"{source_place(file, int(line or 0))}, shape {graph.values[n].shape}), and waits for it"
+                    f"{_module(event.path)} ({_where(event)}) takes what {_module(source.path)} gives ({_where(source)}, "
+                    f"shape {graph.values[n].shape}), and what comes after waits for it"
                 )
     return "they stand one after the other"
+
+
+def _where(event: Event) -> str:
+    file, _, line = event.line.rpartition(":")
+    return f"{event.function}, {source_place(file, int(line or 0))}"
 
 
 def _module(path: Any) -> str:

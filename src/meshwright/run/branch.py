@@ -1,21 +1,24 @@
 """Branches at work: what a region forks to them, and what it joins of them.
 
     fork   forward: each branch has the value as it is.     backward: one all-reduce, of each distinct share of the gradient;
-                                                            what another branch made gets its gradient there alone: one
-                                                            all-to-all
+                                                            or where other branches made the values, one all-to-all: each
+                                                            gets the gradients of its own
     join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
            lacks, whole                                     it gave
 
-All ranks of the place around a region take part in both; one that gets nothing does not wait. Every fork is tied to the
+All ranks of the place around a region take part in both. None waits for an all-to-all where it begins: what others send has
+its memory from then on, and is waited for where something takes it first: a value (view/stage.py), or a gradient (``Gate``).
+Every fork is tied to the
 join by an anchor, so that on every rank the backward of the join comes before that of the forks, whatever the rank made of
 the values: autograd runs in the opposite order of the forward, and so all ranks meet in the same collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
 from meshwright.view.axis import Ledger, locally
-from meshwright.view.stage import PathError
+from meshwright.view.stage import Joined, PathError
 from meshwright.view.work import whole
 
 
@@ -62,6 +65,37 @@ class Piece:
         return torch.Size(self.shape).numel()
 
 
+@dataclass
+class Arrival:
+    """An exchange that has begun.
+
+    Attributes:
+        sent: the memory of what this rank sends.
+        then: what is to be done with what it gets, in turn.
+    """
+
+    work: dist.Work | None
+    sent: Tensor | None
+    then: list[Callable[[], Any]] = field(default_factory=list)
+
+    @locally
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Until all that was sent to this rank is there, and what it sent has been taken."""
+        if self.work is not None:
+            self.work.wait()
+            for act in self.then:
+                act()
+        self.work, self.sent, self.then = None, None, []
+
+
+@dataclass
+class Gate:
+    """Where the gradient of a value that other branches send back is waited for, before what made the value takes it."""
+
+    arrival: Arrival | None = None
+
+
 class Branching:
     """Forks, joins and what runs between them, for one rank.
 
@@ -76,7 +110,8 @@ class Branching:
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
-        self._sending: list[tuple[dist.Work, Tensor]] = []  # what others have not taken yet, and its memory
+        self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
+        self._gates: dict[tuple[int, int], list[tuple[Gate, Tensor]]] = {}  # (place, value) → for each fork to come
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
         self.rows = 0
         self._streams: dict[int, Any] = {}
@@ -87,16 +122,16 @@ class Branching:
 
     def begin(self, rows: int) -> None:
         """A forward begins, of so many rows: the branches' random numbers follow from the trunk's."""
-        self.rows = rows
+        self.rows, self._gates = rows, {}
         seed = int(torch.randint(2**48, ()))
         own = [b for b in self.places.branches if b in self.mine]
         self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in own}
 
     def finish(self) -> None:
         """The step ends: all that was sent has arrived."""
-        sending, self._sending = self._sending, []
-        for work, _ in sending:
-            work.wait()
+        begun, self._begun = self._begun, []
+        for arrival in begun:
+            arrival.wait()
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +139,8 @@ class Branching:
         self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """See ``view.stage.Exchange``."""
-        wholes = {n: whole(t) for n, t in values.items()}
+        gates = {n: self._gates[move.around, n].pop() for n in move.values if self._gates.get((move.around, n))}
+        wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
         given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
         tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
@@ -113,7 +149,9 @@ class Branching:
             # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
             stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
             entering = [(wholes | stand_ins)[n] for n, _ in tied]
-            anchor, *out = _Fork.apply(self, move, tuple(tied), anchor, *entering)
+            anchor, *out = _Fork.apply(
+                self, move, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
+            )
             given |= dict(zip(tied, out, strict=True))
         return given, anchor
 
@@ -131,20 +169,27 @@ class Branching:
         here = self._at(branch)
         return here.tp == 0 and (here.share == 0 or self.places[branch].divides(rows))
 
-    def gradients(self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
+    def lend(self, around: int, number: int, t: Tensor) -> None:
+        """See ``view.stage.Exchange``."""
+        if t.requires_grad and torch.is_grad_enabled():
+            gate = Gate()
+            self._gates.setdefault((around, number), []).append((gate, _Gate.apply(gate, t)))
+
+    def gradients(
+        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+    ) -> dict[int, Tensor]:
         """Value → the sum of its gradients over the branches, on every rank that needs it.
 
         Args:
             given: (value, branch) → the gradient on this rank.
         """
+        if move.homes:
+            return self._sent_back(move, given, rows, gates)
         own: dict[int, Tensor] = {}
         for (n, branch), g in given.items():
-            if n not in move.homes:
-                g = g if self._leads(branch, rows) else torch.zeros_like(g)
-                own[n] = g if n not in own else own[n] + g
-        found = dict(zip(own, self._summed(move.around, list(own.values())), strict=True))
-        back = {key: g for key, g in given.items() if key[0] in move.homes}
-        return found | (self._sent_back(move, back, rows) if back else {})
+            g = g if self._leads(branch, rows) else torch.zeros_like(g)
+            own[n] = g if n not in own else own[n] + g
+        return dict(zip(own, self._summed(move.around, list(own.values())), strict=True))
 
     def _summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients, summed over the ranks of a place: one all-reduce a type."""
@@ -163,7 +208,9 @@ class Branching:
                 found[i] = g.view(gradients[i].shape)
         return [g for g in found if g is not None]
 
-    def _sent_back(self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
+    def _sent_back(
+        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+    ) -> dict[int, Tensor]:
         """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
         line = self._lines[move.around]
         sent: list[list[Tensor]] = [[] for _ in range(line.size)]
@@ -180,31 +227,33 @@ class Branching:
                     sent[back.receiver].append(part)
                 if back.receiver == line.rank:
                     wanted[back.sender].append((n, back.start, part))
-        got = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
+        got, arrival = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
         for row, tensors in zip(wanted, got, strict=True):
             for (n, start, part), g in zip(row, tensors, strict=True):
-                (found[n][start : start + len(part)] if part.dim() else found[n]).add_(g)
+                arrival.then.append(partial((found[n][start : start + len(part)] if part.dim() else found[n]).add_, g))
+        if found.keys() <= gates.keys():
+            for n in found:
+                gates[n].arrival = arrival
+        else:
+            arrival.wait()
         return found
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
-    def join(
-        self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor]:
+    def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
         """See ``view.stage.Exchange``."""
         anchors = anchors or [self._anchor()]
         if not move.values:
-            return {}, anchors[0]
+            return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         mine = {n: whole(t) for n, t in own.items()}
         self._check(mine, dict(move.values), graph)
         # What gets no gradient on one device gets none here, and not zeros.
         tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
         given = [mine[n] if n in tied else mine[n].detach() for n in mine]
-        here = self._lines[move.around].rank
-        found = tuple(dict.fromkeys(p.number for p in pieces if here in p.owners or here in p.takers))
-        tail, *out = _Join.apply(self, move, pieces, tuple(mine), found, tied, len(anchors), *anchors, *given)
-        return dict(zip(found, out, strict=True)), tail
+        found, arriving, arrival = self._exchanged(move, pieces, mine)
+        tail, *out = _Join.apply(self, move, found, tuple(mine), tied, len(anchors), *anchors, *given)
+        return Joined(dict(zip(found, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
         value, members = graph.values[number], self._members[branch]
@@ -240,28 +289,36 @@ class Branching:
                     f"torch.{value.dtype} was recorded: the other branches wait for that"
                 )
 
-    def exchanged(self, around: int, pieces: Sequence[Piece], own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Value → all of it, where it is taken. One all-to-all, in bytes, as types are mixed."""
-        line = self._lines[around]
+    @locally
+    @torch.no_grad()
+    def _exchanged(
+        self, move: Join, pieces: Sequence[Piece], own: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
+        """Value → all of it, where it is taken; those that are on their way; and until when. One all-to-all."""
+        line = self._lines[move.around]
         sent = [[own[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
         like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
-        got = self._swapped("join", line, sent, like)
-        found: dict[int, dict[int, Tensor]] = {}
+        got, arrival = self._swapped("join", line, sent, like)
+        parts: dict[int, dict[int, Tensor]] = {p.number: {} for p in pieces if line.rank in (*p.owners, *p.takers)}
         for p, t in zip((p for row in wanted for p in row), (t for row in got for t in row), strict=True):
-            found.setdefault(p.number, {})[p.start] = t
+            parts[p.number][p.start] = t
+        arriving = frozenset(p.number for row in wanted for p in row if p.numel)
         for p in pieces:
             if line.rank in p.owners:
-                found.setdefault(p.number, {})[p.start] = own[p.number]
-        return {
-            n: next(iter(parts.values())) if len(parts) == 1 else torch.cat([parts[s] for s in sorted(parts)])
-            for n, parts in found.items()
-        }
+                parts[p.number][p.start] = own[p.number]
+        found = {}
+        for n, rows in parts.items():
+            first = found[n] = next(iter(rows.values()))
+            if len(rows) > 1:  # from several ranks
+                found[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
+                arrival.then += [partial(found[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+        return found, arriving, arrival
 
     def _swapped(
         self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
-    ) -> list[list[Tensor]]:
-        """What other ranks sent, in one all-to-all, in bytes, as types are mixed.
+    ) -> tuple[list[list[Tensor]], Arrival]:
+        """What other ranks send, in one all-to-all, in bytes, as types are mixed: the memory, which is filled when waited for.
 
         Args:
             sent: to each rank of the line; what is for this one itself stays.
@@ -275,23 +332,16 @@ class Branching:
         self.ledger.moved(kind, flat)
         given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
         work = dist.all_to_all_single(got, flat, sizes, given, group=line.group, async_op=True)
-        if len(got):
-            work.wait()
-        else:
-            self._sending.append((work, flat))  # the others may be long in coming
+        arrival = Arrival(work, flat)
+        self._begun = [*(a for a in self._begun if a.work is not None), arrival]
         found: list[list[Tensor]] = []
         base = 0
         for r, row in enumerate(wanted):
             found.append([])
             for i, like in enumerate(row):
-                width = _size(like)
-                # A copy begins where its type may begin in memory.
-                piece = out[r][i] if r == line.rank else got[base : base + width].clone()
-                base += width * (r != line.rank)
-                found[-1].append(
-                    (piece.view(like.dtype) if width else got.new_empty(0, dtype=like.dtype)).view(like.shape)
-                )
-        return found
+                piece = out[r][i] if r == line.rank else got[base : (base := base + _size(like))]
+                found[-1].append(_typed(piece, like, arrival))
+        return found, arrival
 
     @property
     def device(self) -> torch.device:
@@ -351,17 +401,40 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     @locally
     def forward(
-        ctx: Any, branching: Branching, move: Fork, pairs: tuple[tuple[int, int], ...], anchor: Tensor, *values: Tensor
+        ctx: Any,
+        branching: Branching,
+        move: Fork,
+        pairs: tuple[tuple[int, int], ...],
+        gates: Mapping[int, Gate],
+        anchor: Tensor,
+        *values: Tensor,
     ) -> Any:
-        ctx.branching, ctx.move, ctx.pairs, ctx.rows = branching, move, pairs, branching.rows
+        ctx.branching, ctx.move, ctx.pairs, ctx.gates, ctx.rows = branching, move, pairs, gates, branching.rows
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
     @locally
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
         given = dict(zip(ctx.pairs, gradients, strict=True))
-        found = ctx.branching.gradients(ctx.move, given, ctx.rows)
-        return None, None, None, None, *(found.pop(n, None) for n, _ in ctx.pairs)
+        found = ctx.branching.gradients(ctx.move, given, ctx.rows, ctx.gates)
+        return None, None, None, None, None, *(found.pop(n, None) for n, _ in ctx.pairs)
+
+
+class _Gate(torch.autograd.Function):
+    """A value as it is; backward, until its gradient is there."""
+
+    @staticmethod
+    @locally
+    def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
+        ctx.gate = gate
+        return value.detach()
+
+    @staticmethod
+    @locally
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.gate.arrival is not None:
+            ctx.gate.arrival.wait()
+        return None, gradient
 
 
 class _Join(torch.autograd.Function):
@@ -373,18 +446,16 @@ class _Join(torch.autograd.Function):
         ctx: Any,
         branching: Branching,
         move: Join,
-        pieces: list[Piece],
+        found: dict[int, Tensor],
         mine: tuple[int, ...],
-        here: tuple[int, ...],
         tied: frozenset[int],
         anchors: int,
         *given: Tensor,
     ) -> Any:
         ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
-        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, here, tied, anchors
-        found = branching.exchanged(move.around, pieces, dict(zip(mine, given[anchors:], strict=True)))
-        out = [found[n].detach() for n in here]
-        ctx.mark_non_differentiable(*(t for n, t in zip(here, out, strict=True) if n not in tied))
+        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(found), tied, anchors
+        out = [t.detach() for t in found.values()]
+        ctx.mark_non_differentiable(*(t for n, t in zip(found, out, strict=True) if n not in tied))
         return given[0].detach(), *out
 
     @staticmethod
@@ -392,7 +463,7 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
         of = dict(zip(ctx.here, gradients, strict=True))
         own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
-        return *(None,) * 7, *(None,) * ctx.anchors, *own
+        return *(None,) * 6, *(None,) * ctx.anchors, *own
 
 
 def _size(t: Tensor) -> int:
@@ -402,6 +473,16 @@ def _size(t: Tensor) -> int:
 def _bytes(t: Tensor) -> Tensor:
     t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
+
+
+def _typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
+    """Received bytes as the tensor that they are; where they do not begin as its type must, a copy, once they are there."""
+    if not len(piece) or piece.storage_offset() % like.element_size():
+        aligned = torch.empty(like.shape, dtype=like.dtype, device=piece.device)
+        if len(piece):
+            arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
+        return aligned
+    return piece.data.view(like.dtype).view(like.shape)  # (data: what is written to one is not written to all)
 
 
 def _seed(seed: int, device: torch.device) -> None:

@@ -76,6 +76,14 @@ def _unavailable(func: Any, values: Any) -> RuntimeError:
     return walk.unavailable(number, name, "")
 
 
+def arrived(t: Tensor) -> None:
+    """Something outside the model reads a tensor: waits for it where it is on its way."""
+    mark, number = getattr(t, "_mw_value", (None, None))
+    walk = mark.walk() if mark is not None else None
+    if isinstance(walk, StageWalk) and number is not None:
+        walk.arrived(number)
+
+
 def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
     mark, number = getattr(before, "_mw_value", (None, None))
@@ -88,6 +96,26 @@ def replaced(before: Tensor, now: Tensor) -> None:
         walk.keep(now, number)
 
 
+def _at_once() -> None:
+    """Nothing is on its way."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a join gives.
+
+    Attributes:
+        values: value → what the place around computes with, where this rank takes it.
+        tail: what ties the next region of that place to this one.
+        arriving: the values whose memory is filled by others, and not before ``wait`` has returned.
+    """
+
+    values: Mapping[int, Tensor]
+    tail: Tensor
+    arriving: frozenset[int] = frozenset()
+    wait: Callable[[], None] = _at_once
+
+
 class Exchange(Protocol):
     """What forks and joins (run/branch.py)."""
 
@@ -96,11 +124,11 @@ class Exchange(Protocol):
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """(value, branch) → what it computes with; and an anchor, for the join of the region."""
 
-    def join(
-        self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Value → what the place around computes with, where this rank takes it; and the tail, which ties the next region
-        of that place to this one. ``own``: those of this rank's branch."""
+    def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
+        """Values of branches become those of the place around. ``own``: those of this rank's branch."""
+
+    def lend(self, around: int, number: int, t: Tensor) -> None:
+        """This rank's branch made a value that a fork to come gives to others. Once for each of them."""
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
@@ -278,6 +306,7 @@ class StageWalk(Walk):
         self._kept: dict[
             tuple[int, int], Tensor
         ] = {}  # (value, branch that made it) → what it goes on with after a join
+        self._arriving: dict[int, Callable[[], None]] = {}  # value → until it is there
         self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
         self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
         for number, value in received.items():
@@ -315,21 +344,38 @@ class StageWalk(Walk):
         number = self.number(t)
         if number is None:
             return t
-        if place and self.program.branches is not None:
-            found = self._of_branch(number, place)
-            if found is not None:
-                return found
-        return self._values.get(number, t)
+        found = self._taken(number, place)
+        return self._values.get(number, t) if found is None else found
 
-    def _of_branch(self, number: int, place: int) -> Tensor | None:
-        """What a branch, or one around it, computes with for a value; None where that is what all have."""
-        assert self.program.branches is not None
-        for p in reversed(self.program.branches.chain(place)):
-            if number in self._forked.get(p, ()):
-                return self._forked[p][number]
-            if (number, p) in self._kept:
-                return self._kept[number, p]
-        return None
+    def _of_branch(self, number: int, place: int) -> tuple[Tensor | None, bool]:
+        """What a branch, or one around it, computes with for a value, and whether it made that itself; None where that is
+        what all have."""
+        if place and self.program.branches is not None:
+            for p in reversed(self.program.branches.chain(place)):
+                if number in self._forked.get(p, ()):
+                    return self._forked[p][number], False
+                if (number, p) in self._kept:
+                    return self._kept[number, p], True
+        return None, False
+
+    def _taken(self, number: int, place: int) -> Tensor | None:
+        """The same, for something that takes it now: waits for it if it is on its way."""
+        found, own = self._of_branch(number, place)
+        if not own:
+            self.arrived(number)
+        return found
+
+    def _await(self, call: Call, place: int) -> None:
+        """Waits for all that a call takes, however it comes by it."""
+        for n in list(self._arriving):
+            if any(call.start <= p < call.stop for p in self.graph.consumers.get(n, ())):
+                self._taken(n, place)
+
+    def arrived(self, number: int) -> None:
+        """Waits for a value that is on its way, and with it for those that come with it."""
+        if (wait := self._arriving.get(number)) is not None:
+            wait()
+            self._arriving = {n: w for n, w in self._arriving.items() if w is not wait}
 
     def _reach(self, position: int) -> None:
         """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
@@ -352,7 +398,10 @@ class StageWalk(Walk):
     def _fork(self, move: Fork) -> None:
         assert self._exchange is not None
         apart = self.program.apart  # what only some branches take is on their ranks alone
-        standing = {n: self._inside(n, move.around) for n in move.values if n in self._values or n not in apart}
+        standing = {  # of what is on its way, the memory
+            n: self._inside(n, self._of_branch(n, move.around)[0])
+            for n in move.values if n in self._values or n not in apart
+        }  # fmt: skip
         given, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
@@ -361,20 +410,24 @@ class StageWalk(Walk):
 
     def _join(self, move: Join) -> None:
         assert self._exchange is not None
-        own = {n: self._inside(n, b) for n, b in move.values if b in self.program.mine}
+        own = {n: self._inside(n, self._taken(n, b)) for n, b in move.values if b in self.program.mine}
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
-        found, self._tails[move.around] = self._exchange.join(move, own, self.graph, anchors)
+        found = self._exchange.join(move, own, self.graph, anchors)
+        self._tails[move.around] = found.tail
         self._kept |= {(n, b): own[n] for n, b in move.values if n in own and n in move.kept}
-        for n, t in found.items():
+        for n, t in found.values.items():
             self.keep(t, n)
+        for fork in self._moves:
+            if isinstance(fork, Fork) and fork.around == move.around:
+                for n in fork.homes.keys() & own.keys():
+                    self._exchange.lend(move.around, n, found.values[n])
+        self._arriving |= dict.fromkeys(found.arriving, found.wait)
         self._missing -= {n for n, _ in move.values}
-        for branch in move.branches:
-            self._forked.pop(branch, None)
 
-    def _inside(self, number: int, place: int) -> Tensor:
-        """What stands for a value in a place that has it."""
-        if (found := self._of_branch(number, place)) is not None:
+    def _inside(self, number: int, found: Tensor | None) -> Tensor:
+        """What stands for a value in a place that has it; ``found``: there alone."""
+        if found is not None:
             return found
         if number not in self._values:
             event = self.graph.events[self.graph.values[number].position]
@@ -435,6 +488,7 @@ class StageWalk(Walk):
         place = self.program.place(call.start)
         given = args, kwargs
         args, kwargs = map_tensors(lambda t: self._had(t, place), given)
+        self._await(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
             stream, taken = self.program.streamed[path]
@@ -489,6 +543,7 @@ class StageWalk(Walk):
             )
         self.closed += 1
         for number in self.program.out:
+            self.arrived(number)
             self._values[number] = self._send(self._values[number])
         return self.outputs()
 
@@ -542,6 +597,7 @@ class StageWalk(Walk):
         result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
+            self._await(self.graph.calls[event.path], place)
             self.closed += 1
             return result
         if target is not None and event.written is not None:
@@ -577,6 +633,8 @@ class StageWalk(Walk):
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
+        if self._arriving and func in _SHOWS and (number := self.number(args[0])) is not None:
+            self.arrived(number)
         if func is _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage, asked where to make something
         return func(*args, **kwargs)
@@ -588,3 +646,6 @@ class StageWalk(Walk):
 
 
 _DEVICE = Tensor.device.__get__
+_SHOWS = frozenset(
+    [Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage]
+)  # no functions of a value, but reach its memory
