@@ -207,6 +207,49 @@ class Staged(nn.Module):
         return {"loss": F.mse_loss(self.head(fourth * fifth), y)}
 
 
+class Counting(MLP):
+    """What a row gives depends on how many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.shape[0] / 8
+
+
+class Counted(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_b = Counting()
+
+
+class Asked(Toy):
+    """The model asks what a branch gave for its rows, and numbers them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b = self.block_a(x), self.block_b(x)
+        b = F.gelu(b).view(len(b), -1) * (b.shape[0] / 8)
+        numbers = torch.arange(b.size(0), dtype=b.dtype)[:, None] / len(x)
+        return {"loss": F.mse_loss(self.head(a + b * numbers), y)}
+
+
+class Masked(Toy):
+    """A branch takes a table of positions, of as many rows as the batch may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_b = Mixing()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+        out = self.block_a(x) + self.block_b(x, mask / mask.sum(-1, keepdim=True))
+        return {"loss": F.mse_loss(self.head(out.mean(1)), y)}
+
+
+class Mixing(MLP):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(mask @ x)
+
+
 class Typed(Toy):
     """A branch's values have several types: what follows one in memory need not begin where its own type may."""
 

@@ -52,6 +52,11 @@ def test_the_forum_s_two_blocks(plan: str, workers: LocalWorkers) -> None:
     same(models.Toy, models.rows(), SHARES[plan], workers)
 
 
+def with_mesh(plan: dict[str, Any], mesh: dict[str, int], *modules: str) -> dict[str, Any]:
+    """A plan in which these modules' ranks form a mesh."""
+    return {**plan, "modules": {n: {**e, "mesh": mesh} if n in modules else e for n, e in plan["modules"].items()}}
+
+
 # --- ways of models ---------------------------------------------------------------------------------------------------
 
 WAYS: dict[str, tuple[Any, Any, Any]] = {
@@ -100,6 +105,25 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
     "inception": (
         models.Inception, models.images(),
         on({"tp": 4}, one="tp[0]", reduce3="tp[1:3]", conv3="tp[1:3]", pool="tp[3]", project="tp[3]"),
+    ),
+    "inception with rows divided": (
+        models.Inception, models.images(),
+        with_mesh(on({"tp": 4}, one="tp[0]", reduce3="tp[1:3]", conv3="tp[1:3]", pool="tp[3]", project="tp[3]"), {"dp": 2}, "reduce3", "conv3"),
+    ),
+    "towers with rows divided": (
+        models.Towers, models.pairs(),
+        with_mesh(
+            on({"tp": 4}, words="tp[0:2]", text="tp[0:2]", text_out="tp[0:2]", image="tp[2:4]", image_out="tp[2:4]"), {"dp_shard": 2},
+            "words", "text", "text_out", "image", "image_out",
+        ),
+    ),
+    "rows that are counted": (models.Counted, models.rows(), beside(1, 2, b={"dp": 2})),
+    "rows that the model asks for": (models.Asked, models.rows(), beside(1, 3, b={"dp_shard": 3})),
+    "rows that the model asks for, of both": (models.Asked, models.rows(), beside(2, 2, a={"dp": 2}, b={"dp_shard": 2})),
+    "as many positions as rows": (models.Masked, models.rows(6, 6), beside(1, 2, b={"dp": 2})),
+    "nested in a branch of several data ranks": (
+        models.Nested, models.rows(),
+        with_mesh(on({"tp": 5}, inner="tp[0:4]", other="tp[4]", inner__left="tp[0]", inner__right="tp[1]"), {"dp": 2, "tp": 2}, "inner"),
     ),
     "towers": (
         models.Towers, models.pairs(),
@@ -261,6 +285,27 @@ def test_optimizers_that_take_parameters_together_take_those_of_all_places(worke
     plan = WAYS["siamese"][2]  # a weight of two branches, and the trunk's: lists of parameters must be of one kind
     found = [workers.run(losses, plan, how, ranks=2)[0] for how in ({}, {"foreach": True}, {"fused": True})]
     assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
+
+
+def loss_of(plan: Any, build: Any, sample: Any, batch: Any) -> float:
+    return mw.parallelize(build, plan, batch=sample, dtype=torch.float64).step(batch).item()
+
+
+def test_rows_of_a_batch_that_come_to_be_as_many_as_something_else(workers: LocalWorkers) -> None:
+    plan, sample = beside(1, 2, b={"dp": 2}), models.rows(8, 6)
+    for rows in (8, 6, 5):
+        batch = {name: t.double() for name, t in models.rows(rows, 6).items()}
+        (alone,) = workers.run(loss_of, {"mesh": "dp_shard=1"}, models.Masked, sample, batch, ranks=1)
+        found = workers.run(loss_of, plan, models.Masked, sample, batch, ranks=3)
+        assert found == [pytest.approx(alone, rel=1e-12)] * 3
+
+
+def test_plain_functions_of_a_branch_stay_there_with_its_rows(workers: LocalWorkers) -> None:
+    build, batch, plan = WAYS["inception with rows divided"]
+    recipe = mw.make_recipe(build, plan, batch)
+    assert recipe.branches[1].splits and not any("all rows" in note for note in recipe.notes)
+    for found in workers.run(facts, plan, build, batch, ranks=4):
+        assert (found["counted"]["join"][0], found["counted"]["fork"][0]) == (1, 1)
 
 
 def test_names_and_values_are_those_of_one_device(workers: LocalWorkers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.place import Place
 from meshwright.plan import Plan, PlanLike
-from meshwright.planning.branch import rows_apart
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
+from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
 from meshwright.recipe import Recipe
@@ -110,8 +111,12 @@ class Planned:
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""
+        dividing = [p for p in self.recipe.branches if p.splits]
         with computing_in(self._model, self._precision):
-            return capture(self._model, run)
+            graph = capture(self._model, run)
+            if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
+                return graph
+            return replace(graph, rows=rows_of_batch(graph) or 0, by_rows=events_by_rows(self._model, run, graph))
 
     def rows_apart(self, place: Place, graph: ModelGraph) -> bool:
         """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""

@@ -123,6 +123,10 @@ class ModelGraph:
     Attributes:
         returned: the values in what the loss function gave.
         of_this_batch: whether values of the batch were read, so that another batch may take another path.
+        ways: of a read, what its call returned, which another way gives too.
+        outputs: what each event gave, without values.
+        rows: of the batch, where data ranks of branches can each run their own of them; else 0.
+        by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -130,8 +134,10 @@ class ModelGraph:
     values: list[Value] = field(default_factory=list)
     returned: tuple[int, ...] = ()
     of_this_batch: bool = False
-    ways: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of a read: what its call returned, another way too
-    outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)  # what each event gave, without values
+    ways: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)
+    rows: int = 0
+    by_rows: frozenset[int] = frozenset()
 
     @cached_property
     def signature(self) -> int:

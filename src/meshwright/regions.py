@@ -177,7 +177,7 @@ def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]
     end = graph.calls[ROOT].stop
     for p, event in enumerate(graph.events):
         if not fixed[p] and p < end:
-            at[p] = _absorbed(event, made, places, at, graph)
+            at[p] = _absorbed(p, made, places, graph)
         for n in (*event.outputs, event.written):
             if n is not None:
                 made[n] = at[p]
@@ -205,7 +205,7 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
             continue
         (taker,) = takers
         homes = {at[maker[n]] for n in inputs}
-        if taker == at[p] or any(places[q].splits for h in (taker, *homes) for q in places.chain(h)):
+        if taker == at[p] or (p not in graph.by_rows and any(_splits(places, h) for h in (taker, *homes))):
             continue
         around = at[p] in places.chain(taker)
         beside = not around and taker not in places.chain(at[p]) and homes == {at[p]}
@@ -225,8 +225,9 @@ def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
     return sum(graph.values[n].bytes for n in set(numbers))
 
 
-def _absorbed(event: Event, made: Mapping[int, int], places: Places, at: list[int], graph: ModelGraph) -> int:
+def _absorbed(position: int, made: Mapping[int, int], places: Places, graph: ModelGraph) -> int:
     """The place of an event that no placed module holds."""
+    event = graph.events[position]
     homes = {made.get(n, 0) for n in event.inputs}
     if event.reads or event.parameters or event.buffers or not homes:
         return 0
@@ -238,7 +239,12 @@ def _absorbed(event: Event, made: Mapping[int, int], places: Places, at: list[in
         return 0
     longest = max(chains, key=len)
     found = longest[-1] if all(longest[: len(c)] == c for c in chains) else _common(chains)
-    return 0 if any(places[p].splits for p in places.chain(found)) else found
+    return found if position in graph.by_rows or not _splits(places, found) else 0
+
+
+def _splits(places: Places, place: int) -> bool:
+    """Whether ranks of a place have rows of their own."""
+    return any(places[p].splits for p in places.chain(place))
 
 
 def _common(chains: list[tuple[int, ...]]) -> int:

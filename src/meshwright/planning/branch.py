@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.errors import Findings, listing, source_place
-from meshwright.graph import ROOT, Call, Event, ModelGraph, spelled
-from meshwright.layout import Cut, cut
+from meshwright.graph import Event, ModelGraph, spelled
 from meshwright.mesh import Mesh
 from meshwright.place import INNER, Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
-from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import pytree
+from meshwright.planning.rows import rows_apart
 from meshwright.regions import Join, Placed, Regions, find_regions
-from meshwright.view.axis import Ledger, PlannedAxis
-from meshwright.view.mode import GlobalView
 from meshwright.view.stage import STUB, StageProgram, crossings
-from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.tensor import View
-from meshwright.view.work import Work
 
 
 @dataclass(frozen=True)
@@ -176,15 +167,20 @@ def find_branches(
     check_streams(said.streams, graph, findings)
     if not said.places:
         return said, notes
+    around = {p.parent for p in said.places}
     chosen, placed = (
-        tuple(replace(p, splits=p.data > 1 and rows_apart(model, p, graph)) for p in said.places),
+        tuple(
+            replace(p, splits=p.data > 1 and number not in around and rows_apart(model, p, graph))
+            for number, p in enumerate(said.places, 1)
+        ),
         said.placed,
     )
-    for place in chosen:
+    for number, place in enumerate(chosen, 1):
         if place.data > 1 and not place.splits:
+            why = "what a row gives depends on others, or is not one result a row"
             notes.append(
-                f"{', '.join(place.modules[:3])} on {place.on}: what a row gives depends on others, or is not one result a "
-                "row: each data rank of it runs all rows, which is right, and no faster"
+                f"{', '.join(place.modules[:3])} on {place.on}: {'it has branches within' if number in around else why}: "
+                "each data rank of it runs all rows, which is right, and no faster"
             )
     tree = Places(plan.mesh, (trunk(plan.mesh), *chosen))
     regions = find_regions(graph, placed, tree)
@@ -364,68 +360,3 @@ def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:
         if name in graph.events[position].buffers:
             return branches.regions.places[position]
     return place_of(name.rpartition(".")[0], branches.placed)[0]
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
-    """Whether the data ranks of a place can each run their own rows: every call of its modules then gives, of some rows,
-    those rows of what it gives of all. Shown by the rules of the view, with the rows cut: nothing may have to be gathered.
-    """
-    modules = dict(model.named_modules())
-    calls = [c for c in graph.calls.values() if c.module in place.modules]
-    return bool(calls) and all(_call_rows_apart(model, modules[c.module], c, place.data, graph) for c in calls)
-
-
-def _call_rows_apart(model: nn.Module, module: nn.Module, call: Call, shares: int, graph: ModelGraph) -> bool:
-    rows = _rows(graph)
-    inputs = [t for t in tensors_of(call.given) if t.dim() and t.shape[0] == rows]
-    outputs = tensors_of(call.returned)
-    if rows is None or rows < shares or not inputs or any(not t.dim() or t.shape[0] != rows for t in outputs):
-        return False
-    layout = cut(0, rows, shares)
-    work = Work(PlannedAxis("rows", shares, 0, ledger := Ledger()), ledger)
-
-    def by_rows(t: Tensor) -> Tensor:
-        if not t.dim() or t.shape[0] != rows:
-            return t
-        return View(t.detach().new_empty((layout.local(0), *t.shape[1:])), layout, work)
-
-    mode = GlobalView(work, lambda x: None)
-    try:
-        with ExitStack() as stack:
-            for context in (torch.no_grad(), Shadow(), Meeting(), mode.on()):
-                stack.enter_context(context)
-            args, kwargs = pytree.tree_map_only(Tensor, by_rows, call.given)
-            found = tensors_of(module(*args, **kwargs))
-        apart = all(isinstance(t, View) and t._mw_layout == layout for t in found) and not ledger.calls
-        return apart and not ledger.fallbacks and _runs_on_fewer(module, call, layout, len(outputs))
-    except Exception:  # what a module makes of fewer rows need not make sense to it: then it gets all
-        return False
-
-
-def _runs_on_fewer(module: nn.Module, call: Call, layout: Cut, count: int) -> bool:
-    """Whether a module, given some of the rows, gives as many."""
-    rows = layout.local(0)
-
-    def some(t: Tensor) -> Tensor:
-        return t[:rows] if t.dim() and t.shape[0] == layout.size else t
-
-    with torch.no_grad(), Shadow(), Meeting():
-        if not _plain(call.given):
-            return False
-        args, kwargs = map_tensors(some, call.given)
-        found = tensors_of(module(*args, **kwargs))
-    return len(found) == count and all(t.shape[0] == rows for t in found)
-
-
-def _plain(given: Any) -> bool:
-    """Whether pytree knows all of it: other containers would be written to."""
-    return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(given))
-
-
-def _rows(graph: ModelGraph) -> int | None:
-    """Of the batch that was recorded."""
-    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]
-    return sizes[0] if sizes else None

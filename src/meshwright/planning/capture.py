@@ -20,7 +20,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.walk import Forwards, Walk
+from meshwright.view.walk import Walk, following
 
 
 def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
@@ -30,22 +30,12 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
         model: with parameters on meta; its forwards are followed for the time of the call.
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
     """
-    before = {m: vars(m).get("forward") for m in model.modules()}
-    forwards = Forwards(model)
-    try:
-        recorder = Recorder(model)
-        shadow, meeting = Shadow(), Meeting()
-        with torch.enable_grad(), recorder.cost, shadow, meeting, forwards.followed(recorder):
-            result = run(model)
-        recorder.graph.of_this_batch = shadow.known + meeting.known > 0
-        recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
-        return recorder.graph
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
+    recorder, shadow, meeting = Recorder(model), Shadow(), Meeting()
+    with torch.enable_grad(), recorder.cost, shadow, meeting, following(model, recorder):
+        result = run(model)
+    recorder.graph.of_this_batch = shadow.known + meeting.known > 0
+    recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
+    return recorder.graph
 
 
 @contextmanager

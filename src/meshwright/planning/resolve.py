@@ -31,6 +31,7 @@ from meshwright.planning.branch import (
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.concurrent import place_concurrent, wants_branches
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
+from meshwright.planning.rows import events_by_rows
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
 from meshwright.planning.units import Uses, repeated_blocks
@@ -81,7 +82,8 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    graph = _captured(model, plan, run) if branches or plan.mesh.axis_size("pp") > 1 else None
+    by_rows = any(p.data > 1 for p in branches.places)
+    graph = _captured(model, plan, run, by_rows=by_rows) if branches or plan.mesh.axis_size("pp") > 1 else None
     if graph is not None:
         branches, more = find_branches(model, plan, branches, graph, findings)
         of_branches += more
@@ -444,10 +446,11 @@ def _reshards(plan: Plan) -> bool:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, plan: Plan, run: Run) -> ModelGraph:
-    """The forward on the sample, recorded."""
+def _captured(model: nn.Module, plan: Plan, run: Run, *, by_rows: bool = False) -> ModelGraph:
+    """The forward on the sample, recorded. ``by_rows``: also, of which functions data ranks can run their own rows."""
     with computing_in(model, plan.precision):
-        return capture(model, run)
+        graph = capture(model, run)
+        return replace(graph, by_rows=events_by_rows(model, run, graph)) if by_rows else graph
 
 
 def _stages(

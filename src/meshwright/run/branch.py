@@ -121,7 +121,7 @@ class Branching:
         return Line(group, dist.get_rank(group), dist.get_world_size(group))
 
     def begin(self, rows: int) -> None:
-        """A forward begins, of so many rows: the branches' random numbers follow from the trunk's."""
+        """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's."""
         self.rows, self._gates = rows, {}
         seed = int(torch.randint(2**48, ()))
         own = [b for b in self.places.branches if b in self.mine]

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.private import without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
-from meshwright.view.stage import Elsewhere, replaced
+from meshwright.view.stage import Elsewhere, held, replaced
 from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.tensor import View
+from meshwright.view.tensor import View, local_of
 
 
 def needs_fsdp(recipe: Recipe) -> bool:
@@ -143,8 +143,8 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*given, last) if before else last
-        tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
-        plain = [t._mw_local if isinstance(t, View) else t for t in tensors]
+        tensors = [t for t in tensors_of(subject) if not isinstance(held(t), Elsewhere)]
+        plain = [local_of(held(t)) for t in tensors]
         with without_modes():
             if before:
                 (new,), _ = hook(module, (plain,), {})
@@ -153,15 +153,16 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
+        return map_tensors(lambda t: t if isinstance(held(t), Elsewhere) else _as_before(*next(back)), subject)
 
     return run
 
 
 def _as_before(before: Tensor, now: Tensor) -> Tensor:
     """What the hook gave in place of a tensor, as the model is to see it."""
-    if now is (before._mw_local if isinstance(before, View) else before):
+    own = held(before)
+    if now is local_of(own):
         return before
-    given = View(now, before._mw_layout, before._mw_work) if isinstance(before, View) else now
+    given = View(now, own._mw_layout, own._mw_work) if isinstance(own, View) else now
     replaced(before, given)
     return given

@@ -29,7 +29,7 @@ from meshwright.run.branch import Branching
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
-from meshwright.run.step import BACKWARD, called, rows_of
+from meshwright.run.step import BACKWARD, called
 from meshwright.run.streams import Streams
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
@@ -367,7 +367,7 @@ class _Step:
             streams=None if self.split else self.p.streams,
         )
         if self.p.branching is not None:
-            self.p.branching.begin(rows_of(self.pieces[m]))
+            self.p.branching.begin(program.graph.rows)
         if self.split:
             flight.later = LaterWeights()
         with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares.on():

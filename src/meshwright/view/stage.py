@@ -84,6 +84,15 @@ def arrived(t: Tensor) -> None:
         walk.arrived(number)
 
 
+def held(t: Tensor) -> Tensor:
+    """What this rank has of a value of which it made some rows, and the model sees all; else the tensor itself."""
+    mark, number = getattr(t, "_mw_value", (None, None))
+    walk = mark.walk() if mark is not None else None
+    if not isinstance(t, Elsewhere) or not isinstance(walk, StageWalk) or number is None:
+        return t
+    return walk.own_rows(number, t)
+
+
 def replaced(before: Tensor, now: Tensor) -> None:
     """Something outside the model has put a tensor in place of another, which the model goes on with."""
     mark, number = getattr(before, "_mw_value", (None, None))
@@ -230,6 +239,10 @@ class StageProgram:
         """The place of an event."""
         return self._places[position] if self._places else 0
 
+    def divides(self, place: int) -> bool:
+        """Whether a rank may have some rows alone of what is made in a place."""
+        return place > 0 and self.branches is not None and self.branches[place].splits
+
     def here(self, position: int) -> bool:
         return self.start <= position < self.stop and self.place(position) in self.mine
 
@@ -303,9 +316,8 @@ class StageWalk(Walk):
         self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
         self._moves = [m for m in program.moves if m.around in program.mine]
         self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
-        self._kept: dict[
-            tuple[int, int], Tensor
-        ] = {}  # (value, branch that made it) → what it goes on with after a join
+        # (value, branch that made it) → what that goes on with after a join; or its rows of it, where it has some.
+        self._kept: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[int, Callable[[], None]] = {}  # value → until it is there
         self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
         self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
@@ -325,11 +337,15 @@ class StageWalk(Walk):
         self.name_value(t, number)
         self._values[number] = t
 
-    def _gave(self, t: Tensor, number: int | None) -> None:
-        """A tensor that this stage made."""
+    def _gave(self, t: Tensor, number: int | None, place: int = 0) -> None:
+        """A tensor that this stage made, in a place."""
         if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
             return
-        self.keep(t, number)
+        if self.program.divides(place):
+            self.name_value(t, number)
+            self._kept[number, place] = t
+        else:
+            self.keep(t, number)
         if number not in self.program.joined:
             self._missing.discard(number)
 
@@ -357,6 +373,10 @@ class StageWalk(Walk):
                 if (number, p) in self._kept:
                     return self._kept[number, p], True
         return None, False
+
+    def own_rows(self, number: int, t: Tensor) -> Tensor:
+        """This rank's rows of a value, where it made some; else ``t``."""
+        return self._kept.get((number, self.program.place(self.graph.values[number].position)), t)
 
     def _taken(self, number: int, place: int) -> Tensor | None:
         """The same, for something that takes it now: waits for it if it is on its way."""
@@ -499,8 +519,7 @@ class StageWalk(Walk):
             result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
         finally:
             self.closed -= 1
-        self._returned(call, result)
-        return result
+        return self._returned(call, result, place)
 
     def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call or event of a branch: on its share of the rows, with its own random numbers."""
@@ -510,16 +529,29 @@ class StageWalk(Walk):
             args, kwargs = map_tensors(lambda t: exchange.share(place, t), (args, kwargs))
             return forward(*args, **kwargs)
 
-    def _returned(self, call: Call, result: Any) -> None:
-        """A call that ran here, unseen, gave ``result``."""
+    def _returned(self, call: Call, result: Any, place: int = 0) -> Any:
+        """A call that ran here, unseen, gave ``result``; what the model is to see."""
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
                 f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
             )
         for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
-            self._gave(t, number)
+            self._gave(t, number, place)
             self._passed(t, before)
+        return self._all_rows(result, place, call.outputs, call.returned)
+
+    def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
+        """What was made in a place as the model sees it: all rows, also where this rank has some of them."""
+        if not self.program.divides(place):
+            return result
+        likes = zip(numbers, tensors_of(recorded), strict=True)
+
+        def stand(t: Tensor) -> Tensor:
+            number, like = next(likes)
+            return t if number is None else self._standing(number, like)
+
+        return map_tensors(stand, result)
 
     def _passed(self, t: Tensor, before: Tensor) -> None:
         """Where a parameter was handed on when the forward was recorded, its local part is what stands for it."""
@@ -612,9 +644,9 @@ class StageWalk(Walk):
         recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
         for t, number, before in zip(given, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
-                self._gave(t, number)
+                self._gave(t, number, place)
             self._passed(t, before)
-        return result
+        return self._all_rows(result, place, event.outputs, self.graph.outputs[event.path, event.index])
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
         """An event of another stage."""

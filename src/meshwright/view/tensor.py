@@ -120,6 +120,11 @@ class View(Tensor):
         return self.clone()
 
 
+def local_of(t: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return t._mw_local if isinstance(t, View) else t
+
+
 def first_view(value: Any) -> View | None:
     """The first View in nested tuples, lists and dicts."""
     if isinstance(value, View):

@@ -93,6 +93,21 @@ class Forwards:
             self.walk = before
 
 
+@contextmanager
+def following(model: nn.Module, walk: Walk) -> Iterator[None]:
+    """For the time of one forward, ``walk`` follows it; then the model is as it was."""
+    before = {m: vars(m).get("forward") for m in model.modules()}
+    try:
+        with Forwards(model).followed(walk):
+            yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
+
+
 def _no_walk() -> None:
     return None
 

@@ -1,0 +1,186 @@
+"""Can data ranks of a branch each run their own rows? Shown by running it for its shapes, in three ways.
+
+    with the rows cut     by the rules of the view: nothing may have to be gathered, and what comes out is cut as what goes in
+    with fewer rows       what comes out has as many
+    both compared         the same functions with the same constants, but for sizes of shapes: a result that is divided by
+                          the number of rows would be another one
+
+What is not shown is not so: then each rank runs all rows, which is right, and no faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
+from meshwright.layout import cut
+from meshwright.place import Place
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.private import pytree
+from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.mode import GlobalView
+from meshwright.view.structure import map_tensors, tensors_of
+from meshwright.view.tensor import View
+from meshwright.view.walk import Walk, following, is_fact
+from meshwright.view.work import Work
+
+# Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.
+_SHAPED = frozenset(
+    "view reshape expand broadcast_to unflatten zeros ones empty new_zeros new_ones new_empty rand randn".split()
+)
+
+
+def rows_of_batch(graph: ModelGraph) -> int | None:
+    """Of the batch that was recorded."""
+    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]
+    return sizes[0] if sizes else None
+
+
+def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
+    """Whether the data ranks of a place can each run their own rows, in this forward: every call of its modules then gives, of
+    some rows, those rows of what it gives of all, and nothing else."""
+    modules, rows = dict(model.named_modules()), rows_of_batch(graph)
+    calls = [c for c in graph.calls.values() if c.module in place.modules]
+    if rows is None or rows < place.data or not calls or any(c.fresh or c.stashed for c in calls):
+        return False
+    return all(_call_apart(model, modules[c.module], c, Rows(rows, place.data, model)) for c in calls)
+
+
+class Rows:
+    """So many rows, in so many shares."""
+
+    def __init__(self, rows: int, shares: int, model: nn.Module) -> None:
+        self.rows, self.layout = rows, cut(0, rows, shares)
+        self._names = {id(m): n for n, m in model.named_modules()}
+
+    @property
+    def fewer(self) -> int:
+        return self.layout.local(0)
+
+    def has(self, t: Tensor) -> bool:
+        return t.dim() > 0 and t.shape[0] == self.rows
+
+    def cut_apart(self, run: Callable[..., Any], given: Any) -> bool:
+        """Whether ``run`` gives rows cut as those it is given, without moving any. ``given``: args and kwargs."""
+        ledger = Ledger()
+        work = Work(PlannedAxis("rows", self.layout.ranks, 0, ledger), ledger, self._names)
+
+        def by_rows(t: Tensor) -> Tensor:
+            if not self.has(t) or isinstance(t, nn.Parameter):
+                return t
+            return View(t.detach().new_empty((self.fewer, *t.shape[1:])), self.layout, work)
+
+        with GlobalView(work, lambda x: None).on():
+            args, kwargs = pytree.tree_map_only(Tensor, by_rows, given)
+            found = tensors_of(run(*args, **kwargs))
+        cut_as_given = all(isinstance(t, View) and t._mw_layout == self.layout for t in found)
+        return cut_as_given and not ledger.calls and not ledger.fallbacks
+
+    def some(self, given: Any) -> Any:
+        """What is given, with fewer rows."""
+        return map_tensors(lambda t: t[: self.fewer] if self.has(t) and not isinstance(t, nn.Parameter) else t, given)
+
+
+class _Constants(TorchFunctionMode):
+    """What torch functions are called with besides tensors, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_fact(func):
+            leaves = [x for x in pytree.tree_leaves((args, kwargs or {})) if not isinstance(x, Tensor)]
+            self.found.append((getattr(func, "__name__", str(func)), leaves))
+        return func(*args, **(kwargs or {}))
+
+
+def _alike(whole: _Constants, fewer: _Constants) -> bool:
+    if len(whole.found) != len(fewer.found):
+        return False
+    pairs = zip(whole.found, fewer.found, strict=True)
+    return all(a == b or (a[0] == b[0] and a[0] in _SHAPED) for a, b in pairs)
+
+
+def _call_apart(model: nn.Module, module: nn.Module, call: Call, rows: Rows) -> bool:
+    inputs = [t for t in tensors_of(call.given) if rows.has(t)]
+    outputs = tensors_of(call.returned)
+    if not inputs or not all(map(rows.has, outputs)) or not _plain(call.given):
+        return False
+    try:
+        with torch.no_grad(), Shadow(), Meeting():
+            if not rows.cut_apart(module, call.given):
+                return False
+            args, kwargs = rows.some(call.given)
+            with _Constants() as fewer:
+                found = tensors_of(module(*args, **kwargs))
+            args, kwargs = call.given
+            with _Constants() as whole:
+                module(*args, **kwargs)
+    except Exception:  # what a module makes of fewer rows need not make sense to it: then it gets all
+        return False
+    return len(found) == len(outputs) and all(len(t) == rows.fewer for t in found) and _alike(whole, fewer)
+
+
+def _plain(given: Any) -> bool:
+    """Whether pytree knows all of it: other containers would be written to."""
+    return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(given))
+
+
+class _Finder(Walk):
+    """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
+
+    def __init__(self, graph: ModelGraph, rows: Rows) -> None:
+        super().__init__()
+        self.graph, self.rows, self.found = graph, rows, set[int]()
+
+    def entered(
+        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.follow(path, forward, args, kwargs)
+
+    def event(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
+    ) -> Any:
+        position = self.graph.positions.get((path, index))
+        if position is not None and self._apart(self.graph.events[position], func, args, kwargs, tensors):
+            self.found.add(position)
+        result = func(*args, **kwargs)
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not any(t is x for x in tensors):
+                self.name_value(t, None)
+        return result
+
+    def _apart(
+        self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> bool:
+        bound = event.reads or event.mean_loss or event.parameters or event.buffers or event.written is not None
+        if bound or not event.inputs or not all(self.rows.has(t) for t in tensors if self.known(t)):
+            return False
+        try:
+            with torch.no_grad():
+                few, named = self.rows.some((args, kwargs))
+                fewer = tensors_of(func(*few, **named))
+                return all(len(t) == self.rows.fewer for t in fewer) and self.rows.cut_apart(func, (args, kwargs))
+        except Exception:
+            return False
+
+
+def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: ModelGraph) -> frozenset[int]:
+    """The positions of plain functions of a forward of which data ranks can each run their own rows: those of modules apart.
+
+    Args:
+        run: the forward that ``graph`` was recorded of.
+    """
+    rows = rows_of_batch(graph)
+    if rows is None or rows < 2:
+        return frozenset()
+    finder = _Finder(graph, Rows(rows, 2, model))
+    with torch.enable_grad(), Shadow(), Meeting(), following(model, finder):
+        run(model)
+    return frozenset(finder.found)
