@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.draw.branches import branches
 from meshwright.draw.terminal import console
-from meshwright.view.stage import Elsewhere
 
 A, B = "foo.block_a", "foo.block_b"
 PLANS: dict[str, dict[str, Any]] = {
@@ -82,7 +81,7 @@ def train(plan: dict[str, Any]) -> tuple[list[float], list[str], dict[str, tuple
     ran: list[str] = []
 
     def meet(name: str, output: Tensor) -> None:
-        if not isinstance(output, Elsewhere):  # this rank ran it
+        if not isinstance(output, mw.Elsewhere):  # this rank ran it
             ran.append(name)
             dist.barrier()  # waits for the ranks that run the other block
 

@@ -291,6 +291,32 @@ def loss_of(plan: Any, build: Any, sample: Any, batch: Any) -> float:
     return mw.parallelize(build, plan, batch=sample, dtype=torch.float64).step(batch).item()
 
 
+def seen(plan: Any) -> Any:
+    """What a hook on the second block sees on this rank: its type, shape, and the rows that are here."""
+    found: list[Any] = []
+    job = mw.parallelize(models.Toy, plan, batch=models.rows(8))
+    block = job.module.get_submodule("block_b")
+    block.register_forward_hook(
+        lambda m, i, out: found.append((type(out), tuple(out.shape), getattr(out, "rows", None), out))
+    )
+    job.step(models.rows(8))
+    kind, shape, rows, out = found[0]
+    message = ""
+    try:
+        out.sum()
+    except RuntimeError as error:
+        message = str(error)
+    return kind, shape, None if rows is None else tuple(rows.shape), message
+
+
+def test_hooks_see_what_is_here_and_its_shape_on_one_device(workers: LocalWorkers) -> None:
+    first, *others = workers.run(seen, beside(1, 2, b={"dp": 2}), ranks=3)
+    shape = (8, models.DIM)
+    assert first[:3] == (mw.Elsewhere, shape, None) and "lives on other ranks" in first[3]
+    for found in others:
+        assert found[:3] == (mw.Rows, shape, (4, models.DIM)) and ".rows" in found[3]
+
+
 def test_rows_of_a_batch_that_come_to_be_as_many_as_something_else(workers: LocalWorkers) -> None:
     plan, sample = beside(1, 2, b={"dp": 2}), models.rows(8, 6)
     for rows in (8, 6, 5):

@@ -15,6 +15,7 @@
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
+    view.standing  Elsewhere, Rows             what a hook sees of a value that is not here, or not whole
 
 Names load when they are first used, so that a picture of a plan needs no torch.
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from meshwright.run.job import Job
     from meshwright.run.watch import Watch
     from meshwright.run.workers import local_workers
+    from meshwright.view.standing import Elsewhere, Rows
 
 __version__ = "0.1.0"
 
@@ -61,6 +63,7 @@ _HOME = {
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
+    "Elsewhere": "view.standing", "Rows": "view.standing",
 }  # fmt: skip
 
 __all__ = [
@@ -70,6 +73,7 @@ __all__ = [
     "CheckpointError",
     "Comparison",
     "Cut",
+    "Elsewhere",
     "Finding",
     "Hardware",
     "Job",
@@ -79,6 +83,7 @@ __all__ = [
     "PlanError",
     "Recipe",
     "Report",
+    "Rows",
     "ShardMap",
     "Watch",
     "check",

@@ -73,6 +73,11 @@ class Regions:
         """From the first event of each region to its join."""
         return [(m.first, m.position) for m in self.moves if isinstance(m, Join)]
 
+    @property
+    def spans_of_several(self) -> list[tuple[int, int]]:
+        """Of those regions in which branches run beside each other."""
+        return [(m.first, m.position) for m in self.moves if isinstance(m, Join) and len(m.branches) > 1]
+
     def alone(self) -> dict[int, Join]:
         """Branches that run in no region with another: the last join of each."""
         found: dict[int, Join] = {}

@@ -36,10 +36,14 @@ Pattern = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A part of a branch's forward: the calls of modules, one after the other; and its work, in operations."""
+    """A part of a branch's forward: the calls of modules, one after the other; their events; and its work, in operations."""
 
     modules: tuple[str, ...]
+    positions: tuple[int, ...]
     work: int
+
+
+_Placed = list[tuple[Candidate, str]]  # the branches of a region, and the slice that each has
 
 
 def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...]]:
@@ -80,8 +84,8 @@ def _weights(graph: ModelGraph, calls: Sequence[Call]) -> int:
 
 
 def _candidate(graph: ModelGraph, calls: Sequence[Call]) -> Candidate:
-    events = [e for c in calls for e in graph.events[c.start : c.stop]]
-    return Candidate(tuple(c.module for c in calls), sum(e.work for e in events))
+    positions = tuple(p for c in calls for p in range(c.start, c.stop))
+    return Candidate(tuple(c.module for c in calls), positions, sum(graph.events[p].work for p in positions))
 
 
 def _regions(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> Iterator[list[list[Call]]]:
@@ -156,20 +160,17 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     ranks, found, notes = plan.mesh.axis_size("tp"), dict[str, list[str]](), list[str]()
     said = {name for name, entry in entries.items() if entry.on not in (None, "auto")}
     names = [""] if plan.branches == "auto" else [name for name, entry in entries.items() if entry.on == "auto"]
-    for region in (r for name in names for r in concurrent(graph, name)):
-        modules = [m for branch in region for m in branch.modules]
-        if ranks < 2 or any(_within(m, s) or _within(s, m) for m in modules for s in said):
-            continue
-        slices = _slices([b.work for b in region], ranks)
-        if not _can_run(region, slices, plan.mesh, graph):
-            continue
-        for branch, place in zip(region, slices, strict=True):
+    regions: list[_Placed] = []
+    for branches in (r for name in names for r in concurrent(graph, name)):
+        modules = [m for branch in branches for m in branch.modules]
+        if ranks > 1 and not any(_within(m, s) or _within(s, m) for m in modules for s in said):
+            regions.append(list(zip(branches, _slices([b.work for b in branches], ranks), strict=True)))
+    for region in _admitted([], regions, lambda some: _can_run(some, plan.mesh, graph)):
+        for branch, on in region:
             for module in branch.modules:
-                found.setdefault(module, []).append(place)
+                found.setdefault(module, []).append(on)
         if len(notes) < 3:
-            notes.append(
-                "at the same time: " + " | ".join(f"{b.modules[0]} on {found[b.modules[0]][-1]}" for b in region)
-            )
+            notes.append("at the same time: " + " | ".join(f"{branch.modules[0]} on {on}" for branch, on in region))
     if not found:
         notes.append("branches: auto: nothing in this model was found that could run at the same time")
     placed = {m: {"on": on[0] if len(set(on)) == 1 else on} for m, on in found.items()}
@@ -181,19 +182,32 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     return Plan.from_dict({**settings, "modules": {**placed, **rest}}), notes
 
 
-def _can_run(region: Sequence[Candidate], slices: Sequence[str], mesh: Mesh, graph: ModelGraph) -> bool:
-    """Whether branches found in the calls run beside each other in the forward: neither functions between them nor values that
-    are read tie them."""
-    spots = {on: read_slice(on) or (0, 0) for on in slices}
+def _admitted(known: list[_Placed], regions: list[_Placed], can_run: Callable[[list[_Placed]], bool]) -> list[_Placed]:
+    """Those that run together, besides the ``known``; tried all at once first, and in halves where that does not do."""
+    if not regions or can_run([*known, *regions]):
+        return [*known, *regions]
+    if len(regions) == 1:
+        return known
+    half = len(regions) // 2
+    return _admitted(_admitted(known, regions[:half], can_run), regions[half:], can_run)
+
+
+def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
+    """Whether branches found in the calls run each beside another in the forward: neither functions between them nor values
+    that are read tie them."""
+    spots = {on: read_slice(on) or (0, 0) for region in regions for _, on in region}
     inner = {on: Place(on, 0, a, b, Mesh((("tp", b - a),))) for on, (a, b) in spots.items()}
     number = {on: i for i, on in enumerate(inner, 1)}
     placed: dict[str, tuple[int, ...]] = {}
-    for branch, on in zip(region, slices, strict=True):
-        for module in branch.modules:
-            placed[module] = (*placed.get(module, ()), number[on])
+    for region in regions:
+        for branch, on in region:
+            for module in branch.modules:
+                placed[module] = (*placed.get(module, ()), number[on])
     places = Places(mesh, (trunk(mesh), *inner.values()))
-    regions = find_regions(graph, placed, places)
-    return not regions.alone() and not ties_by_reads(regions, placed, places, graph)
+    found = find_regions(graph, placed, places)
+    beside = {p for start, stop in found.spans_of_several for p in range(start, stop)}
+    together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)
+    return together and not ties_by_reads(found, placed, places, graph)
 
 
 def _within(name: str, other: str) -> bool:

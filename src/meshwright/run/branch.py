@@ -31,7 +31,8 @@ from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
 from meshwright.view.axis import Ledger, locally
-from meshwright.view.stage import Joined, PathError
+from meshwright.view.stage import Joined
+from meshwright.view.standing import PathError
 from meshwright.view.work import whole
 
 

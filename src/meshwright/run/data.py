@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.private import without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
-from meshwright.view.stage import Elsewhere, held, replaced
+from meshwright.view.standing import Elsewhere, held, replaced
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View, local_of
 
@@ -143,7 +143,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*given, last) if before else last
-        tensors = [t for t in tensors_of(subject) if not isinstance(held(t), Elsewhere)]
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
         plain = [local_of(held(t)) for t in tensors]
         with without_modes():
             if before:
@@ -153,7 +153,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda t: t if isinstance(held(t), Elsewhere) else _as_before(*next(back)), subject)
+        return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
 
     return run
 

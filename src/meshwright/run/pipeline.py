@@ -34,7 +34,8 @@ from meshwright.run.streams import Streams
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
-from meshwright.view.stage import Crossing, PathError, StageProgram, StageWalk, crossings
+from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
+from meshwright.view.standing import PathError
 from meshwright.view.structure import map_tensors
 from meshwright.view.walk import Forwards
 from meshwright.view.work import whole

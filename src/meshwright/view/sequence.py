@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.layout import Cut, cut
 from meshwright.private import without_modes
-from meshwright.view.stage import Elsewhere, arrived, replaced
+from meshwright.view.standing import Standing, arrived, replaced
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
@@ -50,7 +50,7 @@ def _is_activation(x: Any) -> bool:
 
 def cut_input(work: Work, x: Tensor) -> Tensor:
     """``x`` cut over dim 1; as it is where it is cut already, lives elsewhere, or has less than a position a rank."""
-    if isinstance(x, Elsewhere) or isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
+    if isinstance(x, Standing) or isinstance(work.layout(x), Cut) or x.shape[DIM] < work.axis.size:
         return x
     arrived(x)
     layout = cut(DIM, x.shape[DIM], work.axis.size)

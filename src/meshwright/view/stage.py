@@ -27,82 +27,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
 from meshwright.place import Places
-from meshwright.private import pytree, without_subclasses, wrapper
+from meshwright.private import pytree
 from meshwright.regions import Fork, Join, Placed, find_regions
+from meshwright.view.standing import Elsewhere, PathError, Rows, Standing
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.walk import RANDOM, Walk, is_fact
 
 RUN, STUB, OPEN = "run", "stub", "open"
-
-
-class Elsewhere(Tensor):
-    """A tensor whose value lives on other ranks: shape, strides and type, nothing else."""
-
-    _mw_value: tuple[Any, int]
-
-    @staticmethod
-    def __new__(cls: type[Elsewhere], like: Tensor, walk: StageWalk, number: int) -> Elsewhere:
-        strides = like.stride() if like.layout is torch.strided else None
-        self = wrapper(cls, like, like.shape, strides=strides, device=walk.device, requires_grad=like.requires_grad)
-        walk.name_value(self, number)
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_fact(func) or func is Tensor.__deepcopy__:
-            with without_subclasses():
-                return func(*args, **(kwargs or {}))
-        raise _unavailable(func, (args, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0]
-        raise _unavailable(func, (args, kwargs))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Elsewhere(shape={tuple(self.shape)}, {self.dtype})"
-
-    def __deepcopy__(self, memo: Any) -> Elsewhere:
-        return self
-
-
-def _unavailable(func: Any, values: Any) -> RuntimeError:
-    found = next(t for t in pytree.tree_leaves(values) if isinstance(t, Elsewhere))
-    mark, number = found._mw_value
-    name, walk = getattr(func, "__name__", str(func)), mark.walk()
-    if walk is None:
-        return PathError(f"{name} takes a tensor of a forward that has ended; its value lives on other ranks")
-    return walk.unavailable(number, name, "")
-
-
-def arrived(t: Tensor) -> None:
-    """Something outside the model reads a tensor: waits for it where it is on its way."""
-    mark, number = getattr(t, "_mw_value", (None, None))
-    walk = mark.walk() if mark is not None else None
-    if isinstance(walk, StageWalk) and number is not None:
-        walk.arrived(number)
-
-
-def held(t: Tensor) -> Tensor:
-    """What this rank has of a value of which it made some rows, and the model sees all; else the tensor itself."""
-    mark, number = getattr(t, "_mw_value", (None, None))
-    walk = mark.walk() if mark is not None else None
-    if not isinstance(t, Elsewhere) or not isinstance(walk, StageWalk) or number is None:
-        return t
-    return walk.own_rows(number, t)
-
-
-def replaced(before: Tensor, now: Tensor) -> None:
-    """Something outside the model has put a tensor in place of another, which the model goes on with."""
-    mark, number = getattr(before, "_mw_value", (None, None))
-    walk = mark.walk() if mark is not None else None
-    if not isinstance(walk, StageWalk) or number is None:
-        return
-    if walk.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
-        walk.name_value(now, number)
-    else:
-        walk.keep(now, number)
 
 
 def _at_once() -> None:
@@ -158,10 +89,6 @@ class Streams(Protocol):
 
     def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
         """Begins a block's forward."""
-
-
-class PathError(RuntimeError):
-    """A forward that did not do what the recorded one did."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +259,13 @@ class StageWalk(Walk):
 
     # --- values -----------------------------------------------------------------------------------------------------
 
+    def replaced(self, number: int, now: Tensor) -> None:
+        """See ``Walk``."""
+        if self.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
+            self.name_value(now, number)
+        else:
+            self.keep(now, number)
+
     def keep(self, t: Tensor, number: int) -> None:
         """``t`` is what stands for a value from now on."""
         self.name_value(t, number)
@@ -339,7 +273,7 @@ class StageWalk(Walk):
 
     def _gave(self, t: Tensor, number: int | None, place: int = 0) -> None:
         """A tensor that this stage made, in a place."""
-        if number is None or isinstance(t, (nn.Parameter, Elsewhere)):
+        if number is None or isinstance(t, (nn.Parameter, Standing)):
             return
         if self.program.divides(place):
             self.name_value(t, number)
@@ -373,10 +307,6 @@ class StageWalk(Walk):
                 if (number, p) in self._kept:
                     return self._kept[number, p], True
         return None, False
-
-    def own_rows(self, number: int, t: Tensor) -> Tensor:
-        """This rank's rows of a value, where it made some; else ``t``."""
-        return self._kept.get((number, self.program.place(self.graph.values[number].position)), t)
 
     def _taken(self, number: int, place: int) -> Tensor | None:
         """The same, for something that takes it now: waits for it if it is on its way."""
@@ -459,7 +389,7 @@ class StageWalk(Walk):
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
-            return Elsewhere(like, self, number)
+            return Elsewhere(like, self, number, self.device)
         return self._values[number]
 
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
@@ -549,7 +479,7 @@ class StageWalk(Walk):
 
         def stand(t: Tensor) -> Tensor:
             number, like = next(likes)
-            return t if number is None else self._standing(number, like)
+            return t if number is None else Rows(like, self, number, self.device, t)
 
         return map_tensors(stand, result)
 
@@ -623,8 +553,8 @@ class StageWalk(Walk):
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
         place = place if place in self.program.mine else 0  # (a parameter that is handed on)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
-        if any(isinstance(t, Elsewhere) for t in pytree.tree_leaves((args, kwargs))):
-            found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Elsewhere))
+        if any(isinstance(t, Standing) for t in pytree.tree_leaves((args, kwargs))):
+            found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Standing))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
         result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
@@ -672,7 +602,7 @@ class StageWalk(Walk):
         return func(*args, **kwargs)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(issubclass(t, Elsewhere) for t in types) and not is_fact(func):
+        if any(issubclass(t, Standing) for t in types) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -216,6 +216,16 @@ class Walk(TorchFunctionMode):
         """An event."""
         raise NotImplementedError
 
+    def arrived(self, number: int) -> None:
+        """Something outside the model reads a value."""
+
+    def replaced(self, number: int, now: Tensor) -> None:
+        """Something outside the model has put a tensor in place of a value's."""
+
+    def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
+        """The error for taking a value that is not here."""
+        raise NotImplementedError
+
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
