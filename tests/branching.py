@@ -225,10 +225,10 @@ class Asked(Toy):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         x = self.stem(x)
-        a, b = self.block_a(x), self.block_b(x)
-        b = F.gelu(b).view(len(b), -1) * (b.shape[0] / 8)
+        b = self.block_b(x)
+        b = F.gelu(b).view(len(b), -1).reshape((b.shape[0], 4, -1)).flatten(1) * (b.shape[0] / 8)
         numbers = torch.arange(b.size(0), dtype=b.dtype)[:, None] / len(x)
-        return {"loss": F.mse_loss(self.head(a + b * numbers), y)}
+        return {"loss": F.mse_loss(self.head(self.block_a(x) + b * numbers), y)}
 
 
 class Masked(Toy):
@@ -248,6 +248,70 @@ class Masked(Toy):
 class Mixing(MLP):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(mask @ x)
+
+
+class Off(Toy):
+    """A dropout that is off gives what it takes: on a branch, of what the trunk made of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b = self.block_a(x), self.block_b(x)
+        weights = self.drop((a * b).softmax(-1))
+        return {"loss": F.mse_loss(self.head(weights * b + weights), y)}
+
+
+class Residuals(Toy):
+    """After two branches the trunk goes on, and adds to what one of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        h, b = self.block_a(x), self.block_b(x)
+        h = h * (b.sum(-1, keepdim=True) + self.layers[0](b))
+        for layer in self.layers:
+            h = h + layer(h).tanh()
+        return {"loss": F.mse_loss(self.head(h), y)}
+
+
+class Apart(nn.Module):
+    """A block of the trunk that gives what a branch made, and no other rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.last = nn.Linear(DIM, DIM), MLP(), MLP(48), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.a(x) * self.b(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Apart() for _ in range(3)), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.mse_loss(self.head(x), y)}
+
+
+class Weighed(Toy):
+    """Takes a tensor of the batch as of the type that it has; and the tensor itself too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.stem(x)
+        weights = y[:, :1].contiguous()
+        weighed = weights.type_as(h)
+        out = self.block_a(h * weighed) + self.block_b(h) * (1 - weights.exp())
+        return {"loss": F.mse_loss(self.head(out), y)}
 
 
 class Typed(Toy):

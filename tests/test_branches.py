@@ -93,6 +93,18 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
         models.Staged, models.rows(),
         {"mesh": {"pp": 2, "tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}, "microbatches": 2},
     ),
+    "a dropout that is off": (models.Off, models.rows(), on({"tp": 3}, block_a="tp[0:2]", block_b="tp[2]", drop="tp[0:2]")),
+    "a dropout that is off, with rows divided": (
+        models.Off, models.rows(),
+        with_mesh(on({"tp": 3}, block_a="tp[0:2]", block_b="tp[2]", drop="tp[0:2]"), {"dp": 2}, "block_a", "drop"),
+    ),
+    "the trunk after branches": (models.Residuals, models.rows(), beside(1, 2, b={"dp": 2})),
+    "results of branches, from blocks of the trunk": (
+        models.Blocks, models.rows(),
+        {"mesh": {"tp": 3}, "modules": {
+            "*.a": {"on": "tp[0]"}, **{f"*.{n}": {"on": "tp[1:3]", "mesh": {"dp_shard": 2}} for n in ("b", "last")}}},
+    ),
+    "a tensor of the batch as it is": (models.Weighed, models.rows(), beside(1, 2)),
     "types that do not align": (models.Typed, models.rows(7), beside(1, 1)),
     "types that do not align, of several ranks": (models.Typed, models.rows(7), beside(1, 2, b={"dp": 2})),
     "one of two written to": (models.Overwritten, models.rows(), beside(1, 1)),
@@ -331,6 +343,11 @@ def test_plain_functions_of_a_branch_stay_there_with_its_rows(workers: LocalWork
     recipe = mw.make_recipe(build, plan, batch)
     assert recipe.branches[1].splits and not any("all rows" in note for note in recipe.notes)
     for found in workers.run(facts, plan, build, batch, ranks=4):
+        assert (found["counted"]["join"][0], found["counted"]["fork"][0]) == (1, 1)
+
+
+def test_shapes_that_begin_with_the_rows_stay_with_them(workers: LocalWorkers) -> None:
+    for found in workers.run(facts, beside(1, 2, b={"dp": 2}), models.Asked, models.rows(), ranks=3):
         assert (found["counted"]["join"][0], found["counted"]["fork"][0]) == (1, 1)
 
 
@@ -675,6 +692,11 @@ def test_two_tracks_send_each_other_what_they_take_once_a_block(workers: LocalWo
     for found in workers.run(facts, plan, build, models.rows(), ranks=2):
         # After each block one value each way, and at the end what the trunk takes; gradients of the first two blocks' back.
         assert (found["counted"]["join"], found["counted"]["fork"]) == ((4, 4 * value), (2, 2 * value))
+
+
+def test_what_comes_after_the_branches_is_not_drawn_into_one(workers: LocalWorkers) -> None:
+    for found in workers.run(facts, beside(1, 1), models.Residuals, models.rows(), ranks=2):
+        assert (found["counted"]["join"][0], found["counted"]["fork"][0]) == (1, 1)
 
 
 def test_slices_that_overlap(workers: LocalWorkers) -> None:

@@ -378,3 +378,32 @@ def test_a_global_batch_that_does_not_divide():
 
     with pytest.raises(mw.PlanError, match="multiple of 8"):
         check_global_batch(30, mw.Mesh.parse("dp_shard=4,tp=2"), 2)
+
+
+class Registered(nn.Module):
+    """Finds what is known of it by the name of its class, as some libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * KNOWN[str(type(self))]
+
+
+KNOWN = {str(Registered): 2.0}
+
+
+class Registry(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Registered(), Registered())
+
+    def forward(self, x):
+        return {"loss": self.blocks(x).square().mean()}
+
+
+def test_a_module_is_known_by_the_name_of_its_class(workers):
+    for plan in ("dp_shard=2", "dp_replicate=2", "dp_shard=2,tp=2"):
+        report = mw.check(Registry, {"x": torch.randn(8, 4)}, plan, workers=workers)
+        assert report.passed, str(report)

@@ -150,6 +150,12 @@ class ModelGraph:
         """(path of the call, which event in it) → position."""
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
+    def made(self, position: int) -> list[int]:
+        """The values that an event made: not those that it gave as it took them, as a dropout does that is off."""
+        event = self.events[position]
+        given = (n for n in (*event.outputs, event.written) if n is not None)
+        return [n for n in dict.fromkeys(given) if self.values[n].position == position]
+
     @cached_property
     def losses_before(self) -> list[int]:
         """For each position, and the end: how many mean losses come before it."""

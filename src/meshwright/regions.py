@@ -12,9 +12,10 @@ take of the trunk is *forked*, together, as early as it can be; what others take
 end. Every rank of the place around a region comes to its forks and joins in the order of the program, whether or not it is
 of a branch in it.
 
-An event that no module of a branch holds is the branch's all the same, if it needs nothing but what the branch has: a
-plain function without parameters, between the modules of a branch or after them. So is one that takes values of several
-branches and whose result a single one takes: two tracks that exchange what they have send it to each other, and to none else.
+An event that no module of a branch holds is the branch's all the same, if it needs nothing but what the branch has, before
+its join: a plain function without parameters, between the modules of a branch or after them. So is one that takes values of
+several branches and whose result a single one takes: two tracks that exchange what they have send it to each other, and to
+none else.
 """
 
 from __future__ import annotations
@@ -179,13 +180,15 @@ def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]
             for p in range(call.start, call.stop):
                 at[p], fixed[p] = turns[min(turn, len(turns) - 1)], True
     made: dict[int, int] = {}
+    joins: dict[int, int] = {}  # value → how many joins it comes after, at least
     end = graph.calls[ROOT].stop
     for p, event in enumerate(graph.events):
         if not fixed[p] and p < end:
-            at[p] = _absorbed(p, made, places, graph)
-        for n in (*event.outputs, event.written):
-            if n is not None:
-                made[n] = at[p]
+            at[p] = _absorbed(p, made, joins, places, graph)
+        around = places.chain(at[p])
+        after = max((joins.get(n, 0) + (made.get(n, 0) not in around) for n in event.inputs), default=0)
+        made |= dict.fromkeys(graph.made(p), at[p])
+        joins |= dict.fromkeys(graph.made(p), after)
     _hand_on(graph, at, fixed, places)
     return at
 
@@ -204,7 +207,7 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
         mixed[p] = free[p] and (several or any(mixed[q] and at[q] == at[p] for q in makers if q < p))
     outside = {*graph.returned, *graph.calls[ROOT].outputs}
     for p in range(end - 1, -1, -1):
-        inputs, made = graph.events[p].inputs, [n for n in graph.events[p].outputs if n is not None]
+        inputs, made = graph.events[p].inputs, graph.made(p)
         takers = {at[q] for n in made for q in graph.consumers.get(n, ())}
         if not free[p] or len(takers) != 1 or outside.intersection(made):
             continue
@@ -230,7 +233,9 @@ def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
     return sum(graph.values[n].bytes for n in set(numbers))
 
 
-def _absorbed(position: int, made: Mapping[int, int], places: Places, graph: ModelGraph) -> int:
+def _absorbed(
+    position: int, made: Mapping[int, int], joins: Mapping[int, int], places: Places, graph: ModelGraph
+) -> int:
     """The place of an event that no placed module holds."""
     event = graph.events[position]
     homes = {made.get(n, 0) for n in event.inputs}
@@ -244,6 +249,11 @@ def _absorbed(position: int, made: Mapping[int, int], places: Places, graph: Mod
         return 0
     longest = max(chains, key=len)
     found = longest[-1] if all(longest[: len(c)] == c for c in chains) else _common(chains)
+    around = [n for n in event.inputs if made.get(n, 0) in places.chain(found)[:-1]]
+    own = max(joins.get(n, 0) for n in event.inputs if n not in around)
+    late = [made.get(n, 0) for n in around if joins.get(n, 0) > own]
+    if late:  # it comes after the join, and would need another
+        found = max(late, key=lambda p: len(places.chain(p)))
     return found if position in graph.by_rows or not _splits(places, found) else 0
 
 
@@ -310,7 +320,7 @@ class _Around:
                 made = {}
                 event, own = self.graph.events[p], self.branch[p]
             if own is not None:
-                made |= dict.fromkeys(_made(event), own)
+                made |= dict.fromkeys(self.graph.made(p), own)
             p += 1
         self._close(self.last)
         return self.moves
@@ -356,10 +366,11 @@ class _Around:
                 continue
             event = self.graph.events[p]
             branches.setdefault(own, p)
-            for n in event.inputs:
+            new = self.graph.made(p)
+            for n in event.inputs if new or event.reads else ():
                 if n not in made and n not in self.forked and self.homes.get(n) != own:
                     taken.setdefault(n, p)
-            made |= dict.fromkeys(_made(event), own)
+            made |= dict.fromkeys(new, own)
         self.first = end
         if branches:
             self.moves += self._forked(taken, min(branches.values()))
@@ -399,10 +410,6 @@ class _Around:
         apart = {n: takers[n] - {b} for n, b in values if n not in outside}
         kept = frozenset(n for n, b in values if b in takers[n])
         return Join(min(branches.values()), end, self.around, values, apart, kept, tuple(branches))
-
-
-def _made(event: Event) -> list[int]:
-    return [n for n in (*event.outputs, event.written) if n is not None]
 
 
 def _wholes(graph: ModelGraph, at: Sequence[int]) -> list[int]:

@@ -215,7 +215,7 @@ def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findi
     calls = sorted((c for c in graph.calls.values() if c.module in streams), key=lambda c: c.start)
     beside: set[str] = set()
     for i, call in enumerate(calls):
-        made = [n for e in graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        made = [n for p in range(call.start, call.stop) for n in graph.made(p)]
         taken = min((p for n in made for p in graph.consumers.get(n, ()) if p >= call.stop), default=len(graph.events))
         for other in calls[i + 1 :]:
             if other.stop <= taken and streams[other.module] != streams[call.module]:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
+from meshwright.place import Place, Places, trunk
 from meshwright.plan import Entry, Plan
 from meshwright.planning.branch import (
     Branches,
@@ -82,8 +83,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    by_rows = any(p.data > 1 for p in branches.places)
-    graph = _captured(model, plan, run, by_rows=by_rows) if branches or plan.mesh.axis_size("pp") > 1 else None
+    graph = _captured(model, plan, run, branches.places) if branches or plan.mesh.axis_size("pp") > 1 else None
     if graph is not None:
         branches, more = find_branches(model, plan, branches, graph, findings)
         of_branches += more
@@ -117,6 +117,11 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     if graph is not None and branches.regions is not None:
         recompute, parted = _recomputed_whole(recompute, graph, branches, names)
         more += parted
+        if data > 1:
+            units, parted = _answering_units(
+                units, graph, branches, Places(plan.mesh, (trunk(plan.mesh), *branches.places))
+            )
+            more += parted
         _check_shared(homes, branches, findings)
         findings.raise_if_any()
     owners = _owners(model, units)
@@ -302,6 +307,26 @@ def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str])
     return tuple(u for u in units if u.name not in open_ and u.name not in skipped), notes
 
 
+def _answering_units(
+    units: tuple[Unit, ...], graph: ModelGraph, branches: Branches, places: Places
+) -> tuple[tuple[Unit, ...], list[str]]:
+    """Units of which every rank that has them has what they give: FSDP2 gathers a unit for its backward when a gradient comes
+    to its result, which it does not on a rank where that is made in another branch."""
+    assert branches.regions is not None
+    at, parted = branches.regions.places, list[str]()
+    for call in graph.calls.values():
+        unit = next((u for u in units if u.name and u.name == call.module), None)
+        if unit is None or unit.name in parted:
+            continue
+        made = {n for p in range(call.start, call.stop) for n in graph.made(p) if graph.values[n].requires_grad}
+        given = {n for n in made if n in call.outputs or any(p >= call.stop for p in graph.consumers.get(n, ()))}
+        if any(at[graph.values[n].position] not in places.chain(unit.place) for n in given):
+            parted.append(unit.name)
+    more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
+    note = f"no units of their own, as what they give is made in a branch within: {', '.join(parted[:3])}{more}"
+    return tuple(u for u in units if u.name not in parted), [note] if parted else []
+
+
 def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
     """Units that a forward does not call when every question it asks of values is answered the other way."""
     contrary = Uses(model, uses.candidates)
@@ -347,8 +372,8 @@ def _cuts(
         styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
     seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
     try:
-        trunk = _styles_in(0, styles, branches)
-        cuts = infer_cuts(model, run, axis="tp", size=size, styles=trunk, names=ids, seeds=seeds, uses=uses)
+        outer = _styles_in(0, styles, branches)
+        cuts = infer_cuts(model, run, axis="tp", size=size, styles=outer, names=ids, seeds=seeds, uses=uses)
     except Exception as error:  # whatever a model may raise on tensors without values
         notes.append(
             f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
@@ -446,10 +471,11 @@ def _reshards(plan: Plan) -> bool:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, plan: Plan, run: Run, *, by_rows: bool = False) -> ModelGraph:
-    """The forward on the sample, recorded. ``by_rows``: also, of which functions data ranks can run their own rows."""
+def _captured(model: nn.Module, plan: Plan, run: Run, places: Sequence[Place] = ()) -> ModelGraph:
+    """The forward on the sample, recorded; and where data ranks of a branch may run their own rows, of which functions."""
     with computing_in(model, plan.precision):
         graph = capture(model, run)
+        by_rows = any(p.data > 1 for p in places)
         return replace(graph, by_rows=events_by_rows(model, run, graph)) if by_rows else graph
 
 

@@ -24,6 +24,7 @@ from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
 from meshwright.view.axis import Ledger, PlannedAxis
 from meshwright.view.mode import GlobalView
+from meshwright.view.standing import sized
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
 from meshwright.view.walk import Walk, following, is_fact
@@ -165,7 +166,7 @@ class _Finder(Walk):
         try:
             with torch.no_grad():
                 few, named = self.rows.some((args, kwargs))
-                fewer = tensors_of(func(*few, **named))
+                fewer = tensors_of(func(*sized(func, few, self.rows.rows, self.rows.fewer), **named))
                 return all(len(t) == self.rows.fewer for t in fewer) and self.rows.cut_apart(func, (args, kwargs))
         except Exception:
             return False

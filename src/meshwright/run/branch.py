@@ -363,6 +363,11 @@ class Branching:
         own_rows = None if isinstance(t, nn.Parameter) else self._own_rows(place, t.shape, self.rows)
         return t if own_rows is None else t[own_rows]
 
+    def portion(self, place: int) -> tuple[int, int]:
+        """See ``view.stage.Exchange``."""
+        own = self._own_rows(place, (self.rows,), self.rows)
+        return self.rows, self.rows if own is None else own.stop - own.start
+
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
         """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""

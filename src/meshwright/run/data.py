@@ -39,7 +39,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         if unit.name and not any(p.unit == unit.name for p in own):
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
-        with _hooks_without_view(module):
+        with _hooks_without_view(module), _class_name_kept(module):
             fully_shard(
                 module,
                 mesh=_mesh(unit, groups),
@@ -119,6 +119,16 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 
 @contextmanager
+def _class_name_kept(module: nn.Module) -> Iterator[None]:
+    """FSDP2 gives a module another class. By its name it is the one before: models look up what is known of a class so
+    (transformers, which of its outputs to collect)."""
+    before = type(module)
+    yield
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(type(module), name, getattr(before, name))
+
+
+@contextmanager
 def _hooks_without_view(module: nn.Module) -> Iterator[None]:
     """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
 
@@ -132,6 +142,9 @@ def _hooks_without_view(module: nn.Module) -> Iterator[None]:
             table[key] = _locally(table[key], before=table is tables[0])
 
 
+_KEPT = (Elsewhere, nn.Parameter)  # not here; or known by being what it is, which nothing may stand in for
+
+
 def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
     """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view.
 
@@ -143,7 +156,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         *given, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*given, last) if before else last
-        tensors = [t for t in tensors_of(subject) if not isinstance(t, Elsewhere)]
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
         plain = [local_of(held(t)) for t in tensors]
         with without_modes():
             if before:
@@ -153,7 +166,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda t: t if isinstance(t, Elsewhere) else _as_before(*next(back)), subject)
+        return map_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back)), subject)
 
     return run
 

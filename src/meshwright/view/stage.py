@@ -29,7 +29,7 @@ from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
 from meshwright.place import Places
 from meshwright.private import pytree
 from meshwright.regions import Fork, Join, Placed, find_regions
-from meshwright.view.standing import Elsewhere, PathError, Rows, Standing
+from meshwright.view.standing import Elsewhere, PathError, Rows, Standing, sized
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.walk import RANDOM, Walk, is_fact
 
@@ -72,6 +72,9 @@ class Exchange(Protocol):
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
+
+    def portion(self, place: int) -> tuple[int, int]:
+        """How many rows there are, and how many of them this rank runs in a place."""
 
     def inside(self, place: int) -> AbstractContextManager[None]:
         """For the time of a part of a branch."""
@@ -176,7 +179,7 @@ class StageProgram:
     def _treat(self, call: Call) -> str:
         graph, seen = self.graph, set(call.outputs)
         inside = range(call.start, call.stop)
-        made = [n for p in inside for n in (*graph.events[p].outputs, graph.events[p].written) if n is not None]
+        made = [n for p in inside for n in graph.made(p)]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.here, inside))
         if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1:
@@ -200,7 +203,7 @@ class StageProgram:
 
     def _taken(self, call: Call) -> int:
         """The first position at which something takes what a call gave."""
-        made = [n for e in self.graph.events[call.start : call.stop] for n in e.outputs if n is not None]
+        made = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
         later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
         return min(later, default=len(self.graph.events))
 
@@ -271,15 +274,17 @@ class StageWalk(Walk):
         self.name_value(t, number)
         self._values[number] = t
 
-    def _gave(self, t: Tensor, number: int | None, place: int = 0) -> None:
-        """A tensor that this stage made, in a place."""
+    def _gave(self, t: Tensor, number: int | None, since: int, place: int = 0) -> None:
+        """A tensor that this stage gave, from a position on and in a place: its own, or one that it took."""
         if number is None or isinstance(t, (nn.Parameter, Standing)):
             return
+        self.name_value(t, number)
+        if self.graph.values[number].position < since:
+            return
         if self.program.divides(place):
-            self.name_value(t, number)
             self._kept[number, place] = t
         else:
-            self.keep(t, number)
+            self._values[number] = t
         if number not in self.program.joined:
             self._missing.discard(number)
 
@@ -449,7 +454,7 @@ class StageWalk(Walk):
             result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
         finally:
             self.closed -= 1
-        return self._returned(call, result, place)
+        return self._returned(call, self._told_apart(result, (args, kwargs), call.outputs), place)
 
     def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call or event of a branch: on its share of the rows, with its own random numbers."""
@@ -467,9 +472,20 @@ class StageWalk(Walk):
                 f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
             )
         for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
-            self._gave(t, number, place)
+            self._gave(t, number, call.start, place)
             self._passed(t, before)
         return self._all_rows(result, place, call.outputs, call.returned)
+
+    def _told_apart(self, result: Any, given: Any, numbers: Sequence[int | None]) -> Any:
+        """``result``; where that was a value when recorded, and is now a tensor of the batch as it was given
+        (``mask.type_as(x)``, of the type that it has), another name for it: what else is made of that tensor is no value."""
+        strangers = [t for t in tensors_of(given) if not self.known(t) and not isinstance(t, nn.Parameter)]
+        number = iter(numbers)
+
+        def own(t: Tensor) -> Tensor:
+            return t.view_as(t) if next(number, None) is not None and any(t is x for x in strangers) else t
+
+        return map_tensors(own, result) if strangers else result
 
     def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
         """What was made in a place as the model sees it: all rows, also where this rank has some of them."""
@@ -556,14 +572,18 @@ class StageWalk(Walk):
         if any(isinstance(t, Standing) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Standing))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
+        if self._exchange is not None and self.program.divides(place):
+            args = sized(func, args, *self._exchange.portion(place))
         result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
             self._await(self.graph.calls[event.path], place)
             self.closed += 1
             return result
-        if target is not None and event.written is not None:
-            self._gave(args[0], event.written)
+        if target is None:
+            result = self._told_apart(result, (args, kwargs), event.outputs)
+        elif event.written is not None:
+            self._gave(args[0], event.written, position)
             if target is not args[0]:  # the model goes on with its own name for it
                 self.name_value(target, event.written)
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -574,7 +594,7 @@ class StageWalk(Walk):
         recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
         for t, number, before in zip(given, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
-                self._gave(t, number, place)
+                self._gave(t, number, position, place)
             self._passed(t, before)
         return self._all_rows(result, place, event.outputs, self.graph.outputs[event.path, event.index])
 

@@ -71,6 +71,19 @@ class Rows(Standing):
         self.rows = rows
 
 
+_SIZED = frozenset(["view", "reshape", "expand"])
+
+
+def sized(func: Any, args: tuple[Any, ...], rows: int, own: int) -> tuple[Any, ...]:
+    """The arguments of a function that takes a shape, ``rows`` long, as it is of ``own`` of them: ``x.view(8, -1)``."""
+    if getattr(func, "__name__", "") not in _SIZED or len(args) < 2:
+        return args
+    x, first, *others = args
+    if isinstance(first, (tuple, list)):
+        return (x, (own, *first[1:]), *others) if first and first[0] == rows else args
+    return (x, own, *others) if first == rows else args
+
+
 def held(t: Tensor) -> Tensor:
     """What this rank has of a value: its rows, where it has some; else the tensor itself."""
     return t.rows if isinstance(t, Rows) else t
