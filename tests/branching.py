@@ -173,7 +173,7 @@ class HandedOn(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         b = self.b(x)
-        table = self.drop(self.table)
+        table = self.drop(self.table).to(b.device)
         a = self.a(x * table[:DIM].unsqueeze(0))
         return {"loss": F.mse_loss(self.head(a * b * table), y)}
 
@@ -248,6 +248,16 @@ class Masked(Toy):
 class Mixing(MLP):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(mask @ x)
+
+
+class Borrowed(Parallel):
+    """After all its blocks the model uses a weight of one of their branches."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        weight = self.layers[0].mlp.up.weight
+        return {"loss": F.mse_loss(self.head(F.linear(F.linear(x, weight), weight.T).mean(1)), y)}
 
 
 class Off(Toy):

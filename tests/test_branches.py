@@ -650,6 +650,12 @@ def test_nothing_to_find_is_said() -> None:
     assert not recipe.branches and any("nothing in this model" in note for note in recipe.notes)
 
 
+def test_what_stages_would_share_is_not_found_in_a_pipeline(workers: LocalWorkers) -> None:
+    plan = {"mesh": {"pp": 2, "tp": 2}, "branches": "auto", "microbatches": 2}
+    report = same(models.Borrowed, models.rows(6, 5), plan, workers)
+    assert report.recipe is not None and {m.split(".")[1] for m in report.recipe.placed} == {"1", "2"}
+
+
 def test_one_region_however_it_is_written(workers: LocalWorkers) -> None:
     written = on({"tp": 2}, both__branches__a="tp[0]", both__branches__b="tp[1]")
     by_container = workers.run(facts, written, models.Contained, models.rows(), ranks=2)

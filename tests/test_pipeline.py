@@ -124,6 +124,26 @@ def held(plan):
     return there, planned, [n for n, _ in job.named_parameters()], count, [s.parameters for s in job.recipe.stages]
 
 
+class Moved(torch.nn.Module):
+    """Asks for parameters on the device of what it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.early, self.late = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        x = self.first(x * self.early.to(x.device).exp())
+        x = self.second(x)
+        return {"loss": (x * self.late.to(x.device).exp()).square().mean()}
+
+
+def test_parameters_that_are_moved_are_on_one_stage(workers):
+    report = mw.check(Moved, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2}}, workers=workers)
+    assert report.passed, str(report)
+    assert [report.recipe.by_name[n].stages for n in ("early", "late")] == [(0,), (1,)]
+
+
 def test_parameters_of_other_stages_take_no_memory(workers):
     ranks = workers.run(held, "pp=2", ranks=2)
     for stage, (there, planned, named, count, parameters) in enumerate(ranks):

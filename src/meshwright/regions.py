@@ -295,11 +295,9 @@ class _Around:
         forks: Sequence[Fork],
         outputs: set[int],
     ) -> None:
-        self.graph, self.wholes, self.around, self.ends, self.forks, self.outputs = (
-            graph, wholes, around, ends, forks, outputs
-        )  # fmt: skip
+        self.graph, self.wholes, self.around = graph, wholes, around
+        self.ends, self.forks, self.outputs = ends, forks, outputs
         inside = [around in places.chain(p) for p in range(len(places))]
-        self.within = [inside[place] for place in at]
         # For each event, the branch that it is of; None: of the place itself, or outside it.
         self.branch = [places.child(p, around) if inside[p] and p != around else None for p in at]
         self.first, self.last = span  # ``first``: where the region that is being read begins
@@ -382,9 +380,8 @@ class _Around:
         its gradients: each after its own work. What a branch made is forked where it is taken first, so that its gradient
         is sent back as soon as it is there.
         """
-        groups: dict[
-            tuple[bool, int], dict[int, int]
-        ] = {}  # of branches' values or not, where due → value → where ready
+        # Of branches' values or not, and where it is due → value → where it is ready.
+        groups: dict[tuple[bool, int], dict[int, int]] = {}
         self.forked |= taken.keys()
         for n, due in taken.items():
             made = n in self.homes

@@ -159,7 +159,7 @@ class Recorder(Walk):
         flops, moved = self.cost.flops, self.cost.moved
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
-        result = func(*args, **kwargs)
+        result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         writing = writes(func, args, kwargs)
         targets = [t for t in (args[:1] if writing else (kwargs.get("out"),)) if isinstance(t, Tensor)]
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -214,6 +214,16 @@ class Recorder(Walk):
         self.name_value(t, len(self.graph.values))
         self.graph.values.append(value)
         self._alive.append(t)
+
+
+def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """``result``; of what is moved to the device that it will be on (``self.scale.to(x.device)``, with a parameter on meta) the
+    very thing."""
+    x = args[0] if args else None
+    if name not in ("to", "cpu", "cuda") or not isinstance(x, Tensor) or not isinstance(result, Tensor):
+        return result
+    same = x.is_meta and result.dtype == x.dtype and not kwargs.get("copy") and "memory_format" not in kwargs
+    return x if same else result
 
 
 def _as_given(result: Any, kept: tuple[Any, ...]) -> Any:

@@ -163,6 +163,8 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     regions: list[_Placed] = []
     for branches in (r for name in names for r in concurrent(graph, name)):
         modules = [m for branch in branches for m in branch.modules]
+        if plan.mesh.axis_size("pp") > 1 and _shares(branches, graph):
+            continue  # another stage might have the same
         if ranks > 1 and not any(_within(m, s) or _within(s, m) for m in modules for s in said):
             regions.append(list(zip(branches, _slices([b.work for b in branches], ranks), strict=True)))
     for region in _admitted([], regions, lambda some: _can_run(some, plan.mesh, graph)):
@@ -180,6 +182,12 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     }
     settings = {k: v for k, v in plan.settings().items() if k not in ("modules", "branches")}
     return Plan.from_dict({**settings, "modules": {**placed, **rest}}), notes
+
+
+def _shares(branches: Sequence[Candidate], graph: ModelGraph) -> bool:
+    """Whether something else uses a parameter of theirs."""
+    inside = {p for branch in branches for p in branch.positions}
+    return any(not inside.issuperset(graph.uses[name]) for p in inside for name in graph.events[p].parameters)
 
 
 def _admitted(known: list[_Placed], regions: list[_Placed], can_run: Callable[[list[_Placed]], bool]) -> list[_Placed]:

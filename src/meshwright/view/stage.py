@@ -556,6 +556,8 @@ class StageWalk(Walk):
             )
         event = self.graph.events[position]
         self._reach(position)
+        if event.hands_on and any(t.is_meta for t in tensors):
+            return self._pass(event, args)  # a parameter of another stage, which goes nowhere here
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
