@@ -112,7 +112,7 @@ class Branching:
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
         self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
-        self._gates: dict[tuple[int, int], list[tuple[Gate, Tensor]]] = {}  # (place, value) → for each fork to come
+        self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
         self.rows = 0
         self._streams: dict[int, Any] = {}
@@ -140,7 +140,7 @@ class Branching:
         self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """See ``view.stage.Exchange``."""
-        gates = {n: self._gates[move.around, n].pop() for n in move.values if self._gates.get((move.around, n))}
+        gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
         wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
         given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
@@ -174,7 +174,7 @@ class Branching:
         """See ``view.stage.Exchange``."""
         if t.requires_grad and torch.is_grad_enabled():
             gate = Gate()
-            self._gates.setdefault((around, number), []).append((gate, _Gate.apply(gate, t)))
+            self._gates[around, number] = gate, _Gate.apply(gate, t)
 
     def gradients(
         self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]

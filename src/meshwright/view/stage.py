@@ -68,7 +68,7 @@ class Exchange(Protocol):
         """Values of branches become those of the place around. ``own``: those of this rank's branch."""
 
     def lend(self, around: int, number: int, t: Tensor) -> None:
-        """This rank's branch made a value that a fork to come gives to others. Once for each of them."""
+        """This rank's branch made a value that a fork to come gives to others."""
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
@@ -158,6 +158,7 @@ class StageProgram:
             found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
+        self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
         self.streamed = {
@@ -373,10 +374,9 @@ class StageWalk(Walk):
         self._kept |= {(n, b): own[n] for n, b in move.values if n in own and n in move.kept}
         for n, t in found.values.items():
             self.keep(t, n)
-        for fork in self._moves:
-            if isinstance(fork, Fork) and fork.around == move.around:
-                for n in fork.homes.keys() & own.keys():
-                    self._exchange.lend(move.around, n, found.values[n])
+        for n in own:
+            if (move.around, n) in self.program.lent:
+                self._exchange.lend(move.around, n, found.values[n])
         self._arriving |= dict.fromkeys(found.arriving, found.wait)
         self._missing -= {n for n, _ in move.values}
 
