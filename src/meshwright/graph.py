@@ -77,6 +77,11 @@ class Event:
     line: str
 
     @property
+    def plain(self) -> bool:
+        """Whether it needs nothing but values, and counts for nothing but what it gives."""
+        return bool(self.inputs) and not (self.reads or self.mean_loss or self.parameters or self.buffers)
+
+    @property
     def hands_on(self) -> bool:
         """Whether it gives parameters as they are, as a cast to the type that they have does: each rank its own."""
         return not self.inputs and bool(self.parameters) and set(self.outputs) == {None}

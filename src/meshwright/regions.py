@@ -224,9 +224,8 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
 
 def _is_free(event: Event, graph: ModelGraph, written: set[int]) -> bool:
     """Whether it does not matter where an event runs: it needs nothing but values, in memory that nothing writes to."""
-    bound = event.reads or event.mean_loss or event.parameters or event.buffers or not event.inputs
     memories = {graph.values[n].storage for n in (*event.inputs, *event.outputs, event.written) if n is not None}
-    return not bound and not memories & written
+    return event.plain and not memories & written
 
 
 def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
@@ -316,7 +315,7 @@ class _Around:
                 p = self._end(p, made) if tied and p not in self.ends else p
                 self._close(p)
                 made = {}
-                event, own = self.graph.events[p], self.branch[p]
+                own = self.branch[p]
             if own is not None:
                 made |= dict.fromkeys(self.graph.made(p), own)
             p += 1

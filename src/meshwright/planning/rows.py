@@ -49,10 +49,11 @@ def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
     calls = [c for c in graph.calls.values() if c.module in place.modules]
     if rows is None or rows < place.data or not calls or any(c.fresh or c.stashed for c in calls):
         return False
-    return all(_call_apart(model, modules[c.module], c, Rows(rows, place.data, model)) for c in calls)
+    divided = Divided(rows, place.data, model)
+    return all(_call_apart(modules[c.module], c, divided) for c in calls)
 
 
-class Rows:
+class Divided:
     """So many rows, in so many shares."""
 
     def __init__(self, rows: int, shares: int, model: nn.Module) -> None:
@@ -108,7 +109,7 @@ def _alike(whole: _Constants, fewer: _Constants) -> bool:
     return all(a == b or (a[0] == b[0] and a[0] in _SHAPED) for a, b in pairs)
 
 
-def _call_apart(model: nn.Module, module: nn.Module, call: Call, rows: Rows) -> bool:
+def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
     inputs = [t for t in tensors_of(call.given) if rows.has(t)]
     outputs = tensors_of(call.returned)
     if not inputs or not all(map(rows.has, outputs)) or not _plain(call.given):
@@ -136,7 +137,7 @@ def _plain(given: Any) -> bool:
 class _Finder(Walk):
     """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
 
-    def __init__(self, graph: ModelGraph, rows: Rows) -> None:
+    def __init__(self, graph: ModelGraph, rows: Divided) -> None:
         super().__init__()
         self.graph, self.rows, self.found = graph, rows, set[int]()
 
@@ -160,8 +161,7 @@ class _Finder(Walk):
     def _apart(
         self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
-        bound = event.reads or event.mean_loss or event.parameters or event.buffers or event.written is not None
-        if bound or not event.inputs or not all(self.rows.has(t) for t in tensors if self.known(t)):
+        if not event.plain or event.written is not None or not all(self.rows.has(t) for t in tensors if self.known(t)):
             return False
         try:
             with torch.no_grad():
@@ -181,7 +181,7 @@ def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: Mod
     rows = rows_of_batch(graph)
     if rows is None or rows < 2:
         return frozenset()
-    finder = _Finder(graph, Rows(rows, 2, model))
+    finder = _Finder(graph, Divided(rows, 2, model))
     with torch.enable_grad(), Shadow(), Meeting(), following(model, finder):
         run(model)
     return frozenset(finder.found)

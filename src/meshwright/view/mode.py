@@ -29,7 +29,7 @@ from meshwright.view.functions import (
 )
 from meshwright.view.rules import FACTS
 from meshwright.view.rules.gradient import ENGINES
-from meshwright.view.tensor import View, first_view
+from meshwright.view.tensor import View, first_view, local_of
 from meshwright.view.work import Work, whole
 
 # What a parameter answers for itself, being a tensor of its whole shape; what moves it about keeps it a parameter.
@@ -221,7 +221,7 @@ def _same_memory(a: Tensor | None, b: Tensor) -> bool:
     """Whether two tensors are the same elements."""
     if a is None:
         return False
-    a, b = (x._mw_local if isinstance(x, View) else x for x in (a, b))
+    a, b = map(local_of, (a, b))
     return storage_of(a) == storage_of(b) and _lies(a) == _lies(b)
 
 
@@ -239,7 +239,7 @@ def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tupl
         made = [x if kind is None else _view(x, *kind) for x, kind in zip(given, kinds, strict=True)]
         return function(*made, **named)
 
-    return again, tuple(x._mw_local if isinstance(x, View) else x for x in args)
+    return again, tuple(map(local_of, args))
 
 
 def _view(local: Tensor, layout: Layout, work: Work, parameter: Any) -> View:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.layout import Cut, Partial
 from meshwright.view import moves
 from meshwright.view.rules.registry import RULES, named, rule
-from meshwright.view.tensor import View
+from meshwright.view.tensor import local_of
 
 
 def _of_value(work: Any, gradient: Tensor | None, x: Any) -> Any:
@@ -37,7 +37,7 @@ def grad(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )  # fmt: skip
     inputs = names["inputs"] if isinstance(names["inputs"], (tuple, list)) else (names["inputs"],)
     _made_whole(work, names, "outputs", "grad_outputs")
-    names["inputs"] = [x._mw_local if isinstance(x, View) else x for x in inputs]
+    names["inputs"] = [local_of(x) for x in inputs]
     found = work.engine(func)(**names)
     return tuple(_of_value(work, g, x) for g, x in zip(found, inputs, strict=True))
 
@@ -48,7 +48,7 @@ def backward(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     _made_whole(work, names, "tensors", "grad_tensors")
     if (inputs := names.get("inputs")) is not None:
         inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        names["inputs"] = [x._mw_local if isinstance(x, View) else x for x in inputs]
+        names["inputs"] = [local_of(x) for x in inputs]
     return work.engine(func)(**names)
 
 
