@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import pytest
@@ -44,10 +45,73 @@ def test_only_what_was_published_is_there(tmp_path):
     assert not list(tmp_path.glob(".saving-*"))
 
 
-def test_the_oldest_go(tmp_path):
-    for step in (1, 2, 30, 4):
+def steps(root):
+    return [read_manifest(p).step for p in complete(root)]
+
+
+def test_the_newest_is_the_one_that_was_saved_last_also_after_going_back(tmp_path):
+    for step, kept in ((100, [100]), (50, [100, 50]), (60, [50, 60]), (70, [60, 70]), (70, [60, 70]), (80, [70, 80])):
         saved(tmp_path, step, keep=2)
-    assert [p.name for p in complete(tmp_path)] == ["step-00000004", "step-00000030"]
+        assert steps(tmp_path) == kept
+    saved(tmp_path, 20, keep=2)
+    assert steps(tmp_path) == [80, 20] and newest(tmp_path).name == "step-00000020.back2"
+    assert folder.find(tmp_path) == newest(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"step-00000100\n", b"\xff", b"step-77777777\n"])
+def test_no_other_file_and_no_clock_takes_part_in_what_is_newest(tmp_path, content):
+    for step in (100, 50, 60):
+        saved(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_bytes(content)
+    for path in reversed(complete(tmp_path)):  # the clock went back between any two
+        os.utime(path)
+    assert steps(tmp_path) == [100, 50, 60]
+    saved(tmp_path, 70, keep=3)
+    assert steps(tmp_path) == [50, 60, 70] and (tmp_path / "latest").read_text() == "step-00000070.back1\n"
+
+
+def test_folders_of_earlier_versions_keep_their_order(tmp_path):
+    for name in ("step-00000003.2", "step-00000003", "step-00000020", "step-00000005.1"):
+        (tmp_path / name).mkdir()
+    kept = ["step-00000003", "step-00000003.2", "step-00000005.1", "step-00000020"]
+    assert [p.name for p in complete(tmp_path)] == kept
+    assert saved(tmp_path, 4).name == "step-00000004.back1"
+    assert saved(tmp_path, 21).name == "step-00000021.back1"
+
+
+def test_before_a_checkpoint_is_what_a_run_may_have_come_from(tmp_path):
+    for step in (10, 20, 30, 15, 25):
+        saved(tmp_path, step)
+    came_from = [read_manifest(p).step for p in folder.before(newest(tmp_path))]
+    assert came_from == [15, 20, 10], "30 was given up by going back"
+
+
+def test_links_and_files_of_a_checkpoint_s_name_do_no_harm(tmp_path):
+    root, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    first = saved(root, 1)
+    first.rename(elsewhere)
+    first.symlink_to(elsewhere)
+    (root / "step-00000002").write_text("a file")
+    (root / "step-00000002.1").symlink_to(tmp_path / "nowhere")
+    assert newest(root) == first
+    verify(first)
+    assert saved(root, 2, keep=1).name == "step-00000002.2"
+    assert complete(root) == [root / "step-00000002.2"]
+    assert (elsewhere / "data").exists() and not list(root.glob(".old-*")), "the link is gone, its content stays"
+
+
+def test_a_checkpoint_that_is_there_is_no_failure(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(folder, "remove", refused)
+    with pytest.warns(UserWarning, match=r"step-00000002 is saved; but: .*Permission denied"):
+        saved(tmp_path, 2, keep=1)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path):

@@ -7,10 +7,18 @@
         __0_0.distcp …       the pieces that rank 0 wrote
         run.pt               settings of optimizers, scheduler, position in the data (``weights_only``)
         plan.yaml, recipe.json, config.json
-      latest                 the name of the newest
-      .saving-…              one that is being written, or whose writing was broken off
+      latest                 the name of the newest, for people: nothing here reads it
+      .lock                  who saves here (see ``lock``)
+      .saving-…              one that is being written, or whose writing was broken off; its name has its owner
 
-A checkpoint of a step that is there already gets a name of its own (``step-00000100.1``): at no instant is there none.
+**The newest is the one that was saved last**, and the names alone say which that is. A run that goes back saves a smaller
+step than the newest; from then on names have a count of these returns:
+
+    saved     100             50                    60                    70                    70 again
+    name      step-00000100   step-00000050.back1   step-00000060.back1   step-00000070.back1   step-00000070.back1.1
+
+So a name is given by one rename together with the checkpoint; no clock and no other file takes part. A checkpoint of a
+step that is there already gets a name of its own before the first goes: at no instant is there none.
 """
 
 from __future__ import annotations
@@ -19,18 +27,20 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 from meshwright.errors import CheckpointError, Finding
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_NAME = re.compile(r"step-(\d{8,})(?:\.back(\d+))?(?:\.(\d+))?")
 _BLOCK = 1 << 20  # bytes read at a time
 _SHOWN = 3  # tensors of a damaged file that are named
 
@@ -92,29 +102,60 @@ class Manifest:
         return found
 
 
-def name_of(step: int, again: int = 0) -> str:
-    """The directory of a step's checkpoint."""
-    return f"step-{step:08d}" + (f".{again}" if again else "")
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a checkpoint stands in the order of saving; the one that was saved last is the largest.
+
+    Attributes:
+        returns: how often saving had gone back to an earlier step.
+        step: optimizer steps that were done.
+        again: how often this step had been saved before, without another in between.
+    """
+
+    returns: int
+    step: int
+    again: int = 0
+
+    @classmethod
+    def of(cls, name: str) -> Place | None:
+        """The place of a checkpoint of this name; None for a name that no checkpoint has."""
+        match = _NAME.fullmatch(name)
+        return match and cls(int(match[2] or 0), int(match[1]), int(match[3] or 0))
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        returned = f".back{self.returns}" if self.returns else ""
+        return f"step-{self.step:08d}{returned}" + (f".{self.again}" if self.again else "")
+
+    def next(self, step: int) -> Place:
+        """The place of a checkpoint of ``step`` that is saved after this one."""
+        if step == self.step:
+            return Place(self.returns, step, self.again + 1)
+        return Place(self.returns if step > self.step else self.returns + 1, step)
 
 
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, oldest first. What is being written is not among them."""
+    """The checkpoints in a folder, in the order in which they were saved. What is being written is not among them."""
     root = Path(folder)
     if not root.is_dir():
         return []
-    found = [(_order(p.name), p) for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return [path for _, path in sorted(found)]
+    places = [(place, p) for p in root.iterdir() if (place := Place.of(p.name)) is not None and p.is_dir()]
+    return [path for _, path in sorted(places)]
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, or None."""
+    """The complete checkpoint that was saved last in a folder, or None."""
     return next(reversed(complete(folder)), None)
 
 
-def _order(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)
+def before(path: Path) -> list[Path]:
+    """The checkpoints from which a run may have come to this one, the newest first: saved earlier, of a smaller step."""
+    here = Place.of(path.name)
+    if here is None:
+        return []
+    places = [(Place.of(p.name), p) for p in reversed(complete(path.parent))]
+    return [p for place, p in places if place is not None and place < here and place.step < here.step]
 
 
 def find(path: str | os.PathLike[str]) -> Path:
@@ -124,7 +165,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         CheckpointError: there is none.
     """
     at = Path(path)
-    if (at / MANIFEST).is_file() or _NAME.fullmatch(at.name):
+    if (at / MANIFEST).is_file() or Place.of(at.name) is not None:
         if at.is_dir():
             return at
     elif (found := newest(at)) is not None:
@@ -222,22 +263,25 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _offer(path: Path) -> str:
-    """Another checkpoint that can be had instead: the newest before this one."""
-    others = [p for p in complete(path.parent) if p.name != path.name]
-    if _NAME.fullmatch(path.name):
-        others = [p for p in others if _order(p.name) < _order(path.name)] or others
-    return f"load {others[-1]} instead" if others else ""
+    """Another checkpoint that can be had instead."""
+    others = before(path) or [p for p in reversed(complete(path.parent)) if p.name != path.name]
+    return f"load {others[0]} instead" if others else ""
 
 
 # --- writing ------------------------------------------------------------------------------------------------------------
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A fresh directory to write a checkpoint in, aside; what earlier writing left behind is removed."""
+def begin(folder: Path, step: int, owner: str = "") -> Path:
+    """A fresh directory to write a checkpoint in, aside; what earlier writing left behind is removed.
+
+    Args:
+        owner: names the process that writes. What another thread of it is writing is left alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob(".saving-*"), *folder.glob(".old-*")]:
-        shutil.rmtree(old, ignore_errors=True)
-    aside = folder / f".saving-{name_of(step)}"
+        if not (owner and f".{owner}." in old.name):
+            _discard(old)
+    aside = folder / ".".join(filter(None, (f".saving-{Place(0, step).name}", owner, uuid4().hex[:8])))
     aside.mkdir()
     return aside
 
@@ -246,30 +290,66 @@ def publish(aside: Path, manifest: Manifest, keep: int | None = None) -> Path:
     """Makes a checkpoint out of a directory that holds all of it: from one instant to the next it is there.
 
     Args:
-        keep: how many to keep, the newest; older ones are removed. None keeps all.
+        keep: how many to keep, those that were saved last; older ones are removed. None keeps all.
+
+    Warns of what could not be done after the checkpoint was there: an older one that could not be removed.
     """
     write_file(aside / MANIFEST, manifest.dump().encode())
     _sync(aside)
-    folder, again = aside.parent, 0
-    while (target := folder / name_of(manifest.step, again)).exists():
-        again += 1
+    folder = aside.parent
+    target = _next(folder, manifest.step)
     os.rename(aside, target)
     _sync(folder)
-    write_file(folder / f".{LATEST}", f"{target.name}\n".encode())
-    os.replace(folder / f".{LATEST}", folder / LATEST)
-    for step in [p for p in complete(folder) if _order(p.name)[0] == manifest.step and p != target]:
-        remove(step)
-    if keep is not None:
-        for old in [p for p in complete(folder)[:-keep] if p != target]:
+    try:
+        write_file(folder / f".{LATEST}", f"{target.name}\n".encode())
+        os.replace(folder / f".{LATEST}", folder / LATEST)
+        for old in _outdated(target, keep):
             remove(old)
+    except OSError as error:
+        warnings.warn(f"{target} is saved; but: {error}", stacklevel=2)
     return target
+
+
+def _outdated(target: Path, keep: int | None) -> list[Path]:
+    """What a new checkpoint takes the place of: others of its step, and all but the ``keep`` that were saved last."""
+    every = complete(target.parent)
+    replaced = [p for p in every if _step(p) == _step(target) and p != target]
+    others = [p for p in every if p not in replaced]
+    return replaced + (others[:-keep] if keep else [])
+
+
+def _next(folder: Path, step: int) -> Path:
+    """Where a checkpoint goes that is saved now: the last in the order of saving, at a name that nothing has."""
+    last = newest(folder)
+    place = Place(0, step) if last is None else _place(last).next(step)
+    while os.path.lexists(folder / place.name):  # a file, or a link that leads nowhere
+        place = place.next(step)
+    return folder / place.name
+
+
+def _place(path: Path) -> Place:
+    place = Place.of(path.name)
+    assert place is not None
+    return place
+
+
+def _step(path: Path) -> int:
+    return _place(path).step
 
 
 def remove(path: Path) -> None:
     """Removes a checkpoint; from the first instant on it is none any more, not half of one."""
-    aside = path.with_name(f".old-{path.name}")
+    aside = path.with_name(f".old-{path.name}.{uuid4().hex[:8]}")
     os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
+
+
+def _discard(path: Path) -> None:
+    """Removes a directory as far as that can be done; of a link to one only the link, for its content is elsewhere."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_file(path: Path, content: bytes) -> None:
