@@ -206,9 +206,9 @@ class LocalParameters:
         """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no
         unit, say, as something of it is used outside its forward."""
         low = getattr(torch, self._recipe.precision, torch.float32)
-        if not self._recipe.branches or line.data != "loose" or not (x.is_floating_point() and x.dim()):
+        if low.itemsize > 2 or not self._recipe.branches or line.data != "loose":
             return x
-        return x.to(low) if low.itemsize < x.dtype.itemsize else x
+        return x.to(low) if x.is_floating_point() and x.dim() and low.itemsize < x.dtype.itemsize else x
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
         found = self._lines.get(id(x))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +21,11 @@ from meshwright.run.counts import LabelCounter, Shares
 from meshwright.run.coupling import COUPLED, MEAN, SUM, Slot, Trial, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
-from meshwright.run.parameters import local_tensor
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
 from meshwright.run.step import BACKWARD, called, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.run.sums import OwnSums
 from meshwright.run.waiting import Waiting
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
@@ -83,6 +82,7 @@ class Job:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
+        self._own_sums = OwnSums(module, recipe, groups)
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
         self._saving: Saving | None = None
@@ -109,10 +109,15 @@ class Job:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         pieces, scale, shares = self._pieces(batch)
-        losses = self._losses(pieces, scale, shares, backward=backward)
+        self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
         if backward:
-            self._finish_gradients()
+            if self._routed is not None:
+                self._routed.begin()
+            with self._own_sums.of_this_step():
+                losses = self._losses(pieces, scale, shares, backward=True)
+                self._finish_gradients()
         else:
+            losses = self._losses(pieces, scale, shares, backward=False)
             self._reshard()
         return self._summed(losses)
 
@@ -456,42 +461,9 @@ class Job:
                 self.module.set_reshard_after_backward(last)
 
     def _finish_gradients(self) -> None:
-        """What FSDP2 does not do: agree on which parameters were used, reduce those without dims, sum over stages."""
+        """What FSDP2 leaves to do after the last backward: reduce a pipeline's, and agree on which parameters were used."""
         if self._pipeline is not None:
             self._sync(last=True)
             reduce_gradients(self.module)
         if self._routed is not None:
             self._routed.settle()
-        if self._reduced:
-            named = dict(self.module.named_parameters(remove_duplicate=False))
-            for name, groups in self._reduced.items():
-                self._reduce(named[name], groups)
-
-    @cached_property
-    def _reduced(self) -> dict[str, list[dist.ProcessGroup]]:
-        """Parameter → the groups over which the job itself sums its gradient, in the order of the recipe."""
-        found: dict[str, list[dist.ProcessGroup]] = {}
-        for line in self.recipe.parameters:
-            if not line.requires_grad or not self.recipe.holds(line, self.groups.rank):
-                continue
-            owners, groups = self.recipe.owners(line), list[dist.ProcessGroup]()
-            if len(line.places) > 1:
-                groups.append(self.groups.together[line.places])
-            elif line.data == "loose":
-                mesh = self.groups.meshes[line.place]
-                groups += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
-            if len(owners) > 1:
-                groups.append(self.groups.shared[owners])
-            if groups:
-                found[line.name] = groups
-        return found
-
-    def _reduce(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
-        """Sums a gradient over groups, within each of which some rank may have none."""
-        for group in groups:
-            used = torch.tensor(p.grad is not None, device=self.groups.device).int()
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-            if used:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(local_tensor(p.grad), group=group)

@@ -26,6 +26,7 @@ class Routed:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._groups = groups
         self._filled: set[int] = set()
+        self._earlier: set[int] = set()  # those that have a gradient of an earlier step
         self._count = len(recipe.parameters)
         numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
         named = {id(p): numbers[recipe.by_name[n].name] for n, p in model.named_parameters()}
@@ -45,8 +46,12 @@ class Routed:
                 p.grad = torch.zeros_like(p)
             self._filled.add(id(fsdp_param))
 
+    def begin(self) -> None:
+        """Before a step: gradients that are there already stay, whatever the step uses."""
+        self._earlier = {id(p) for _, p in self._parameters if p.sharded_param.grad is not None}
+
     def settle(self) -> None:
-        """After a step's last backward: gradients that no rank had go back to ``None``. Collective."""
+        """After a step's last backward: gradients that no rank had, in this step or before, go back to ``None``. Collective."""
         used = torch.zeros(self._count, dtype=torch.int32, device=self._groups.device)
         for number, fsdp_param in self._parameters:
             used[number] = id(fsdp_param) not in self._filled
@@ -54,5 +59,5 @@ class Routed:
         dist.all_reduce(used, dist.ReduceOp.MAX)
         was_used = used.tolist()
         for number, fsdp_param in self._parameters:
-            if not was_used[number]:
+            if not was_used[number] and id(fsdp_param) not in self._earlier:
                 fsdp_param.sharded_param.grad = None
