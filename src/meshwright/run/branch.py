@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.graph import ModelGraph
+from meshwright.graph import ModelGraph, Value
 from meshwright.place import Coordinate
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
@@ -111,6 +111,7 @@ class Branching:
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
+        self.trying = False  # while True, forwards may compute in a wider type than was recorded (run/wide.py)
         self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
@@ -248,6 +249,8 @@ class Branching:
             return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         mine = {n: whole(t) for n, t in own.items()}
+        if self.trying:
+            mine = {n: as_recorded(t, graph.values[n]) for n, t in mine.items()}
         self._check(mine, dict(move.values), graph)
         # What gets no gradient on one device gets none here, and not zeros.
         tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
@@ -470,6 +473,12 @@ class _Join(torch.autograd.Function):
         of = dict(zip(ctx.here, gradients, strict=True))
         own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
         return *(None,) * 6, *(None,) * ctx.anchors, *own
+
+
+@locally
+def as_recorded(t: Tensor, value: Value) -> Tensor:
+    """What stands for a value, in the type that the value had when the forward was recorded."""
+    return t.to(getattr(torch, value.dtype))
 
 
 def _size(t: Tensor) -> int:

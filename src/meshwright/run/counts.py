@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.private import pytree
+from meshwright.run.untouched import random_numbers_kept
 from meshwright.view.functions import Segment, recomputations
 from meshwright.view.losses import mean_target
 
@@ -125,7 +126,7 @@ class LabelCounter:
     def _new_tape(self, batch: Any, leaves: list[Any]) -> Tape | None:
         recorder = Recorder(leaves)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), random_numbers_kept():
                 self._record(batch, recorder)
         except Exception:  # a forward that cannot run without values: `check` shows what follows from that
             return None

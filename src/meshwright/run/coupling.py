@@ -1,21 +1,26 @@
 """Does the loss of a batch follow from the losses of its pieces? Found out by trying, before the first step.
 
 Data parallelism and microbatches give a rank some of the rows. For most models the loss of all rows is the mean over
-pieces, weighed by rows or labels. Not for all: batch statistics, losses that compare rows with each other, means over a
-mask, sums. So a few rows are run whole and in two halves, without gradients and without dropout, the halves with the
-random numbers that the whole has drawn for their rows, and compared:
+pieces, weighed by rows or labels. Not for all: batch statistics, losses that compare rows with each other, sums. So a few
+rows are run whole and in two parts, without gradients and without dropout, the parts with the random numbers that the
+whole has drawn for their rows, and compared:
 
-    mean       the whole is the weighed mean of the halves      each rank runs its rows
-    sum        the whole is the sum of the halves               each rank runs its rows; losses are added
-    coupled    neither                                          every rank runs all rows: right, though no faster
+    mean       the whole is the weighed mean of the parts       each rank runs its rows
+    sum        the whole is the sum of the parts                each rank runs its rows; losses are added
+    coupled    neither, or the parts cannot be run              every rank runs all rows: right, though no faster
+
+The trial computes in float64, at weights moved off their values (run/wide.py): at initial weights, in the precision of the
+plan, a batch norm can look like rounding, and a loss that balances experts like a constant. It leaves no trace.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -23,92 +28,189 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwright.private import python_body
-from meshwright.run.parameters import local_tensor
+import meshwright
+from meshwright.private import python_body, pytree
 from meshwright.run.step import rows_of, take_rows
+from meshwright.run.untouched import Slot, untouched
+from meshwright.run.wide import wide
 
 MEAN, SUM, COUPLED = "mean", "sum", "coupled"
 MOST_ROWS = 8
 
-# By how much two ways to the same loss may differ, by the type that it is computed in.
-# In float64 it is near to rounding (1e-15, as models go): a maximum over all rows may couple them by 1e-11.
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+# By how much two ways to the same loss may differ, of the loss, by the type that it is computed in; and by how much at
+# most, if measured noise is larger. In float64 the first is near to rounding (1e-15, as models go): a maximum over all
+# rows may couple them by 1e-11.
+_TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
+_HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
 Losses = Callable[[list[Any], Trial], tuple[list[float], list[float]]]
-Slot = tuple[nn.Module, str]  # where a module keeps a tensor, as a forward may put another in its place
+Agreed = Callable[[int], tuple[int, int]]
 
 
-def how_rows_combine(batch: Any, changed: Sequence[Slot], losses: Losses, dtype: torch.dtype) -> str:
-    """``mean``, ``sum`` or ``coupled``.
+@dataclass(frozen=True)
+class Verdict:
+    """``kind``: mean, sum or coupled; ``why``: what ended the trial, with the model's line; empty if it did not fail."""
+
+    kind: str
+    why: str = ""
+
+
+# What an attempt comes to, the worst last.
+_KINDS = (MEAN, SUM, COUPLED)
+_NOT_FINITE, _FAILED = 3, 4
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """The type that an attempt computes in, and what makes it so."""
+
+    dtype: torch.dtype
+    on: Trial
+    wide: bool
+
+
+def how_rows_combine(
+    batch: Any, model: nn.Module, changed: Sequence[Slot], losses: Losses, dtype: torch.dtype, agreed: Agreed
+) -> Verdict:
+    """How the rows of a batch combine into its loss; the same verdict on every rank.
 
     Args:
         batch: at least two rows; as many on every rank.
         changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
         losses: pieces of a batch, and a context for each forward → (the loss of each piece, its weight in their mean).
         dtype: what the model computes in.
+        agreed: a number → the smallest and the largest of all ranks.
     """
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
-    try:
-        with torch.no_grad():
-            found = _tried(rows, changed, losses)
-    except _GradientsAskedError:
-        with torch.enable_grad():
-            found = _tried(rows, changed, losses)
-    tolerance = _TOLERANCE.get(dtype, 2e-2)
-    if any(not _alike(a, b, tolerance) for a, b in zip(found.left[0], found.left[1], strict=True)):
-        return COUPLED  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
-    whole, *parts = found.losses
-    tolerance *= max(1.0, abs(whole))
-    if abs(whole - sum(w * x for w, x in zip(found.weights, parts, strict=True))) <= tolerance:
-        return MEAN
-    return SUM if abs(whole - sum(parts)) <= tolerance else COUPLED
+    why, most = "", _FAILED
+    for computing in (
+        _Computing(torch.float64, partial(wide, perturbed=True), wide=True),
+        _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
+        _Computing(dtype, nullcontext, wide=False),
+    ):
+        attempt = _Attempt(rows, model, changed, losses, computing)
+        for compared in (attempt.compared, attempt.compared_by_noise):
+            try:
+                found = _KINDS.index(compared())
+            except _NotFiniteError:
+                found = _NOT_FINITE
+            except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
+                found, why = _FAILED, f"{type(error).__name__}: {error}".split("\n", 1)[0] + line_of(error)
+            fewest, most = agreed(found)
+            if most != _KINDS.index(COUPLED):
+                break
+        if most < _NOT_FINITE:
+            return Verdict(_KINDS[most] if fewest == most else COUPLED)
+    return Verdict(COUPLED, why if most == _FAILED else "")
+
+
+def line_of(error: BaseException) -> str:
+    """`` (file:line)`` of the model's own code that an error went through last; empty if there is none."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_MODEL):
+            found = f" ({file}:{at.tb_lineno})"
+        at = at.tb_next
+    return found
+
+
+_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
+
+
+class _NotFiniteError(Exception):
+    """A loss of the trial is not finite: at weights moved off their values, say."""
 
 
 @dataclass
 class _Found:
-    """What came of forwards of all rows, the first half and the second."""
+    """What came of forwards of some pieces."""
 
     losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # of the halves, in their mean
+    weights: list[float] = field(default_factory=list)  # of the pieces, in their mean
     left: list[list[Tensor]] = field(default_factory=list)  # what each made of what it may change
 
 
-def _tried(rows: Any, changed: Sequence[Slot], losses: Losses) -> _Found:
-    count = rows_of(rows)
-    half, found, draws = count // 2, _Found(), Draws(count)
-    for spans in ([(0, count)], [(0, half), (half, count)]):
-        trials = (_undisturbed(changed, found.left, _Trial(draws, *span)) for span in spans)
-        values, found.weights = losses([take_rows(rows, *span) for span in spans], partial(next, trials))
-        found.losses += values
-    return found
+class _Attempt:
+    """One comparison of the whole with its parts."""
+
+    def __init__(
+        self, rows: Any, model: nn.Module, changed: Sequence[Slot], losses: Losses, computing: _Computing
+    ) -> None:
+        self._rows, self._count = rows, rows_of(rows)
+        self._model, self._changed, self._losses, self._computing = model, changed, losses, computing
+        self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
+        self._whole, self._parts = _Found(), _Found()
+
+    def compared(self) -> str:
+        """mean, sum or coupled, by the tolerance of the type. Raises _NotFiniteError."""
+        self._whole, self._parts = self._without_gradients(self._whole_and_parts)
+        if not all(map(isfinite, (*self._whole.losses, *self._parts.losses))):
+            raise _NotFiniteError
+        return self._compared(self._tolerance)
+
+    def compared_by_noise(self) -> str:
+        """The same, if what seemed coupled may be noise, with that measured."""
+        noise = min(self._without_gradients(self._noise), self._largest)
+        return self._compared(max(noise, self._tolerance))
+
+    def _whole_and_parts(self) -> tuple[_Found, _Found]:
+        count, draws = self._count, Draws(self._count)
+        whole = self._tried([(0, count)], [self._rows], draws)
+        spans = [(0, count // 2), (count // 2, count)]
+        return whole, self._tried(spans, [take_rows(self._rows, *span) for span in spans], draws)
+
+    def _noise(self) -> float:
+        """By how much a loss differs, of itself, for the same rows once and twice: rounding alone, for a model whose rows
+        do not meet one by one."""
+        count = self._count // 2
+        once, draws = take_rows(self._rows, 0, count), Draws(count)
+        twice = pytree.tree_map(lambda t: torch.cat([t, t]) if _has_rows(t, count) else t, once)
+        a = self._tried([(0, count)], [once], draws).losses[0]
+        b = self._tried([(0, 2 * count)], [twice], draws).losses[0]
+        return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
+
+    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], draws: Draws) -> _Found:
+        found = _Found()
+        trials = (self._trial(_Trial(draws, *span), found.left) for span in spans)
+        pieces = [pytree.tree_map_only(Tensor, torch.clone, piece) for piece in pieces]  # a model may write to them
+        found.losses, found.weights = self._losses(pieces, partial(next, trials))
+        return found
+
+    @contextmanager
+    def _trial(self, trial: _Trial, left: list[list[Tensor]]) -> Iterator[None]:
+        with untouched(self._model, self._changed, left, wide=self._computing.wide), self._computing.on(), trial:
+            yield
+
+    def _without_gradients(self, run: Callable[[], Any]) -> Any:
+        try:
+            with torch.no_grad():
+                return run()
+        except _GradientsAskedError:
+            with torch.enable_grad():
+                return run()
+
+    def _compared(self, tolerance: float) -> str:
+        whole, parts = self._whole, self._parts
+        if any(not _alike(a, b, tolerance) for a, b in zip(parts.left[0], parts.left[1], strict=True)):
+            return COUPLED  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+        loss, scale = whole.losses[0], tolerance * max(1.0, abs(whole.losses[0]))
+        if abs(loss - sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))) <= scale:
+            return MEAN
+        return SUM if abs(loss - sum(parts.losses)) <= scale else COUPLED
+
+
+def _has_rows(t: Any, count: int) -> bool:
+    return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == count
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape:
+        return False
     if not (a.is_floating_point() or a.is_complex()):
         return bool(torch.equal(a, b))
     return bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
-
-
-@contextmanager
-def _undisturbed(changed: Sequence[Slot], left: list[list[Tensor]], trial: _Trial) -> Iterator[None]:
-    """Random streams and what a forward changes as they were before."""
-    tensors = [getattr(module, name) for module, name in changed]
-    values = [t.detach().clone() for t in tensors]
-    try:
-        with torch.random.fork_rng(_devices()), trial:
-            yield
-    finally:
-        with torch.no_grad():
-            left.append([local_tensor(getattr(module, name)).detach().clone() for module, name in changed])
-            for (module, name), t, value in zip(changed, tensors, values, strict=True):
-                setattr(module, name, t)
-                local_tensor(t).copy_(local_tensor(value))
-
-
-def _devices() -> list[int]:
-    """Those whose random streams a forward may move, besides the CPU."""
-    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
 class _GradientsAskedError(BaseException):
@@ -195,21 +297,28 @@ class Draws:
         if every.shape == shape or every.dim() != len(shape):
             return every if every.shape == shape else None
         d, *others = (d for d, size in enumerate(shape) if size != every.shape[d])
+        if not others and stop == 2 * self._rows and shape[d] == 2 * every.shape[d]:
+            return torch.cat([every, every], d)
         each = every.shape[d] // self._rows
         if others or every.shape[d] != each * self._rows or shape[d] != each * (stop - start):
             return None
         return every.narrow(d, start * each, shape[d])
 
 
-def note(kind: str) -> str:
+def note(found: Verdict) -> str:
     """What a person should know of it; empty for the usual case."""
-    if kind != COUPLED:
+    if found.kind != COUPLED:
         return ""
+    if found.why:
+        return (
+            f"this model's rows cannot be run apart: {found.why}: every data rank runs all rows at once, in one microbatch, "
+            "which is right, and saves memory but no time"
+        )
     return (
-        "this model's loss couples the rows of a batch (batch statistics, rows compared with rows, a mean over a mask): "
+        "this model's loss couples the rows of a batch (batch statistics, rows compared with rows): "
         "every data rank runs all rows at once, which is right, and saves memory but no time; "
         "rows: split in the plan gives each its own rows instead"
     )
 
 
-__all__ = ["COUPLED", "MEAN", "SUM", "Trial", "how_rows_combine", "note"]
+__all__ = ["COUPLED", "MEAN", "SUM", "Trial", "Verdict", "how_rows_combine", "line_of", "note"]

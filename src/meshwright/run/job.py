@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from meshwright.run import streams
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
-from meshwright.run.coupling import COUPLED, MEAN, SUM, Slot, Trial, how_rows_combine, note
+from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.pipeline import Pipeline
@@ -26,6 +27,7 @@ from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
 from meshwright.run.step import BACKWARD, called, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.run.sums import OwnSums
+from meshwright.run.untouched import Slot
 from meshwright.run.waiting import Waiting
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
@@ -89,6 +91,7 @@ class Job:
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
+        self._verdict = Verdict(recipe.rows)
         self.steps = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -310,7 +313,7 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        found = [note(self.rows), streams.note(self.recipe, self.groups.device)]
+        found = [note(replace(self._verdict, kind=self.rows)), streams.note(self.recipe, self.groups.device)]
         return (*self.recipe.notes, *filter(None, found))
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -382,7 +385,8 @@ class Job:
         if data * pieces == 1:
             return [batch], [1.0], [None]
         if self.rows == "auto":
-            self.rows = self._how_rows_combine(batch)
+            self._verdict = self._how_rows_combine(batch)
+            self.rows = self._verdict.kind
         if self.rows in (COUPLED, "whole"):
             return [gather_rows(batch, self._data_groups())], [1 / data], [None]
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
@@ -393,34 +397,39 @@ class Job:
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
         return [p if rows_of(p) else row for p in split], scale, shares
 
-    def _how_rows_combine(self, batch: Any) -> str:
+    def _how_rows_combine(self, batch: Any) -> Verdict:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
-        fewest = torch.tensor(rows_of(batch), device=self.groups.device)
-        dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        fewest, _ = self._agreed(rows_of(batch))
         rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())
         if rows_of(rows) < 2:
-            return MEAN
-        rows = take_rows(rows, 0, max(int(fewest), 4))
+            return Verdict(MEAN)
+        rows = take_rows(rows, 0, max(fewest, 4))
 
         def losses(pieces: list[Any], trial: Trial) -> tuple[list[float], list[float]]:
             scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
+            if self._pipeline is not None:
+                for piece in pieces:  # what is recorded draws no numbers in the trial
+                    self._pipeline.program(piece, called, self._loss)
             found = []
             for piece, share in zip(pieces, shares, strict=True):
-                if self._pipeline is not None:
-                    self._pipeline.program(piece, called, self._loss)  # what is recorded draws no numbers in the trial
-                with trial():
-                    found.append(self._loss_alone(piece, share))
+                with trial(), nullcontext() if self._pipeline is None else self._pipeline.trying():
+                    try:
+                        found.append(self._loss_alone(piece, share))
+                    finally:
+                        self._reshard()
             return found, scale
 
-        kinds = (MEAN, SUM, COUPLED)
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
         if self.recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        combine = how_rows_combine(rows, self._changed(), losses, dtype)
-        self._reshard()
-        kind = torch.tensor(kinds.index(combine), device=self.groups.device)
-        dist.all_reduce(kind, dist.ReduceOp.MAX)
-        return kinds[int(kind)]
+        return how_rows_combine(rows, self.module, self._changed(), losses, dtype, self._agreed)
+
+    def _agreed(self, number: int) -> tuple[int, int]:
+        """The smallest and the largest of all ranks' numbers."""
+        found = torch.tensor([-number, number], device=self.groups.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        smallest, largest = found.tolist()
+        return -smallest, largest
 
     def _changed(self) -> list[Slot]:
         """What a forward may change: buffers, and the parameters that it writes, which are not FSDP's."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.graph import ROOT, ModelGraph, spelled
-from meshwright.private import pytree
+from meshwright.private import pytree, without_modes
 from meshwright.recipe import Recipe
-from meshwright.run.branch import Branching
+from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
 from meshwright.run.step import BACKWARD, called
 from meshwright.run.streams import Streams
+from meshwright.run.untouched import random_numbers_kept
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.mode import GlobalView
@@ -126,6 +127,7 @@ class Pipeline:
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
         self.action: Action | None = None  # begun last; a watch reads it from another thread
         self.awaited: tuple[int, ...] = ()  # the stages whose sends it waits for
+        self.is_trying = False
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -147,6 +149,19 @@ class Pipeline:
         step.perform()
         return step.losses
 
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forwards may compute in a wider type than was recorded (run/wide.py): what crosses is cast to the recorded one."""
+        self.is_trying = True
+        if self.branching is not None:
+            self.branching.trying = True
+        try:
+            yield
+        finally:
+            self.is_trying = False
+            if self.branching is not None:
+                self.branching.trying = False
+
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, on the ranks of the last stage; None on others."""
         step = _Step(self, [(args, kwargs)], _call, None, [1.0], [None], backward=False)
@@ -167,7 +182,8 @@ class Pipeline:
         )
         known = self._programs.get(key)
         if known is None or known.graph.of_this_batch:
-            graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
+            with random_numbers_kept():
+                graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
             same = self._paths.get((key, graph.signature))
             self._programs[key] = self._paths[key, graph.signature] = same or self._program(graph, loss is None)
         return self._programs[key]
@@ -266,7 +282,8 @@ class _Step:
     def _perform(self, action: Action) -> None:
         flight = self.flights[action.stage, action.microbatch]
         if action.kind in TRANSFERS:
-            getattr(self, "_" + action.kind.lower())(action, flight)
+            with without_modes():  # what crosses is of the type that was recorded
+                getattr(self, "_" + action.kind.lower())(action, flight)
         elif action.kind == "F":
             self._forward(action, flight)
         elif action.kind == "W":
@@ -298,6 +315,7 @@ class _Step:
         program, found = self.programs[action.microbatch], []
         for n in self._numbers(action):
             value, t = program.graph.values[n], flight.outputs[n]
+            t = as_recorded(t, value) if self.p.is_trying else t
             if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
                 event = program.graph.events[value.position]
                 raise PathError(

@@ -1,0 +1,166 @@
+"""Whether rows couple is found whatever the precision and the initial weights, and finding it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshwright as mw
+
+WIDTH, CLASSES = 16, 12
+
+
+class Tokens(nn.Module):
+    """Embeds tokens, mixes them as its subclass does, and predicts labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def mixed(self, x):
+        return x, 0.0
+
+    def forward(self, ids, labels):
+        x, more = self.mixed(self.table(ids))
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + more)
+
+
+class Normalised(Tokens):
+    """With the mean and deviation of all rows, after which little changes but by rounding of a half type."""
+
+    def mixed(self, x):
+        return (x - 1e-3 * x.mean((0, 1))) / (1 + 1e-3 * x.std((0, 1))), 0.0
+
+
+class Balanced(Tokens):
+    """Chooses experts by a router that begins at zero; a loss of weight 0.01 balances them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        nn.init.zeros_(self.router.weight)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def mixed(self, x):
+        shares = self.router(x).softmax(-1)
+        weight, chosen = shares.max(-1)
+        used = F.one_hot(chosen, 4).to(x.dtype)
+        added = torch.einsum("bti,eio,bte->bto", x, self.experts, used) * weight[..., None]
+        return x + added, 0.01 * 4 * (used.mean((0, 1)) * shares.mean((0, 1))).sum()
+
+
+class Gated(Tokens):
+    """What rows make of each other is behind a gate that begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def mixed(self, x):
+        return x + self.gate * x.mean(0), 0.0
+
+
+class FixedRows(Tokens):
+    """Has the number of rows as a number."""
+
+    def mixed(self, x):
+        return x.view(4, 6, WIDTH).tanh(), 0.0  # the line that a note names
+
+
+def tokens(rows=8):
+    ids = (torch.arange(rows * 6) * 7 % 11).view(rows, 6)
+    labels = (ids * 3 + 1) % CLASSES
+    labels[::3, 4:] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def own_rows(job, batch):
+    count = len(batch["ids"]) // job.recipe.mesh.data_size
+    first = count * job.recipe.mesh.data_index(job.rank)
+    return {name: t[first : first + count] for name, t in batch.items()}
+
+
+def kinds(cases):
+    found = []
+    for build, plan in cases:
+        job = mw.parallelize(build, plan, batch=tokens())
+        job.step(own_rows(job, tokens()))
+        found.append(job.rows)
+    return found
+
+
+CASES = {
+    (Tokens, "float32"): "mean",
+    (Tokens, "bfloat16"): "mean",
+    (Normalised, "float32"): "coupled",
+    (Normalised, "bfloat16"): "coupled",
+    (Balanced, "float32"): "coupled",
+    (Balanced, "bfloat16"): "coupled",
+    (Gated, "float32"): "coupled",
+}
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_what_couples_rows_is_found_in_any_precision_and_at_initial_weights(mesh, workers):
+    cases = [(build, {"mesh": mesh, "precision": precision}) for build, precision in CASES]
+    found = workers.run(kinds, cases, ranks=2)[0]
+    assert dict(zip(CASES, found, strict=True)) == CASES
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_rows_that_cannot_be_divided_are_run_together_with_a_note_of_the_line(mesh, workers):
+    report = mw.check(FixedRows, tokens(4), {"mesh": mesh}, workers=workers)
+    assert report.passed, str(report)
+    note = next(note for note in report.notes if "cannot be run apart" in note)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "the line that a note names" in text)
+    assert f"{__file__}:{line}" in note
+
+
+class Changing(Tokens):
+    """Changes whatever a forward can: buffers, attributes, its input, random numbers of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.kept, self.last = 0, [], None
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, ids, labels):
+        labels[labels < 0] = -100
+        ids.add_(1).remainder_(CLASSES)
+        self.calls, self.last = self.calls + 1, ids
+        self.kept.append(random.random() + numpy.random.rand())
+        self.noise = float(torch.rand((), generator=self.generator) + torch.rand(()))
+        self.seen += 1
+        return super().forward(ids, labels)
+
+
+def traces(mesh):
+    job = mw.parallelize(Changing, {"mesh": mesh}, batch=tokens())
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    before = {name: p.detach().clone() for name, p in job.named_parameters()}
+    batch = own_rows(job, tokens())
+    job._how_rows_combine(batch)
+    model = job.module
+    changed = [name for name, p in job.named_parameters() if not torch.equal(before[name], p.detach())]
+    kept = model.calls, model.kept, model.last, hasattr(model, "noise"), float(model.seen), str(model.seen.dtype)
+    same = all(torch.equal(t, own_rows(job, tokens())[name]) for name, t in batch.items())
+    numbers = random.random(), numpy.random.rand(), torch.rand(()), torch.rand((), generator=model.generator)
+    return changed, kept, same, [float(x) for x in numbers]
+
+
+def test_finding_it_leaves_no_trace(workers):
+    for changed, kept, same, numbers in workers.run(traces, "dp_shard=2", ranks=2):
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(5)
+        expected = random.random(), numpy.random.rand(), torch.rand(()), torch.rand((), generator=generator)
+        assert (changed, kept, same) == ([], (0, [], None, False, 0.0, "torch.float32"), True)
+        assert numbers == [float(x) for x in expected]
