@@ -26,7 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from architectures import MODELS, NARROW, Model
+from architectures import MODELS as OF_TRANSFORMERS
+from architectures import NARROW, Model
+from packages import PACKAGE_MODELS, PackageModel
 
 import meshwright as mw
 from meshwright.errors import PlanError
@@ -41,6 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ROOT = Path(__file__).resolve().parent.parent
 CACHE, PAGE = ROOT / "build" / "coverage.json", ROOT / "docs" / "coverage.md"
 Cell = dict[str, Any]  # a result, as JSON has it
+Row = Model | PackageModel
+MODELS: dict[str, Row] = {**OF_TRANSFORMERS, **PACKAGE_MODELS}
 
 
 def main() -> None:
@@ -79,13 +83,16 @@ def _arguments() -> argparse.Namespace:
 # --- a cell -----------------------------------------------------------------------------------------------------------
 
 
-def checked(model: Model, layout: str, workers: Any, timeout: float = 60.0) -> Cell:
+def checked(model: Row, layout: str, workers: Any, timeout: float = 60.0) -> Cell:
     """One model in one layout."""
     started = time.monotonic()
     cell: Cell = {"model": _digest(model), "library": _library(), "passed": False}
     try:
         dtype = torch.float32 if model.name in NARROW else None
-        report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers, dtype=dtype, timeout=timeout)
+        loss = model.loss if isinstance(model, PackageModel) else None
+        report = mw.check(
+            model.build, model.batch(), LAYOUTS[layout], loss=loss, workers=workers, dtype=dtype, timeout=timeout
+        )
     except PlanError as error:
         cell["refused"] = str(error)
     except Exception as error:  # whatever a model's own code may raise; the other cells go on
@@ -118,14 +125,15 @@ def reason(cell: Cell) -> str:
     return str(cell["failure"]).split("\n", 1)[0]
 
 
-def _stale(cell: Cell | None, model: Model, library: str, failed: bool) -> bool:
+def _stale(cell: Cell | None, model: Row, library: str, failed: bool) -> bool:
     if cell is None or cell["model"] != _digest(model) or (failed and not cell["passed"]):
         return True
     return bool(library) and cell["library"] != library
 
 
-def _digest(model: Model) -> str:
-    return f"{model.kind} {model.settings}"
+def _digest(model: Row) -> str:
+    version = f" {model.version}" if isinstance(model, PackageModel) else ""
+    return f"{model.kind} {model.settings}{version}"
 
 
 def _library() -> str:
@@ -161,11 +169,18 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     for kind in dict.fromkeys(m.kind for m in MODELS.values()):
         rows = [m for m in MODELS.values() if m.kind == kind and m.name in cells]
         if rows:
-            lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", f"| model | | {' | '.join(LAYOUTS)} |"]
+            lines += ["", f"## {_title(rows[0])}", "", f"| model | | {' | '.join(LAYOUTS)} |"]
             lines += ["| --- " * (2 + len(LAYOUTS)) + "|"]
             lines += [f"| {m.name} | {m.traits} | {' | '.join(_cells(cells[m.name]))} |" for m in rows]
     lines += _failures(cells) + _fallbacks(cells)
     return "\n".join(lines) + "\n"
+
+
+def _title(row: Row) -> str:
+    """The heading of a group: the kind of its models, or their package with the version that was tried."""
+    if isinstance(row, PackageModel):
+        return f"{row.package} {row.version}"
+    return f"{row.kind[0].upper()}{row.kind[1:]}"
 
 
 def _cells(row: Mapping[str, Cell]) -> Iterable[str]:

@@ -35,7 +35,7 @@ from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, n
 from meshwright.planning.rows import events_by_rows
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
-from meshwright.planning.units import Uses, repeated_blocks
+from meshwright.planning.units import Uses, called_modules, repeated_blocks
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
 from meshwright.regions import Regions
@@ -267,7 +267,8 @@ def _units(
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
     """Wrap units, innermost first and the root last; and the modules to recompute.
 
-    A module that stands in a place of its own is a unit, as a unit lives on one mesh.
+    A module that stands in a place of its own is a unit, as a unit lives on one mesh. What the plan says of a container
+    that is never called is said of the modules in it.
     """
     modules = dict(model.named_modules())
     chosen = {b: Unit(b) for b in blocks if entries.get(b, Entry()).unit is not False}
@@ -275,15 +276,16 @@ def _units(
     for name, entry in entries.items():
         if name not in modules:
             continue
-        if name and (entry.unit or entry.dp is not None or name in placed):
-            chosen[name] = Unit(name, entry.dp or "shard")
-        if name and entry.recompute == "block" and name not in recompute:
-            recompute.append(name)
+        called = called_modules(name, modules[name]) if name else ()
+        if entry.unit or entry.dp is not None or name in placed:
+            chosen |= {n: Unit(n, entry.dp or "shard") for n in called if n == name or n not in chosen}
+        if entry.recompute == "block":
+            recompute += [n for n in called if n not in recompute]
     for name, unit in chosen.items():
-        if name not in entries or entries[name].dp is None:  # a unit within an overridden module follows it
-            above = [n for n in chosen if name.startswith(n + ".") and entries.get(n, Entry()).dp is not None]
+        if entries.get(name, Entry()).dp is None:  # a unit within a module that the plan names follows that module
+            above = [n for n, entry in entries.items() if entry.dp is not None and name.startswith(n + ".")]
             if above:
-                chosen[name] = replace(unit, data=chosen[max(above, key=len)].data)
+                chosen[name] = replace(unit, data=entries[max(above, key=len)].dp or unit.data)
     held = {n: u for n, u in chosen.items() if any(True for _ in modules[n].parameters())}
     order = sorted(held, key=lambda n: -n.count("."))
     held = {n: replace(u, place=place_of(n, placed)[0]) for n, u in held.items()}

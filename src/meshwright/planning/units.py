@@ -10,19 +10,50 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The outermost modules that stand at least twice, alike, in one container: the layers of a model."""
-    found: list[str] = []
+    """The layers of a model: the outermost modules that stand at least twice, with one type, in one container.
+
+    A layer that has no forward of its own (a ``ModuleList`` of norm, attention and residual) is never called, so nothing
+    can be gathered or recomputed with it. The modules in it that are called take its place.
+    """
+    blocks: list[str] = []
     for name, module in model.named_modules():
-        if any(name == block or name.startswith(block + ".") for block in found):
+        if any(name == block or name.startswith(block + ".") for block in blocks):
             continue
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
-        kinds: dict[Any, list[str]] = {}
+        by_type: dict[Any, list[str]] = {}
         for child_name, child in module.named_children():
-            if any(True for _ in child.children()) and any(True for _ in child.parameters()):
-                kinds.setdefault(type(child), []).append(f"{name}.{child_name}" if name else child_name)
-        found += [n for names in kinds.values() if len(names) > 1 for n in names]
-    return tuple(found)
+            if _is_block(child):
+                by_type.setdefault(type(child), []).append(f"{name}.{child_name}" if name else child_name)
+        for names in by_type.values():
+            if len(names) > 1:
+                blocks += [n for block in names for n in _layers_in(block, model.get_submodule(block))]
+    return tuple(blocks)
+
+
+def called_modules(name: str, module: nn.Module) -> tuple[str, ...]:
+    """The name of a module; if it has no forward, the names of the outermost modules in it that have one."""
+    if _has_forward(module):
+        return (name,)
+    return tuple(
+        n for child, m in module.named_children() for n in called_modules(f"{name}.{child}" if name else child, m)
+    )
+
+
+def _layers_in(name: str, module: nn.Module) -> tuple[str, ...]:
+    if _has_forward(module):
+        return (name,)
+    return tuple(
+        n for n in called_modules(name, module) if _is_block(module.get_submodule(n[len(name) + 1 :]))
+    )  # a single norm or linear is too small for a unit
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 class Uses:

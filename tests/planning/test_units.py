@@ -1,0 +1,56 @@
+"""Which modules are units, if the layers of a model are containers that are never called."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.planning.units import called_modules, repeated_blocks
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class ListsOfLayers(nn.Module):
+    """Layers as lists of a norm and a block, which the model's own forward takes apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), FeedForward()]) for _ in range(3))
+
+    def forward(self, x):
+        for norm, block in self.layers:
+            x = x + block(norm(x))
+        return x.square().mean()
+
+
+def test_layers_that_are_never_called_give_way_to_the_modules_in_them():
+    assert repeated_blocks(ListsOfLayers()) == ("layers.0.1", "layers.1.1", "layers.2.1")
+    assert called_modules("layers", ListsOfLayers().layers)[:2] == ("layers.0.0", "layers.0.1")
+
+
+def rows():
+    return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+def test_such_layers_train_as_on_one_device(workers):
+    for plan in (
+        {"mesh": {"dp_shard": 2}, "recompute": "blocks"},
+        {
+            "mesh": {"dp_shard": 2},
+            "modules": {"layers.0": {"dp": "replicate"}, "layers.1": {"unit": True, "recompute": "block"}},
+        },
+    ):
+        report = mw.check(ListsOfLayers, rows(), plan, workers=workers)
+        assert report.passed, str(report)
+        assert [u.name for u in report.recipe.units if u.name.endswith(".1")] == [f"layers.{i}.1" for i in range(3)]
+    data = {line.name: line.data for line in report.recipe.parameters}
+    assert data["layers.0.0.weight"] == data["layers.0.1.up.weight"] == "replicate"
+    assert data["layers.1.1.up.weight"] == "shard"
