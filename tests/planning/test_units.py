@@ -54,3 +54,61 @@ def test_such_layers_train_as_on_one_device(workers):
     data = {line.name: line.data for line in report.recipe.parameters}
     assert data["layers.0.0.weight"] == data["layers.0.1.up.weight"] == "replicate"
     assert data["layers.1.1.up.weight"] == "shard"
+
+
+class Reverse(torch.autograd.Function):
+    """Blocks whose inputs are computed again from their outputs, by running the blocks again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, blocks):
+        ctx.blocks = blocks
+        for block in blocks:
+            x = block(x)
+        ctx.output = x.detach()
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        y = ctx.output
+        for block in reversed(ctx.blocks):
+            y, gradient = block.reverse(y, gradient)
+        return gradient, None
+
+
+class Additive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = FeedForward()
+
+    def forward(self, x):
+        kept, changed = x.chunk(2)
+        return torch.cat([kept, changed + self.inner(kept)])
+
+    def reverse(self, y, gradient):
+        kept, changed = y.chunk(2)
+        by_kept, by_changed = gradient.chunk(2)
+        with torch.enable_grad():
+            kept = kept.detach().requires_grad_()
+            added = self.inner(kept)
+            added.backward(by_changed)
+        return torch.cat([kept, changed - added]).detach(), torch.cat([by_kept + kept.grad, by_changed])
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Additive() for _ in range(3))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = self.first(x).reshape(-1, 2, 8).transpose(0, 1)
+        x = Reverse.apply(x.reshape(-1, 8), list(self.blocks))
+        return self.last(x.reshape(2, -1, 8).transpose(0, 1).reshape(-1, 16)).square().mean()
+
+
+def test_blocks_that_a_custom_backward_runs_again_stay_gathered(workers):
+    for plan in ({"mesh": {"dp_shard": 2}, "microbatches": 2}, {"mesh": {"dp_shard": 2, "tp": 2}}):
+        report = mw.check(Reversible, rows(), plan, workers=workers)
+        assert report.passed, str(report)
+    assert any("blocks.0 is no unit of its own: blocks.0.inner" in note for note in report.notes), report.notes

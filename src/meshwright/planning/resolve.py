@@ -303,10 +303,12 @@ def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str])
     if uses.differentiates and len(units) > 1:
         note = "the forward asks for gradients itself: the root is the only unit, gathered for the time of a step"
         return tuple(u for u in units if not u.name), [note]
-    open_ = dict(sorted(uses.outside))
-    notes = [f"{u} is no unit of its own: {name} is used outside its forward" for u, name in open_.items()]
-    notes += [f"{u} is no unit of its own: whether it runs depends on values" for u in sorted(skipped - set(open_))]
-    return tuple(u for u in units if u.name not in open_ and u.name not in skipped), notes
+    why = {u: f"{name} is used outside its forward" for u, name in sorted(uses.outside)}
+    again = "is used within a custom autograd.Function, whose backward may compute with it again"
+    why |= {u: f"{name} {again}" for u, name in sorted(uses.again) if u not in why}
+    why |= dict.fromkeys(sorted(skipped - set(why)), "whether it runs depends on values")
+    notes = [f"{unit} is no unit of its own: {reason}" for unit, reason in why.items()]
+    return tuple(u for u in units if u.name not in why), notes
 
 
 def _answering_units(

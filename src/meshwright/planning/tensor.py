@@ -34,6 +34,7 @@ from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import storage_of
 from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.functions import custom_functions
 from meshwright.view.mode import GlobalView
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
@@ -167,6 +168,7 @@ def _followed(
                 if uses is not None:
                     work.uses = uses
                     stack.enter_context(uses.watching())
+                    stack.enter_context(custom_functions(uses.custom))
                 run(model)
         except _Learnt:
             continue

@@ -61,6 +61,8 @@ class Uses:
 
     Attributes:
         outside: (unit, parameter) where it was not.
+        again: (unit, parameter) where the unit ran within a custom ``autograd.Function`` that was not handed the parameter.
+            The backward of that function computes with the parameter again, when the unit may have freed it.
         seen: parameters that were used.
         written: parameters that were written.
         called: units that ran.
@@ -70,6 +72,8 @@ class Uses:
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
         self.active: list[str] = []
         self.outside: set[tuple[str, str]] = set()
+        self.again: set[tuple[str, str]] = set()
+        self._around: tuple[str, ...] | None = None  # units that were running when a custom function began
         self.seen: set[str] = set()
         self.called: set[str] = set()
         self.written: set[str] = set()
@@ -85,6 +89,19 @@ class Uses:
         for unit in self.owners.get(id(parameter), ()):
             if unit not in self.active:
                 self.outside.add((unit, name))
+            elif self._around is not None and unit not in self._around:
+                self.again.add((unit, name))
+
+    def custom(self, apply: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an ``autograd.Function`` of the model. Those of torch (a reentrant checkpoint) call modules, whose hooks
+        gather them again."""
+        if function.__module__.startswith("torch.") or self._around is not None:
+            return apply(function, *args, **kwargs)
+        self._around = tuple(self.active)
+        try:
+            return apply(function, *args, **kwargs)
+        finally:
+            self._around = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
