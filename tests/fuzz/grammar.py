@@ -1,0 +1,876 @@
+"""How random programs are made: a table of operations, each of a kind that a switch can leave out.
+
+A statement is run, on a small real batch, as soon as it is drawn: so shapes are known, and what torch refuses is no part
+of the program. Values are of two sorts: those whose dim 0 are the rows of the batch (``rowed``), and the others
+(``plain``: parameters, buffers, what was summed over rows).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from judge import VOCABULARY, sample
+from program import Class, Member, Program, Run, Statement
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+ROWS = 4
+MOST_ELEMENTS = 2048
+LARGEST = 50.0
+
+Operation = Callable[["Builder"], None]
+OPERATIONS: list[tuple[str, int, Operation]] = []  # kind, weight, what adds statements
+
+
+class RefusedError(Exception):
+    """Nothing fits, or torch refuses it: another operation is drawn."""
+
+
+def operation(kind: str, weight: int = 2) -> Callable[[Operation], Operation]:
+    def register(function: Operation) -> Operation:
+        OPERATIONS.append((kind, weight, function))
+        return function
+
+    return register
+
+
+class Builder:
+    """Makes one class: holds its module, and the values of its forward for the sample batch."""
+
+    def __init__(
+        self, draw: random.Random, kinds: frozenset[str], inputs: dict[str, Tensor], classes: list[Class]
+    ) -> None:
+        self.draw, self.allowed, self.classes = draw, kinds, classes
+        self.module = nn.Module()
+        self.namespace: dict[str, Any] = {
+            "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "self": self.module, **inputs,
+        }  # fmt: skip
+        self.inputs = inputs
+        self.rowed = [n for n, t in inputs.items() if t.is_floating_point()]
+        self.plain: list[str] = []
+        self.members: list[Member] = []
+        self.body: list[Statement] = []
+        self.kinds: set[str] = set()
+        self.depth = 0
+        self._count = 0
+
+    # --- draws ---
+
+    def pick(self, options: Any) -> Any:
+        options = list(options)
+        if not options:
+            raise RefusedError
+        return self.draw.choice(options)
+
+    def chance(self, of: int = 2) -> bool:
+        return self.draw.randint(1, of) == 1
+
+    def size(self) -> int:
+        return self.draw.choice([6, 8, 4, 3, 12, 5])
+
+    def get(self, name: str) -> Tensor:
+        return eval(name, self.namespace)
+
+    def value(self, fits: Callable[[Tensor], bool] = lambda t: True) -> str:
+        """A value with rows: a late one rather than an early one, and one that nothing uses yet rather than others."""
+        found = [n for n in self.rowed if fits(self.get(n))]
+        used = {name for statement in self.body for name in _used(statement)}
+        return self.pick([*found[-3:], *found[-1:], *found, *(n for n in found if n not in used)])
+
+    def parameter(self, *shape: int, scale: float = 1.0) -> str:
+        sizes = ", ".join(map(str, shape))
+        text = f"nn.Parameter(torch.randn({sizes}))" if shape else "nn.Parameter(torch.tensor(0.7))"
+        return "self." + self.member("p", text if scale == 1 else text[:-1] + f" * {scale})")
+
+    def member(self, stem: str, made: str) -> str:
+        """A member that is made so; one that there is already, one time in three."""
+        same = [m.name for m in self.members if m.text == f"self.{m.name} = {made}"]
+        if same and self.chance(3):
+            return self.pick(same)
+        self._count += 1
+        name = f"{stem}{self._count}"
+        self.set_up(name, f"self.{name} = {made}")
+        return name
+
+    def set_up(self, name: str, text: str) -> None:
+        exec(text, self.namespace)
+        self.members.append(Member(name, text))
+
+    def buffer(self, *shape: int, made: str = "torch.zeros") -> str:
+        self._count += 1
+        name = f"b{self._count}"
+        text = f"{made}({', '.join(map(str, shape))})" if shape else "torch.tensor(0.5)"
+        self.set_up(name, f'self.register_buffer("{name}", {text})')
+        return f"self.{name}"
+
+    # --- statements ---
+
+    def new(self, text: str, *of: str, plain: bool = False) -> str:
+        """A new value. Raises RefusedError if torch refuses, or it is not a small finite float tensor."""
+        self._count += 1
+        statement = Statement(f"v{self._count}", text, of)
+        self._run(statement)
+        name = f"v{self._count}"
+        t = self.namespace[name]
+        if not isinstance(t, Tensor) or not t.is_floating_point() or not 0 < t.numel() <= MOST_ELEMENTS or t.dim() > 5:
+            raise RefusedError
+        if not bool(t.isfinite().all()) or float(t.detach().abs().max()) > LARGEST:
+            raise RefusedError
+        self.body.append(statement)
+        if plain or not t.dim() or t.shape[0] != ROWS:
+            self.plain.append(name)
+        else:
+            self.rowed.append(name)
+        return name
+
+    def do(self, text: str, *of: str) -> None:
+        """A statement that makes no new value."""
+        statement = Statement(None, text, of)
+        self._run(statement)
+        self.body.append(statement)
+        if of and self.shares(self.get(of[0]), self.inputs.values()):
+            self.kinds.add("input writes")
+
+    def other(self, text: str, *of: str) -> str:
+        """A value that only the next statements use: a tuple, integers."""
+        self._count += 1
+        statement = Statement(f"n{self._count}", text, of)
+        self._run(statement)
+        self.body.append(statement)
+        return f"n{self._count}"
+
+    def _run(self, statement: Statement) -> None:
+        try:
+            exec(statement.code(), self.namespace)
+        except Exception as error:
+            raise RefusedError from error
+
+    @contextmanager
+    def region(self, head: str) -> Iterator[None]:
+        """What is added within goes under this line."""
+        outer, self.body = self.body, []
+        self.depth += 1
+        try:
+            yield
+        finally:
+            inner, self.body = self.body, outer
+            self.depth -= 1
+            if inner:
+                self.body.append(Statement(None, head, (), tuple(inner)))
+
+    def step(self) -> None:
+        """One operation of the table."""
+        table = [(kind, op) for kind, weight, op in OPERATIONS if kind in self.allowed for _ in range(weight)]
+        before = len(self.body), list(self.rowed), list(self.plain)
+        kind, op = self.pick(table)
+        try:
+            op(self)
+            self.kinds.add(kind)
+        except (RefusedError, RuntimeError):  # torch refuses even to look at some views
+            del self.body[before[0] :]
+            self.rowed, self.plain = before[1], before[2]
+
+    def made(self, name: str, result: str) -> Class:
+        return Class(name, tuple(self.inputs), tuple(self.members), tuple(self.body), result)
+
+    def safe_to_write(self, t: Tensor) -> bool:
+        """Whether a write changes no leaf, and nothing that came with the batch unless that is allowed."""
+        kept = [*self.module.parameters(), *self.module.buffers()]
+        if "input writes" not in self.allowed:
+            kept += self.inputs.values()
+        return not self.shares(t, kept) and not (t.is_leaf and t.requires_grad)
+
+    @staticmethod
+    def shares(t: Tensor, others: Iterable[Tensor]) -> bool:
+        """Whether they have memory in common."""
+        return t.untyped_storage().data_ptr() in {o.untyped_storage().data_ptr() for o in others}
+
+    def tie_ends(self, loss: str) -> str:
+        """A loss that all values go into."""
+        used = {name for s in self.body for name in list(_used(s))[0 if s.out or s.within else 1 :]} | set(
+            re.findall(r"\w+", loss)
+        )
+        ends = [n for n in dict.fromkeys([*self.rowed, *self.plain]) if n.startswith("v") and n not in used]
+        for n in ends:
+            if self.get(n).requires_grad:
+                with suppress(RefusedError):
+                    loss = self.new("{0} + 0.01 * {1}.square().mean()", loss, n, plain=True)
+        return loss
+
+
+def _used(statement: Statement) -> Iterator[str]:
+    yield from (name for name in statement.of if name != statement.out)
+    for inner in statement.within:
+        yield from _used(inner)
+
+
+def whole(t: Tensor) -> bool:
+    return t.dim() >= 2
+
+
+def long(t: Tensor) -> bool:
+    return t.dim() >= 3
+
+
+# --- pointwise ----------------------------------------------------------------------------------------------------------
+
+UNARY = ["F.gelu({0})", "torch.tanh({0})", "torch.sigmoid({0})", "F.silu({0})", "torch.sin({0})", "F.softplus({0})", "{0} * 0.5",
+         "{0} + 1", "-{0}", "F.relu({0})", "{0}.clamp(-1, 1)", "{0}.pow(2)", "torch.where({0} > 0, {0}, {0} * 0.1)", "{0}.abs()",
+         "F.leaky_relu({0}, 0.2)", "{0}.exp().clamp(max=9.0)", "1 - {0}", "{0}.masked_fill({0} > 1, 0.5)", "torch.square({0})",
+         "{0} / ({0}.abs() + 1)", "F.elu({0})", "{0}.clone()"]  # fmt: skip
+BINARY = ["{0} + {1}", "{0} * {1}", "{0} - {1}", "torch.maximum({0}, {1})", "torch.addcmul({0}, {1}, {0}, value=0.1)",
+          "torch.lerp({0}, {1}, 0.3)", "{0} / ({1}.abs() + 1)", "torch.where({0} > {1}, {0}, {1})", "torch.hypot({0}, {1} + 1)"]  # fmt: skip
+
+
+@operation("pointwise", 6)
+def unary(b: Builder) -> None:
+    b.new(b.pick(UNARY), b.value())
+
+
+@operation("pointwise", 6)
+def binary(b: Builder) -> None:
+    x = b.value()
+    shape = b.get(x).shape
+    text = b.pick(BINARY)
+    if b.plain and b.chance(3):
+        b.new(text, x, b.pick(b.plain))
+    elif b.chance(3):
+        b.new(text, x, b.parameter(*shape[b.pick(range(1, len(shape) + 1)) :]))
+    else:
+        b.new(text, x, b.value(lambda t: t.shape == shape))
+
+
+@operation("pointwise", 1)
+def scaled(b: Builder) -> None:
+    b.new("{0} * {1}", b.value(), b.parameter())
+
+
+# --- products -----------------------------------------------------------------------------------------------------------
+
+
+@operation("products", 8)
+def linear(b: Builder) -> None:
+    x = b.value(whole)
+    last, out = b.get(x).shape[-1], b.size()
+    bias = "" if b.chance() else ", bias=False"
+    b.new("self.%s({0})" % b.member("linear", f"nn.Linear({last}, {out}{bias})"), x)
+
+
+@operation("products", 4)
+def mlp(b: Builder) -> None:
+    x = b.value(whole)
+    last, hidden = b.get(x).shape[-1], b.size()
+    up, down = b.member("linear", f"nn.Linear({last}, {hidden})"), b.member("linear", f"nn.Linear({hidden}, {last})")
+    h = b.new(b.pick(UNARY), b.new(f"self.{up}({{0}})", x))
+    b.new(b.pick(["self.%s({0})", "{1} + self.%s({0})"]) % down, h, x)
+
+
+@operation("products", 3)
+def product(b: Builder) -> None:
+    x = b.value(whole)
+    last, out = b.get(x).shape[-1], b.size()
+    if b.chance():
+        b.new("F.linear({0}, {1})", x, b.parameter(out, last, scale=0.4))
+    else:
+        b.new(b.pick(["{0} @ {1}", "torch.matmul({0}, {1})", "torch.einsum('...i,ij->...j', {0}, {1})"]), x,
+              b.parameter(last, out, scale=0.4))  # fmt: skip
+
+
+@operation("products", 2)
+def outer(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    shape = b.get(x).shape
+    y = b.value(lambda t: t.dim() == 3 and t.shape[2] == shape[2])
+    b.new(b.pick(["{0} @ {1}.transpose(1, 2) * 0.1", "torch.bmm({0}, {1}.mT) * 0.1", "torch.einsum('bik,bjk->bij', {0}, {1}) * 0.1"]),
+          x, y)  # fmt: skip
+
+
+@operation("products", 2)
+def gated(b: Builder) -> None:
+    x = b.value(whole)
+    last, half = b.get(x).shape[-1], b.size()
+    h = b.new("self.%s({0})" % b.member("linear", f"nn.Linear({last}, {2 * half})"), x)
+    parts = b.other(b.pick(["{0}.chunk(2, -1)", f"{{0}}.split({half}, -1)", "torch.tensor_split({0}, 2, dim=-1)",
+                            f"{{0}}.unflatten(-1, (2, {half})).unbind(-2)"]), h)  # fmt: skip
+    b.new(f"torch.sigmoid({parts}[0]) * {parts}[1]")
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------------
+
+
+@operation("shapes", 5)
+def shaped(b: Builder) -> None:
+    x = b.value(whole)
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+    n = shape[d]
+    ways = [f"{{0}}.unsqueeze({d})", f"{{0}}.flip({d})", f"{{0}}.roll(1, {d})", "{0}.contiguous()", f"{{0}}.movedim({d}, -1)",
+            f"{{0}}.transpose({d}, -1)", "{0}.flatten(1)", f"torch.cat([{{0}}, {{0}}], {d})", f"torch.stack([{{0}}, -{{0}}], {d})",
+            "{0}.transpose(1, -1).contiguous()", "{0}.reshape({0}.shape[0], -1)", f"{{0}}.squeeze({d})",
+            f"{{0}}.repeat_interleave(2, dim={d})", "F.pad({0}, (1, 1))", f"{{0}}.unsqueeze({d}).expand({', '.join(['-1'] * d + ['2'] + ['-1'] * (len(shape) - d))})"]  # fmt: skip
+    for k in (2, 3):
+        if n % k == 0:
+            ways += [f"{{0}}.unflatten({d}, ({k}, {n // k}))", f"{{0}}.unflatten({d}, ({n // k}, {k}))"]
+    if d == len(shape) - 1 and n % 2 == 0:
+        ways += [f"{{0}}.view(*{{0}}.shape[:-1], 2, {n // 2}).transpose(-1, -2).reshape(*{{0}}.shape)"]
+    if len(shape) > 2:
+        ways += ["{0}.flatten(-2)", "{0}.flatten(1, 2)", "{0}.mT"]
+    b.new(b.pick(ways), x)
+
+
+@operation("shapes", 3)
+def joined(b: Builder) -> None:
+    x = b.value(whole)
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+
+    def same(t: Tensor) -> bool:
+        return t.dim() == len(shape) and all(
+            a == c or i == d for i, (a, c) in enumerate(zip(t.shape, shape, strict=True))
+        )
+
+    b.new(f"torch.cat([{{0}}, {{1}}], {d})", x, b.value(same))
+
+
+@operation("slices", 5)
+def sliced(b: Builder) -> None:
+    x = b.value(whole)
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+    n = shape[d]
+    k = b.draw.randint(1, n)
+    before = ":, " * d
+    ways = [f"{{0}}[{before}:{k}]", f"{{0}}[{before}{k - 1}:]", f"{{0}}[{before}{k - 1}]", f"{{0}}[{before}::2]", f"{{0}}.narrow({d}, 0, {k})",
+            f"{{0}}.select({d}, {k - 1})", f"{{0}}[{before}[0, {k - 1}]]", f"{{0}}[{before}None]", f"{{0}}[{before}{k - 1}:{k}] * {{0}}",
+            f"{{0}}.index_select({d}, torch.tensor([{k - 1}, 0]))", f"{{0}}.tensor_split(2, {d})[0]", f"{{0}}.chunk(2, {d})[-1]"]  # fmt: skip
+    b.new(b.pick(ways), x)
+
+
+@operation("slices", 1)
+def gathered(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    n = b.get(x).shape[2]
+    b.new(f"{{0}}.gather(2, ({{0}}.detach() > 0).long() % {n})", x)
+
+
+# --- reductions and norms -----------------------------------------------------------------------------------------------
+
+
+@operation("reductions", 4)
+def reduced(b: Builder) -> None:
+    x = b.value(whole)
+    d = b.pick(range(1, b.get(x).dim()))
+    keep = b.pick(["", ", keepdim=True"])
+    ways = [f"{{0}}.mean({d}{keep})", f"{{0}}.sum({d}{keep}) * 0.3", f"{{0}}.amax({d}{keep})", f"{{0}}.var({d}{keep}, correction=0)",
+            f"{{0}}.logsumexp({d}{keep})", f"{{0}}.softmax({d})", f"{{0}}.log_softmax({d})", f"{{0}}.cumsum({d}) * 0.3",
+            f"{{0}}.max({d}{keep}).values", f"{{0}}.sort({d}).values", f"{{0}}.square().sum({d}{keep}).add(1).sqrt()",
+            f"{{0}} - {{0}}.mean({d}, keepdim=True)", f"{{0}}.topk(2, {d}).values", f"{{0}}.norm(dim={d}{keep})", f"{{0}}.prod({d}{keep})"]  # fmt: skip
+    b.new(b.pick(ways), x)
+
+
+@operation("norms", 3)
+def norm(b: Builder) -> None:
+    x = b.value(whole)
+    shape = b.get(x).shape
+    last = shape[-1]
+    ways = [lambda: "self.%s({0})" % b.member("norm", f"nn.LayerNorm({last})"),
+            lambda: "self.%s({0})" % b.member("norm", f"nn.RMSNorm({last})"),
+            lambda: "F.normalize({0}, dim=-1)",
+            lambda: f"F.layer_norm({{0}}, ({last},))",
+            lambda: "self.%s({0}.transpose(1, 2)).transpose(1, 2)" % b.member("norm", f"nn.GroupNorm({2 if last % 2 == 0 else 1}, {last})"),
+            lambda: f"F.rms_norm({{0}}, ({last},), {b.parameter(last)})"]  # fmt: skip
+    b.new(b.pick(ways)(), x)
+
+
+@operation("coupled")
+def batch_norm(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() in (2, 3))
+    last = b.get(x).shape[-1]
+    name = b.member("norm", f"nn.BatchNorm1d({last})")
+    b.new(f"self.{name}({{0}})" if b.get(x).dim() == 2 else f"self.{name}({{0}}.transpose(1, 2)).transpose(1, 2)", x)
+
+
+@operation("coupled")
+def over_rows(b: Builder) -> None:
+    b.new(b.pick(["{0}.mean(0)", "{0}.amax(0)", "{0} - {0}.mean(0, keepdim=True)", "{0}.softmax(0)", "{0}.cumsum(0) * 0.2", "{0}.roll(1, 0)",
+                  "{0}.flip(0)", "{0} - {0}[:1]", "{0}.std(0)"]), b.value())  # fmt: skip
+
+
+# --- attention, convolutions, embeddings --------------------------------------------------------------------------------
+
+
+@operation("attention", 3)
+def attention(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    length, width = b.get(x).shape[1:]
+    heads, size = b.pick([2, 3, 4]), b.pick([2, 3, 4])
+    shared = b.pick([1, 1, heads])  # how many heads share a key: grouped-query attention
+    q = b.new("self.%s({0})" % b.member("query", f"nn.Linear({width}, {heads * size})"), x)
+    kv = heads // shared if heads % shared == 0 else heads
+    if b.chance():
+        k = b.new("self.%s({0})" % b.member("key", f"nn.Linear({width}, {kv * size})"), x)
+        v = b.new("self.%s({0})" % b.member("values", f"nn.Linear({width}, {kv * size})"), x)
+    else:
+        both = b.new("self.%s({0})" % b.member("both", f"nn.Linear({width}, {2 * kv * size})"), x)
+        parts = b.other("{0}.chunk(2, -1)", both)
+        k, v = b.new(f"{parts}[0]"), b.new(f"{parts}[1]")
+    split = b.pick(["{0}.unflatten(-1, (%d, %d)).transpose(1, 2)", "{0}.view({0}.shape[0], -1, %d, %d).transpose(1, 2)",
+                    "{0}.reshape(*{0}.shape[:2], %d, %d).permute(0, 2, 1, 3)"])  # fmt: skip
+    q, k, v = b.new(split % (heads, size), q), b.new(split % (kv, size), k), b.new(split % (kv, size), v)
+    if kv != heads:
+        k, v = (b.new(f"{{0}}.repeat_interleave({heads // kv}, dim=1)", n) for n in (k, v))
+    kind = b.pick(["sdpa", "causal", "mask", "soft", "masked"])
+    if kind in ("sdpa", "causal"):
+        out = b.new(
+            "F.scaled_dot_product_attention({0}, {1}, {2}%s)" % (", is_causal=True" if kind == "causal" else ""),
+            q,
+            k,
+            v,
+        )
+    elif kind == "mask":
+        mask = b.other(f"torch.ones({length}, {length}, dtype=torch.bool).tril()")
+        out = b.new("F.scaled_dot_product_attention({0}, {1}, {2}, attn_mask={3})", q, k, v, mask)
+    else:
+        scores = b.new("{0} @ {1}.transpose(-2, -1) / %s" % round(size**0.5, 3), q, k)
+        if kind == "masked":
+            mask = b.other(f"torch.ones({length}, {length}, dtype=torch.bool).triu(1)")
+            scores = b.new(
+                b.pick(["{0}.masked_fill({1}, float('-inf')).softmax(-1)", "{0}.masked_fill({1}, -1e9).softmax(-1)"]),
+                scores,
+                mask,
+            )
+            out = b.new("{0} @ {1}", scores, v)
+        else:
+            out = b.new("F.softmax({0}, dim=-1) @ {1}", scores, v)
+    out = b.new(
+        b.pick(
+            [
+                "{0}.transpose(1, 2).flatten(2)",
+                "{0}.transpose(1, 2).contiguous().view({0}.shape[0], -1, %d)" % (heads * size),
+            ]
+        ),
+        out,
+    )
+    b.new("{1} + self.%s({0})" % b.member("out", f"nn.Linear({heads * size}, {width})"), out, x)
+
+
+@operation("attention", 1)
+def multihead(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3 and t.shape[2] % 2 == 0)
+    name = b.member("attention", f"nn.MultiheadAttention({b.get(x).shape[2]}, 2, batch_first=True)")
+    b.new(f"self.{name}({{0}}, {{0}}, {{0}}, need_weights=False)[0]", x)
+
+
+@operation("convolutions", 2)
+def convolution(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    channels, length = b.get(x).shape[1:]
+    out = b.pick([channels, 4, 6])
+    groups = b.pick([g for g in (1, 2, channels) if channels % g == 0 and out % g == 0])
+    kernel = b.pick([1, min(3, length)])
+    options = f"padding={kernel // 2}, groups={groups}"
+    if b.chance():
+        b.new("self.%s({0})" % b.member("conv", f"nn.Conv1d({channels}, {out}, {kernel}, {options})"), x)
+    else:
+        b.new(f"F.conv1d({{0}}, {b.parameter(out, channels // groups, kernel, scale=0.4)}, {options})", x)
+
+
+@operation("embeddings", 2)
+def embedding(b: Builder) -> None:
+    if "ids" not in b.inputs:
+        raise RefusedError
+    b.new("self.%s(ids)" % b.member("table", f"nn.Embedding({VOCABULARY}, {b.size()})"))
+
+
+@operation("embeddings", 1)
+def positions(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    length, width = b.get(x).shape[1:]
+    name = b.member("places", f"nn.Embedding({length + 2}, {width})")
+    b.new(f"{{0}} + self.{name}(torch.arange({{0}}.shape[1]))", x)
+
+
+@operation("ties", 2)
+def tied(b: Builder) -> None:
+    tables = [m for m in b.members if m.text.startswith(f"self.{m.name} = nn.Embedding({VOCABULARY},")]
+    table = b.pick(tables)
+    weight = b.get(f"self.{table.name}.weight")
+    x = b.value(lambda t: t.dim() >= 2 and t.shape[-1] == weight.shape[1])
+    if b.chance():
+        b.new(f"F.linear({{0}}, self.{table.name}.weight)", x)
+    else:
+        head = b.member("head", f"nn.Linear({weight.shape[1]}, {VOCABULARY}, bias=False)")
+        b.set_up("", f"self.{head}.weight = self.{table.name}.weight")
+        b.new(f"self.{head}({{0}})", x)
+
+
+# --- writes in place ----------------------------------------------------------------------------------------------------
+
+WRITES = [
+    "{0}.mul_(0.5)",
+    "{0}.add_(1)",
+    "{0}.zero_()",
+    "{0}.neg_()",
+    "{0}.tanh_()",
+    "{0}.clamp_(-1, 1)",
+    "{0}.sub_(0.3).mul_(2)",
+]
+
+
+@operation("alias", 4)
+def written(b: Builder) -> None:
+    b.do(b.pick(WRITES), b.value(b.safe_to_write))
+
+
+@operation("alias", 6)
+def written_part(b: Builder) -> None:
+    x = b.value(lambda t: whole(t) and b.safe_to_write(t))
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+    k = b.draw.randint(1, shape[d])
+    before = ":, " * d
+    part = b.pick([f"[{before}:{k}]", f"[{before}{k - 1}]", f"[{before}{k - 1}:]", f"[{before}::2]", f".narrow({d}, {k - 1}, 1)", ".transpose(1, -1)",
+                   f".select({d}, {k - 1})", ".view({0}.shape[0], -1)", f".unsqueeze({d})", f".chunk(2, {d})[0]", f".tensor_split(2, {d})[-1]",
+                   ".mT", ".flatten(1)", ".detach()", ".reshape({0}.shape[0], -1)", f".unbind({d})[0]", ".contiguous()", ".expand_as({0})"])  # fmt: skip
+    y = b.new("{0}" + part, x)
+    if b.chance(3):
+        other = b.get(y).shape
+        z = b.value(lambda t: t.shape == other or (not t.dim()))
+        b.do(b.pick(["{0}.copy_({1})", "{0}.add_({1})", "{0}.mul_({1}.detach())"]), y, z)
+    else:
+        b.do(b.pick(WRITES), y)
+
+
+@operation("alias", 3)
+def assigned(b: Builder) -> None:
+    x = b.value(lambda t: whole(t) and b.safe_to_write(t))
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+    k = b.draw.randint(1, shape[d])
+    before = ":, " * d
+    part = b.pick(
+        [
+            f"[{before}:{k}]",
+            f"[{before}{k - 1}]",
+            f"[{before}{k - 1}:]",
+            f"[{before}::2]",
+            "[...]",
+            f"[..., :{min(k, shape[-1])}]",
+        ]
+    )
+    value = b.pick(["0.5", f"{{0}}{part} * 2", f"{{0}}{part}.tanh()"])
+    if b.chance(3):
+        b.do(f"{{0}}{part} = {{1}}", x, b.parameter(*b.get(x + part).shape[1:]))
+    else:
+        b.do(f"{{0}}{part} {b.pick(['=', '=', '+=', '*='])} {value}", x)
+
+
+@operation("alias", 2)
+def augmented(b: Builder) -> None:
+    x = b.value(b.safe_to_write)
+    shape = b.get(x).shape
+    b.do(b.pick(["{0} += {1}", "{0}.copy_({1})", "{0}.add_({1}, alpha=0.5)", "{0}.lerp_({1}, 0.3)", "torch.add({0}, {1}, out={0}) if not torch.is_grad_enabled() else {0}.sub_({1})"]),
+         x, b.value(lambda t: t.shape == shape))  # fmt: skip
+
+
+@operation("alias", 2)
+def scattered(b: Builder) -> None:
+    x = b.value(lambda t: whole(t) and b.safe_to_write(t))
+    shape = b.get(x).shape
+    n = shape[1]
+    b.do(b.pick([f"{{0}}.index_fill_(1, torch.tensor([{n - 1}]), 0.3)", "{0}.masked_fill_({0}.detach() > 0.5, 0.1)",
+                 f"{{0}}.index_add_(1, torch.tensor([0, {n - 1}]), {{0}}.detach()[:, :1].clone().expand({', '.join(['-1', '2'] + ['-1'] * (len(shape) - 2))}))",
+                 "{0}.squeeze_(1) if {0}.shape[1] == 1 else {0}.unsqueeze_(1)", "{0}.transpose_(1, -1)", "{0}.relu_()",
+                 "{0}.scatter_(1, torch.zeros_like({0}[:, :1], dtype=torch.long), 0.7)"]), x)  # fmt: skip
+
+
+@operation("data writes", 1)
+def data_written(b: Builder) -> None:
+    b.do(b.pick(["{0}.data.mul_(0.5)", "{0}.detach().add_(0.1)", "{0}.data.zero_()"]), b.value(b.safe_to_write))
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------------
+
+
+@operation("buffers", 3)
+def counted(b: Builder) -> None:
+    """Updated from nothing of the batch, then read."""
+    x = b.value(whole)
+    s = b.buffer(b.get(x).shape[-1]) if b.chance() else b.buffer()
+    update = b.pick([f"{s}.mul_(0.9).add_(0.1)", f"{s}.add_(0.25)", f"{s} += 0.5"])
+    b.do(update)
+    b.new(b.pick(["{0} + {1}", "{0} * ({1} + 1)"]), x, s)
+
+
+@operation("buffers", 3)
+def read_then_updated(b: Builder) -> None:
+    """Read in a step, updated for the next from the batch: an EMA."""
+    x = b.value(whole)
+    dims = tuple(range(b.get(x).dim() - 1))
+    s = b.buffer(b.get(x).shape[-1], made=b.pick(["torch.zeros", "torch.ones"]))
+    b.new(b.pick(["{0} + {1}", "{0} * ({1} + 1)"]), x, s)
+    y = b.value(lambda t: t.dim() >= 2 and t.shape[-1] == b.get(s).shape[0])
+    dims = tuple(range(b.get(y).dim() - 1))
+    b.do(
+        b.pick(
+            [
+                f"{s}.lerp_({{0}}.detach().mean({dims}), 0.1)",
+                f"{s}.mul_(0.9).add_({{0}}.detach().mean({dims}), alpha=0.1)",
+            ]
+        ),
+        y,
+    )
+
+
+@operation("assigned buffers", 2)
+def buffer_assigned(b: Builder) -> None:
+    x = b.value(whole)
+    dims = tuple(range(b.get(x).dim() - 1))
+    s = b.buffer(b.get(x).shape[-1])
+    b.do(f"{s} = 0.9 * {s} + 0.1 * {{0}}.detach().mean({dims})", x)
+    b.new(
+        b.pick(["{0} + {1}", "{0} * ({1} + 1)"]),
+        b.value(lambda t: t.dim() >= 1 and t.shape[-1] == b.get(s).shape[0]),
+        s,
+    )
+
+
+@operation("counter dropout", 2)
+def counter_dropout(b: Builder) -> None:
+    """Its mask follows from a counter, so that one device's masks are known."""
+    x = b.value(whole)
+    n = b.get(x).shape[-1]
+    s = b.buffer(made="")
+    b.do(f"{s}.add_(1)")
+    mask = b.other(f"((torch.arange({n}) * 7 + {s} * 3) % 5 > 1).to({{0}}.dtype)", x)
+    b.new("{0} * {1} * 1.5", x, mask)
+
+
+@operation("dropout", 2)
+def dropout(b: Builder) -> None:
+    """Torch's own generator: the same numbers as one device's where all ranks have all rows."""
+    x = b.value()
+    b.new(b.pick(["F.dropout({0}, 0.3)", "{0} * torch.rand_like({0})", "{0} + 0.1 * torch.randn_like({0})", "{0} * torch.bernoulli(torch.full_like({0}, 0.5))",
+                  "{0} + torch.zeros_like({0}).uniform_()", "{0} * (torch.rand({0}.shape[-1]) > 0.3)"]), x)  # fmt: skip
+
+
+# --- what is not trained, or not used -----------------------------------------------------------------------------------
+
+
+@operation("detach", 2)
+def detached(b: Builder) -> None:
+    b.new(
+        b.pick(["{0}.detach()", "{0}.detach() * {0}", "{0} + ({0}.round() - {0}).detach()", "{0}.detach().clone()"]),
+        b.value(),
+    )
+
+
+@operation("no_grad", 2)
+def no_grad(b: Builder) -> None:
+    if b.depth:
+        raise RefusedError
+    with torch.no_grad(), b.region("with torch.no_grad():"):
+        for _ in range(b.draw.randint(1, 3)):
+            b.step()
+
+
+@operation("unused", 1)
+def unused(b: Builder) -> None:
+    """A parameter that only some batches use."""
+    x = b.value()
+    if "ids" not in b.inputs:
+        raise RefusedError
+    p = b.parameter(b.get(x).shape[-1] if b.get(x).dim() > 1 else 1)
+    name = b.new("{0} * 1.0", x)
+    text = b.pick(["if int(ids[0, 0]) % 2:", "if bool((ids > 7).any()):", "if False:"])
+    b.body.append(Statement(None, text, (), (Statement(name, "{0} * {1}", (name, p)),)))
+
+
+# --- modules within modules ---------------------------------------------------------------------------------------------
+
+
+def block(b: Builder, x: str) -> str:
+    """A new class whose forward takes and gives a value of this shape. Returns its name."""
+    t = b.get(x)
+    with torch.no_grad():
+        fresh = t.detach().clone()
+    inner = Builder(b.draw, b.allowed - {"blocks", "towers", "embeddings"}, {"h": fresh.requires_grad_()}, b.classes)
+    inner.inputs = {"h": fresh}
+    inner.depth = 0
+    inner._count = 0
+    start = inner.new("h * 1.0")
+    for _ in range(b.draw.randint(1, 4)):
+        inner.step()
+    same = [n for n in inner.rowed if inner.get(n).shape == t.shape and n not in ("h", start)]
+    if same:
+        result = f"h + {same[-1]}" if b.chance() else same[-1]
+    else:
+        final = inner.rowed[-1]
+        if inner.get(final).shape[:-1] != t.shape[:-1]:
+            raise RefusedError
+        name = inner.member("linear", f"nn.Linear({inner.get(final).shape[-1]}, {t.shape[-1]})")
+        result = f"h + self.{name}({final})"
+    if "loose ends" not in b.allowed:
+        result = inner.tie_ends(result)
+    b.kinds |= inner.kinds
+    name = f"Block{len(b.classes)}"
+    b.classes.append(inner.made(name, result))
+    exec(b.classes[-1].source(), b.namespace)
+    return name
+
+
+@operation("blocks", 4)
+def called_block(b: Builder) -> None:
+    """A submodule, called once or several times, perhaps computed again in backward."""
+    x = b.value(lambda t: long(t) and t.requires_grad)
+    name = b.member("block", f"{block(b, x)}()")
+    ways = [f"self.{name}({{0}})", f"self.{name}(self.{name}({{0}}))"]
+    if "checkpoint" in b.allowed:
+        ways += [f"checkpoint(self.{name}, {{0}}, use_reentrant=False)"]
+    if "reentrant" in b.allowed:
+        ways += [f"checkpoint(self.{name}, {{0}}, use_reentrant=True)"]
+    text = b.pick(ways)
+    if "checkpoint" in text:
+        b.kinds.add("reentrant" if "=True" in text else "checkpoint")
+    b.new(text, x)
+
+
+@operation("blocks", 4)
+def repeated_blocks(b: Builder) -> None:
+    x = b.value(long)
+    made = block(b, x)
+    name = b.member("blocks", f"nn.ModuleList({made}() for _ in range({b.pick([2, 3])}))")
+    y = b.new("{0} * 1.0", x)
+    loop = Statement(None, f"for block in self.{name}:", (), (Statement(y, "block({0})", (y,)),))
+    b._run(loop)
+    if (
+        not bool(b.get(y).isfinite().all())
+        or float(b.get(y).detach().abs().max()) > LARGEST
+        or b.get(y).shape != b.get(x).shape
+    ):
+        raise RefusedError
+    b.body.append(loop)
+
+
+@operation("towers", 2)
+def towers(b: Builder) -> None:
+    """Two submodules of one value, and their sum: what branches are made of."""
+    x = b.value(long)
+    left, right = b.member("left", f"{block(b, x)}()"), b.member("right", f"{block(b, x)}()")
+    y = b.new(f"self.{left}({{0}})", x)
+    z = b.new(f"self.{right}({{0}})", x)
+    b.new("{0} + {1}", y, z)
+
+
+# --- half types ---------------------------------------------------------------------------------------------------------
+
+
+@operation("half", 4)
+def autocast(b: Builder) -> None:
+    if b.depth:
+        raise RefusedError
+    head = b.pick(['with torch.autocast("cpu", dtype=torch.bfloat16):', 'with torch.autocast("cpu", enabled=False):'])
+    with b.region(head), eval(head[5:-1], {"torch": torch}):
+        for _ in range(b.draw.randint(1, 4)):
+            b.step()
+
+
+@operation("half", 3)
+def cast(b: Builder) -> None:
+    b.new(b.pick(["{0}.to(torch.bfloat16)", "{0}.bfloat16()", "{0}.half()", "{0}.float()", "{0}.to(torch.float16).mean(-1, keepdim=True)", "{0}.to(torch.float64).float()"]),
+          b.value())  # fmt: skip
+
+
+@operation("half", 3)
+def type_seen(b: Builder) -> None:
+    """The type of a value becomes a number, so that a wrong one is seen."""
+    b.new("{0} * (torch.finfo({0}.dtype).bits / 32)", b.value())
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(b: Builder) -> str:
+    x = b.value(lambda t: t.dim() == 3 and t.shape[1] == b.inputs["labels"].shape[1])
+    width = b.get(x).shape[-1]
+    if width < VOCABULARY:
+        x = b.new("self.%s({0})" % b.member("head", f"nn.Linear({width}, {VOCABULARY}, bias=False)"), x)
+    return b.new(b.pick(["F.cross_entropy({0}.flatten(0, 1), labels.flatten())", "F.cross_entropy({0}.transpose(1, 2), labels)",
+                         "F.cross_entropy({0}[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
+                         "F.nll_loss({0}.log_softmax(-1).flatten(0, 1), labels.flatten())"]), x, plain=True)  # fmt: skip
+
+
+def masked_mean(b: Builder) -> str:
+    x = b.value(lambda t: t.dim() == 3 and t.shape[1] == b.inputs["labels"].shape[1])
+    return b.new(b.pick(["({0}.square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum()",
+                         "({0}.square().sum(-1) * (ids > 2)).sum() / (ids > 2).sum().clamp(min=1)",
+                         "{0}.square().mean(-1)[labels >= 0].mean()"]), x, plain=True)  # fmt: skip
+
+
+def mean(b: Builder) -> str:
+    return b.new(b.pick(["{0}.square().mean()", "{0}.tanh().mean()", "F.mse_loss({0}, torch.zeros_like({0}))", "F.smooth_l1_loss({0}, torch.ones_like({0}))",
+                         "{0}.sigmoid().mean(0).mean()"]), b.value(), plain=True)  # fmt: skip
+
+
+def total(b: Builder) -> str:
+    return b.new("{0}.square().sum() * 0.05", b.value(), plain=True)
+
+
+LOSSES = {"cross entropy": cross_entropy, "masked mean": masked_mean, "mean": mean, "sum": total}
+
+
+def loss(b: Builder) -> str:
+    """One or two terms."""
+    terms = []
+    for _ in range(1 if b.chance() else 2):
+        kind = b.pick(sorted(set(LOSSES) & b.allowed))
+        with suppress(RefusedError, RuntimeError):
+            terms.append(LOSSES[kind](b))
+            b.kinds.add(kind)
+    terms = terms or [mean(b)]
+    name = terms[0] if len(terms) == 1 else b.new("{0} + 0.5 * {1}", *terms, plain=True)
+    if not b.get(name).requires_grad:
+        raise RefusedError
+    return name
+
+
+KINDS = (
+    frozenset(kind for kind, _, _ in OPERATIONS)
+    | frozenset(LOSSES)
+    | {"checkpoint", "reentrant", "input writes", "loose ends"}
+)
+
+
+def program(draw: random.Random, kinds: frozenset[str], longest: int = 10) -> Program | None:
+    """A program of these kinds; None where what was drawn has no loss that can be trained."""
+    tokens, width = draw.choice([4, 3, 5]), draw.choice([8, 6, 4])
+    half = "half" in kinds
+    run = Run("", {}, tokens=tokens, width=width, precise=not half)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if half else torch.float64)
+    classes: list[Class] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            b = Builder(draw, kinds, sample(run, ROWS, 1), classes)
+            for _ in range(draw.randint(2, longest)):
+                b.step()
+            if not any(b.get(n).requires_grad for n in b.rowed):
+                linear(b)
+            found = loss(b)
+            b.get(found).backward(retain_graph=True)  # torch refuses some writes only here
+            result = f'{{"loss": {found if "loose ends" in kinds else b.tie_ends(found)}}}'
+    except (RefusedError, RuntimeError):
+        return None
+    finally:
+        torch.set_default_dtype(default)
+    found = frozenset(b.kinds | ({"half"} if half else set()))
+    return Program((*classes, b.made("Model", result)), tokens, width, found)

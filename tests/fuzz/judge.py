@@ -1,0 +1,305 @@
+"""One run in a layout against one device in float64: what is right, refused or wrong.
+
+    worker   one device: Model(), steps ─► losses, gradients, parameters, buffers after each step ─┐ each rank compares
+             the job:    parallelize(Model, plan), the same steps ─────────────────────────────────┘ what it holds
+    pool     one pool run a program: an error, a hang or a death ends this program alone
+
+Each rank runs the one device's side for itself: it takes milliseconds, and nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from program import Run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import meshwright as mw
+from meshwright.errors import PlanError
+from meshwright.parity.sides import perturbed
+from meshwright.place import bounds
+from meshwright.recipe import take_slices
+from meshwright.run.job import Job
+from meshwright.run.parameters import local_tensor
+from meshwright.run.step import take_rows
+from meshwright.run.workers import LocalWorkers, WorkerError
+
+VOCABULARY = 11
+TIMEOUT = 40.0  # seconds a program may take: some hundred times what it needs
+RIGHT, SKIPPED, REFUSED, WRONG, ERROR = "right", "skipped", "refused", "wrong", "error"
+FAILED = (WRONG, ERROR)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+    kind: ``right``; ``skipped``, as one device raises, or its own rounding changes the result; ``refused`` with a
+        PlanError; ``wrong``; ``error``: any other error, a hang or a death.
+    sort: what fails, without numbers and names: what a smaller program must have in common.
+    text: what was seen.
+    """
+
+    kind: str
+    sort: str = ""
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILED
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def model_class(source: str) -> Callable[[], nn.Module]:
+    """The class ``Model`` of a text. Tracebacks show its lines."""
+    name = f"<program {abs(hash(source)):x}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "__name__": name}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace["Model"]
+
+
+def sample(run: Run, rows: int, seed: int) -> dict[str, Tensor]:
+    """A batch: floats ``x``, token ids, and labels of which some are ignored, unevenly over the rows."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (rows, run.tokens)
+    labels = torch.randint(VOCABULARY, shape, generator=draw)
+    ignored = torch.rand(shape, generator=draw) < torch.linspace(0.1, 0.8, rows)[:, None]
+    return {
+        "x": torch.randn((*shape, run.width), generator=draw, dtype=torch.float64 if run.precise else torch.float32),
+        "ids": torch.randint(VOCABULARY, shape, generator=draw),
+        "labels": torch.where(ignored, -100, labels),
+    }
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """With weight decay, so that a gradient of zeros for none is seen in the parameter too."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False)
+
+
+@dataclass
+class Facts:
+    """What one device found, a list a step; a loss for each backward."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def one_device(run: Run, noise: float = 0.0) -> Facts:
+    """``noise``: relative, on the parameters: what rounding may do to the result."""
+    torch.manual_seed(0)
+    model = model_class(run.source)()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(perturbed(name, p))
+            if noise:
+                p.mul_(1 + noise * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
+    optimizer, facts, count = optimizer_of(model.parameters()), Facts(), 0
+    for rows in run.rows:
+        facts.losses.append([])
+        for n in rows:
+            count += 1
+            torch.manual_seed(count)
+            loss = model(**sample(run, n, count))["loss"]
+            loss.backward()
+            facts.losses[-1].append(loss.item())
+        facts.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        facts.parameters.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        facts.buffers.append({n: b.detach().clone() for n, b in model.named_buffers()})
+    return facts
+
+
+def judged(run: Run, timeout: float) -> Verdict:
+    """On every rank, each for what it holds. Raises what the job raises, unless it is a PlanError."""
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64 if run.precise else torch.float32)
+    try:
+        facts = one_device(run)
+    except Exception as error:
+        return Verdict(SKIPPED, "one device", f"{type(error).__name__}: {error}".split("\n", 1)[0])
+    try:
+        job = mw.parallelize(
+            model_class(run.source), run.plan, batch=_rows(run, None, sample(run, run.rows[0][0], 1)),
+            transform=perturbed, timeout=timeout / 2,
+        )  # fmt: skip
+    except PlanError as error:
+        return Verdict(REFUSED, "PlanError", str(error))
+    differences = Differences(run, facts)
+    optimizer, count = optimizer_of(job.parameters()), 0
+    for step, rows in enumerate(run.rows):
+        for i, n in enumerate(rows):
+            count += 1
+            torch.manual_seed(count)
+            loss = job.step(_rows(run, job, sample(run, n, count))).item()
+            differences.loss(step, i, loss)
+        differences.gradients(step, job)
+        optimizer.step()
+        optimizer.zero_grad()
+        differences.state(step, job)
+    for name, value in job.whole_buffers():
+        if value is not None:
+            differences.compare("buffers, gathered,", len(run.rows) - 1, name, facts.buffers[-1].get(name), value)
+    return differences.verdict(job)
+
+
+def _rows(run: Run, job: Job | None, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    mesh = job.recipe.mesh if job else mw.Plan.parse(run.plan).mesh
+    first, last = bounds(len(batch["x"]), mesh.data_size)[mesh.data_index(dist.get_rank())]
+    return take_rows(batch, first, last)
+
+
+class Differences:
+    """Between one device's facts and what this rank holds."""
+
+    def __init__(self, run: Run, facts: Facts) -> None:
+        self._run, self._facts = run, facts
+        self._found: list[tuple[str, str, float]] = []
+        self._rounding: Facts | None = None
+
+    def loss(self, step: int, i: int, found: float) -> None:
+        self.compare("losses", step, i, torch.tensor(self._facts.losses[step][i]), torch.tensor(found))
+
+    def gradients(self, step: int, job: Job) -> None:
+        for name, p in job.named_parameters():
+            expected = self._facts.gradients[step][name]
+            part = self._part(job, name, self._facts.parameters[step][name])
+            if part.numel():
+                expected = None if expected is None else self._part(job, name, expected)
+                self.compare("gradients", step, name, expected, None if p.grad is None else local_tensor(p.grad))
+
+    def state(self, step: int, job: Job) -> None:
+        for name, p in job.named_parameters():
+            expected = self._part(job, name, self._facts.parameters[step][name])
+            self.compare("parameters", step, name, expected, local_tensor(p.detach()))
+        for name, b in job.module.named_buffers():
+            if job.recipe.owns_buffer(name, job.rank):
+                self.compare("buffers", step, name, self._facts.buffers[step][name], b)
+
+    def compare(self, what: str, step: int, name: Any, expected: Tensor | None, found: Tensor | None) -> None:
+        where = f"{what} of step {step}: {name}"
+        if expected is None or found is None:
+            if expected is not found:
+                said = f"{_brief(found)}, not {_brief(expected)}"
+                self._found.append((f"{what}: None", f"{where}: {said}", 0.0))
+            return
+        if type(found) is not Tensor:
+            self._found.append((f"{what}: type", f"{where}: is a {type(found).__name__}", 0.0))
+            return
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            said = f"{tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+            self._found.append((f"{what}: shape", f"{where}: {said}", 0.0))
+            return
+        allowed = self._allowed(what, step, expected)
+        if not torch.allclose(expected, found, rtol=0, atol=allowed, equal_nan=True):
+            off = float((expected.double() - found.double()).abs().max()) if expected.numel() else 0.0
+            self._found.append((what, f"{where}: {_brief(found)}, not {_brief(expected)} (off by {off:.1e})", off))
+
+    def _allowed(self, what: str, step: int, expected: Tensor) -> float:
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() and expected.is_floating_point() else 1.0
+        if what == "gradients":
+            scale = max(
+                [
+                    scale,
+                    *(
+                        float(g.abs().max())
+                        for g in self._facts.gradients[step].values()
+                        if g is not None and g.numel()
+                    ),
+                ]
+            )
+        rough = not self._run.precise or expected.dtype != torch.float64
+        return scale * (5e-2 if rough else 1e-9)
+
+    @staticmethod
+    def _part(job: Job, name: str, whole: Tensor) -> Tensor:
+        return take_slices(whole, job.recipe.held(job.recipe.by_name[name], job.rank))
+
+    def verdict(self, job: Job) -> Verdict:
+        if not self._found:
+            return Verdict(RIGHT, notes=job.notes)
+        sort, text, off = self._found[0]
+        if off and self._rounding_may_do(10 * off):
+            return Verdict(SKIPPED, "rounding", text)
+        return Verdict(WRONG, sort, text, job.notes)
+
+    def _rounding_may_do(self, off: float) -> bool:
+        """Whether a last bit of the parameters changes one device's own result by as much: a kink, a tie."""
+        noisy = one_device(self._run, 1e-3 if not self._run.precise else 1e-13)
+        pairs = [
+            (a, b) for x, y in zip(self._facts.losses, noisy.losses, strict=True) for a, b in zip(x, y, strict=True)
+        ]
+        furthest = max(abs(a - b) for a, b in pairs)
+        for ours, theirs in zip(
+            [*self._facts.gradients, *self._facts.parameters, *self._facts.buffers],
+            [*noisy.gradients, *noisy.parameters, *noisy.buffers],
+            strict=True,
+        ):
+            for name, a in ours.items():
+                b = theirs[name]
+                if a is not None and b is not None and a.numel() and a.shape == b.shape:
+                    furthest = max(furthest, float((a.double() - b.double()).abs().max()))
+        return furthest * 100 >= off
+
+
+def _brief(x: Tensor | None) -> str:
+    return "None" if x is None else str([float(f"{v:.6g}") for v in x.detach().flatten().tolist()[:4]])
+
+
+# --- in the pool's own process ----------------------------------------------------------------------------------------
+
+
+def judge(run: Run, workers: LocalWorkers, timeout: float = TIMEOUT) -> Verdict:
+    """The first rank's verdict that is not ``right``."""
+    ranks = prod(run.plan["mesh"].values())
+    try:
+        found = workers.run(judged, run, timeout - 1, ranks=ranks, timeout=timeout)
+    except WorkerError as error:
+        return Verdict(ERROR, _sort(error), f"{error.reason}\n{_short(error.details)}")
+    order = (WRONG, REFUSED, SKIPPED, RIGHT)
+    return min(found, key=lambda v: order.index(v.kind))
+
+
+def _sort(error: WorkerError) -> str:
+    """What an error is, without numbers, names and quoted text."""
+    line = re.sub(r"rank \d+ of \d+ (failed: )?", "", error.reason)
+    if "no answer" in line:
+        return "hang"
+    return re.sub(r"'[^']*'|\"[^\"]*\"|\d+|\[[^]]*\]|\([^)]*\)", "#", line)[:90]
+
+
+def _short(details: str) -> str:
+    lines = details.strip().splitlines()
+    return "\n".join(lines if len(lines) < 40 else [*lines[:4], "    ...", *lines[-24:]])
+
+
+@dataclass
+class Tally:
+    """Verdicts by kind, and what was refused or skipped for which reason."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, verdict: Verdict) -> None:
+        self.kinds[verdict.kind] += 1
+        if verdict.kind in (SKIPPED, REFUSED):
+            self.reasons[f"{verdict.kind}: {verdict.text.strip().splitlines()[-1][:110]}"] += 1
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())

@@ -1,0 +1,114 @@
+"""Random small programs over random layouts, each against one device in float64. See `program.py` for the words.
+
+`python bench/fuzz.py --layout tp=2 --programs 2000 --seed 7` hunts; what it finds becomes a file of `kept` once it is mended.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judge import ERROR, RIGHT, SKIPPED, WRONG, Tally, Verdict, judge
+from layouts import LAYOUTS, LEFT_OUT, OPTIONS, case, kinds_for, random_cases
+from program import Run, read
+from shrink import shrink
+
+KEPT = sorted((Path(__file__).parent / "kept").glob("*.py"))
+OFTEN = {"tp=2": 30, "tp=3": 10, "dp_shard=2": 20, "dp_replicate=2": 8, "pp=2": 20, "sequence": 10, "branches": 10,
+         "dp_shard=2,tp=2": 8, "pp=2,tp=2": 6, "pp=2,dp_shard=2": 6}  # fmt: skip
+
+
+def fuzzed(layout, count, seed, workers):
+    tally = Tally()
+    for number, drawn in enumerate(random_cases(layout, count, seed)):
+        verdict = judge(drawn.run, workers)
+        tally.add(verdict)
+        if verdict.failed:
+            small, verdict = shrink(drawn, verdict, lambda run: judge(run, workers), seconds=60)
+            pytest.fail(
+                f"{layout}, seed {seed}, program {number}: {verdict.text}\n\n{small.run.printed()}", pytrace=False
+            )
+    assert tally.kinds[RIGHT] >= count / 2, f"{tally}: {tally.reasons}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_programs(layout, workers):
+    fuzzed(layout, OFTEN[layout], 0, workers)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_random_programs(layout, seed, workers):
+    fuzzed(layout, 200, seed, workers)
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_programs_that_once_failed(path, workers):
+    verdict = judge(read(path.read_text()), workers)
+    assert verdict.kind == RIGHT, verdict.text
+
+
+# --- the fuzzer itself --------------------------------------------------------------------------------------------------
+
+LINEAR = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, ids, labels):
+        {line}
+        return {{"loss": self.linear(x).square().mean()}}"""
+
+
+def test_the_judge_sees_what_differs(workers):
+    """A model that behaves differently under the job: in its loss, in a gradient, in a buffer, with an error."""
+    different = {
+        "pass": (RIGHT, ""),
+        "raise ValueError('here')": (SKIPPED, "one device"),
+        "x = x + 0.1 * (type(self.linear.weight) is not nn.Parameter)": (WRONG, "losses"),
+        "x = x + (self.unused.sum() * 0 if type(self.linear.weight) is not nn.Parameter else 0)": (WRONG, "gradients: None"),
+        "if type(self.linear.weight) is not nn.Parameter and not x.is_meta and self.linear.weight.grad is None and torch.is_grad_enabled() and not isinstance(x, nn.Parameter): raise KeyError(3)": (ERROR, "KeyError"),
+    }  # fmt: skip
+    for line, (kind, sort) in different.items():
+        verdict = judge(Run(LINEAR.format(line=line), {"mesh": {"tp": 2}}), workers)
+        assert (verdict.kind, verdict.sort[: len(sort)]) == (kind, sort), (line, verdict)
+
+
+def test_a_failure_is_made_small():
+    """A judge that dislikes one function: what is left is that function and what it takes."""
+    dislikes = lambda run: Verdict(WRONG, "losses") if ".tanh_()" in run.source else Verdict(RIGHT)  # noqa: E731
+    found = [c for c in random_cases("tp=2", 60, 3, all_kinds=True) if dislikes(c.run).failed]
+    small = [shrink(c, dislikes(c.run), dislikes, seconds=20)[0] for c in found[:3]]
+    assert all(len(c.program) <= 4 for c in small), [c.run.printed() for c in small]
+    assert all(c.plan == {"mesh": {"tp": 2}} and c.rows == ((4,),) for c in small)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2**32))
+def test_a_case_is_what_its_seed_says_and_reads_back(layout, seed):
+    first, again = (case(random.Random(seed), layout, kinds_for(layout), OPTIONS) for _ in range(2))
+    assert first == again
+    ast.parse(first.run.printed())
+    assert read(first.run.printed()) == first.run
+
+
+def test_every_kind_is_drawn():
+    drawn = Counter(
+        k for layout in ("tp=2", "pp=2") for c in random_cases(layout, 150, 5, all_kinds=True) for k in c.program.kinds
+    )
+    assert set(drawn) >= kinds_for("tp=2") - {"input writes"}
+
+
+def test_what_is_left_out_says_why():
+    for layout, kinds in LEFT_OUT.items():
+        assert layout == "*" or layout in LAYOUTS
+        assert set(kinds) <= kinds_for("tp=2") | OPTIONS
+        assert all(kinds.values())
