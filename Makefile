@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit proof coverage bench clean
+.PHONY: help demo test lint types unit proof fuzz coverage bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ unit: $(READY) ## the tests alone
 
 proof: $(READY) ## every combination of the matrices of parity, of which `make test` runs a part: an hour
 	$(PY) -m pytest -m 'proof or not proof'
+
+fuzz: $(READY) ## random programs in every layout against one device, ten minutes each
+	$(PY) bench/fuzz.py --all --programs 100000 --seconds 600
 
 coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py
