@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ from program import Run, read
 from shrink import shrink
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.py"))
-OFTEN = {"tp=2": 30, "tp=3": 10, "dp_shard=2": 20, "dp_replicate=2": 8, "pp=2": 20, "sequence": 10, "branches": 10,
-         "dp_shard=2,tp=2": 8, "pp=2,tp=2": 6, "pp=2,dp_shard=2": 6}  # fmt: skip
+OFTEN = {"tp=2": 24, "tp=3": 8, "dp_shard=2": 14, "dp_replicate=2": 6, "pp=2": 14, "sequence": 8, "branches": 8,
+         "dp_shard=2,tp=2": 6, "pp=2,tp=2": 6, "pp=2,dp_shard=2": 6}  # fmt: skip
 
 
 def fuzzed(layout, count, seed, workers):
@@ -91,7 +90,7 @@ def test_a_failure_is_made_small():
     assert all(c.plan == {"mesh": {"tp": 2}} and c.rows == ((4,),) for c in small)
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2**32))
 def test_a_case_is_what_its_seed_says_and_reads_back(layout, seed):
     first, again = (case(random.Random(seed), layout, kinds_for(layout), OPTIONS) for _ in range(2))
@@ -101,10 +100,8 @@ def test_a_case_is_what_its_seed_says_and_reads_back(layout, seed):
 
 
 def test_every_kind_is_drawn():
-    drawn = Counter(
-        k for layout in ("tp=2", "pp=2") for c in random_cases(layout, 150, 5, all_kinds=True) for k in c.program.kinds
-    )
-    assert set(drawn) >= kinds_for("tp=2") - {"input writes"}
+    drawn = {k for c in random_cases("tp=2", 80, 5, all_kinds=True) for k in c.program.kinds}
+    assert drawn >= kinds_for("tp=2") - {"loose ends"}
 
 
 def test_what_is_left_out_says_why():
