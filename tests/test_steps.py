@@ -1,4 +1,4 @@
-"""Several steps are those of one device: gradients add up over calls of ``step`` until they are set to zero."""
+"""Several steps are those of one device: gradients that add up, and batches that a model writes to."""
 
 from __future__ import annotations
 
@@ -163,4 +163,132 @@ def test_gradients_of_steps_add_up_until_they_are_set_to_zero(ranks: int, worker
                 same = here is g if here is None or g is None else torch.allclose(here, g, rtol=1e-9, atol=1e-12)
                 if not same:
                     wrong.append(f"{name}: {parameter} after backward {step + 1}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- models that write to what they are given -------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Normalises its input in place, counts up a tensor without rows, and shifts its labels in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = Embedding(), nn.LayerNorm(DIM), nn.Linear(DIM, 11)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor, ids: Tensor, labels: Tensor, age: Tensor) -> dict[str, Tensor]:
+        x.sub_(0.5).mul_(0.9)
+        age += 1
+        out = self.first(ids) + x[:, None] / age.sum()
+        for block in self.blocks:
+            out = out + block(out).tanh()
+        labels[:, :-1] = labels[:, 1:].clone()
+        labels[:, -1] = -100
+        return {"loss": F.cross_entropy(self.last(self.norm(out)).flatten(0, 1), labels.flatten())}
+
+
+class Embedding(nn.Module):
+    """Writes to its indices in a call that other stages do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids.add_(1).remainder_(11)
+        return self.table(ids.clone())
+
+
+class WritesAndCouples(Writes):
+    """The same, and rows are compared with each other."""
+
+    def forward(self, x: Tensor, ids: Tensor, labels: Tensor, age: Tensor) -> dict[str, Tensor]:
+        x.sub_(x.mean(0))
+        return super().forward(x, ids, labels, age)
+
+
+def written(count: int = 8) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 11, (count, 6), generator=draw)
+    labels[0, :4] = -100  # rows have different numbers of labels
+    return {
+        "x": torch.randn(count, DIM, generator=draw, dtype=torch.float64),
+        "ids": torch.randint(0, 11, (count, 6), generator=draw),
+        "labels": labels,
+        "age": torch.ones(3, dtype=torch.float64),
+    }
+
+
+WRITING = {
+    "one rank": (Writes, "tp=1", 1),
+    "microbatches": (Writes, {"mesh": {"dp_shard": 1}, "microbatches": 2}, 1),
+    "tp": (Writes, "tp=2", 2),
+    "data": (Writes, "dp_shard=2", 2),
+    "data, coupled": (WritesAndCouples, "dp_shard=2", 2),
+    "stages": (Writes, {"mesh": {"pp": 2}, "microbatches": 2}, 2),
+    "stages, two a rank": (Writes, {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "interleaved"}, 2),
+    "stages, coupled": (WritesAndCouples, {"mesh": {"pp": 2}, "microbatches": 2}, 2),
+}
+
+Steps = tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]
+
+
+def stepped(model: Any, batch: dict[str, Tensor], step: Callable[[dict[str, Tensor]], Tensor]) -> tuple[Any, Any]:
+    """The losses of three steps on one batch, and that batch after each."""
+    optimizer, losses, batches = torch.optim.SGD(model.parameters(), lr=0.1), [], []
+    for _ in range(3):
+        losses.append(float(step(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        batches.append({k: v.clone() for k, v in batch.items()})
+    return losses, batches
+
+
+def writing_alone(build: Callable[[], nn.Module]) -> Steps:
+    torch.manual_seed(0)
+    model = build().double()
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        loss.backward()
+        return loss.detach()
+
+    losses, batches = stepped(model, written(), step)
+    return losses, dict(model.named_parameters()), batches
+
+
+def writing(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[Any]:
+    found = []
+    for build, plan in cases:
+        sample = written()
+        job = mw.parallelize(build, plan, batch=sample, dtype=torch.float64)
+        untouched = all(torch.equal(a, b) for a, b in zip(sample.values(), written().values(), strict=True))
+        mesh = job.recipe.mesh
+        start, stop = bounds(8, mesh.data_size)[mesh.data_index(job.rank)]
+        losses, batches = stepped(job, take_rows(written(), start, stop), job.step)
+        whole = {line.name: p for line, p in job.whole_parameters() if p is not None}
+        found.append((untouched, losses, whole, batches, (start, stop)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_model_writes_to_its_batch_is_written_once_a_step(ranks: int, workers: LocalWorkers) -> None:
+    cases = {name: (build, plan) for name, (build, plan, size) in WRITING.items() if size == ranks}
+    results = workers.run(writing, list(cases.values()), ranks=ranks)
+    alone = {build: writing_alone(build) for build, _ in cases.values()}
+    wrong = []
+    for i, (name, (build, _)) in enumerate(cases.items()):
+        wanted, parameters, batches = alone[build]
+        for rank, found in enumerate(results):
+            untouched, losses, whole, here, (start, stop) = found[i]
+            said = f"{name}, rank {rank}"
+            if not untouched:
+                wrong.append(f"{said}: the sample was written to")
+            if not torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-9):
+                wrong.append(f"{said}: losses {losses}, on one device {wanted}")
+            wrong += [f"{said}: {n}" for n, p in whole.items() if not torch.allclose(p, parameters[n], rtol=1e-9)]
+            for step, (a, b) in enumerate(zip(here, batches, strict=True)):
+                rows = take_rows(b, start, stop)
+                wrong += [f"{said}: {k} after step {step + 1}" for k in a if not torch.allclose(a[k], rows[k])]
     assert not wrong, "\n".join(wrong)

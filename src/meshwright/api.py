@@ -23,6 +23,7 @@ from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply, cast
+from meshwright.run.batch import copied
 from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
@@ -106,7 +107,7 @@ class Planned:
             batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss, self._precision = loss, plan.precision
         self.recipe = resolve(
-            self._model, plan, lambda model: loss(called(model, batch)), batch, whole_batch=whole_batch
+            self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:

@@ -103,6 +103,7 @@ class Call:
         fresh: whether a tensor in what it returned follows from the batch, and was made within.
         stashed: values that it left on the module, or in what it was called with.
         leaf: whether the module has no modules within.
+        writes: whether it wrote to a tensor that follows from the batch alone, which every rank has, and writes to.
     """
 
     module: str
@@ -115,6 +116,7 @@ class Call:
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
     leaf: bool = False
+    writes: bool = False
 
 
 ROOT: Path = (("", 0),)

@@ -23,6 +23,7 @@ from meshwright.place import Places
 from meshwright.plan import Plan, PlanLike
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
+from meshwright.run.batch import copied
 from meshwright.run.job import Loss, output_loss
 from meshwright.run.step import called, rows_of, take_rows
 
@@ -60,7 +61,7 @@ def compare_branches(
     rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
     piece = take_rows(batch, 0, rows)
     planned = Planned(build, plan, piece, loss)
-    graph = planned.graph(lambda model: loss(called(model, piece)))
+    graph = planned.graph(lambda model: loss(called(model, copied(piece))))
     regions = _regions(planned, recipe, graph, rows)
     meter = Meter(graph, hardware, Parameters.of(recipe))
     given = _named(tables or {}, regions)

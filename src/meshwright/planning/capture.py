@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 import meshwright
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Value
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
+from meshwright.private import TorchDispatchMode, pytree, storage_of, version, without_modes
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import map_tensors, tensors_of
@@ -100,7 +100,9 @@ class Recorder(Walk):
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
         had = {id(t) for t in tensors_of((args, kwargs))}
+        of_the_batch = [(t, version(t)) for t in tensors_of((args, kwargs)) if not self.known(t) and not t.is_meta]
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
+        call.writes = any(version(t) != before for t, before in of_the_batch)
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         call.stop, call.returned = len(graph.events), _as_given(result, (*args, *kwargs.values()))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.private import pytree
+from meshwright.run.batch import copied, versions, written
 from meshwright.run.untouched import random_numbers_kept
 from meshwright.view.functions import Segment, recomputations
 from meshwright.view.losses import mean_target
@@ -41,6 +42,7 @@ class Tape:
 
     steps: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)  # func, arguments, spec, names of results
     losses: list[tuple[Any, Any, int] | None] = field(default_factory=list)  # target, weight, ignored label
+    writes: bool = False  # whether the forward writes to the batch
 
     def counts(self, leaves: list[Any]) -> list[float]:
         """What each mean of the forward divides by, for a batch with these leaves."""
@@ -49,7 +51,7 @@ class Tape:
         look = lambda x: values[x] if isinstance(x, _Name) else x  # noqa: E731
         for func, flat, spec, results in self.steps:
             args, kwargs = pytree.tree_unflatten([look(x) for x in flat], spec)
-            out = pytree.tree_leaves(func(*args, **kwargs))
+            out = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if x is not None]
             values.update({name: x for name, x in zip(results, out, strict=True) if name is not None})
         found = [nan] * SLOTS
         for i, loss in enumerate(self.losses[:SLOTS]):
@@ -82,11 +84,12 @@ class Recorder(TorchFunctionMode):
             target, weight, ignored = found
             known = not target.is_meta
             self.tape.losses.append((self._name(target), self._name(weight), ignored) if known else None)
+        before = versions((args, kwargs))
         result = func(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(x, Tensor) and id(x) in self._names for x in flat):
-            out = pytree.tree_leaves(result)
-            if out and all(isinstance(x, Tensor) and not x.is_meta for x in out):
+            out = [x for x in pytree.tree_leaves(result) if x is not None]  # `x[i] = v` returns nothing
+            if (out or written((args, kwargs), before)) and all(isinstance(x, Tensor) and not x.is_meta for x in out):
                 self.tape.steps.append((func, [self._name(x) for x in flat], spec, [self._new(x) for x in out]))
         return result
 
@@ -119,17 +122,21 @@ class LabelCounter:
         leaves, spec = pytree.tree_flatten(batch)
         key = (spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
         if key not in self._tapes:
-            self._tapes[key] = self._new_tape(batch, leaves)
+            self._tapes[key] = self._new_tape(batch)
         tape = self._tapes[key]
-        return [nan] * SLOTS if tape is None or not any(tape.losses) else tape.counts(leaves)
+        if tape is None or not any(tape.losses):
+            return [nan] * SLOTS
+        return tape.counts(copied(leaves) if tape.writes else leaves)
 
-    def _new_tape(self, batch: Any, leaves: list[Any]) -> Tape | None:
-        recorder = Recorder(leaves)
+    def _new_tape(self, batch: Any) -> Tape | None:
+        batch = copied(batch)
+        recorder, before = Recorder(pytree.tree_leaves(batch)), versions(batch)
         try:
             with torch.no_grad(), random_numbers_kept():
                 self._record(batch, recorder)
         except Exception:  # a forward that cannot run without values: `check` shows what follows from that
             return None
+        recorder.tape.writes = bool(written(batch, before))
         return recorder.tape
 
 

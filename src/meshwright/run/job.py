@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
+from meshwright.run.batch import copied, mapped, versions
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
@@ -25,7 +25,17 @@ from meshwright.run.groups import Groups
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
-from meshwright.run.step import BACKWARD, called, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.run.step import (
+    BACKWARD,
+    Pieces,
+    called,
+    gather_rows,
+    microbatches,
+    rows_of,
+    take_rows,
+    weights,
+    write_back,
+)
 from meshwright.run.sums import OwnSums
 from meshwright.run.untouched import Slot
 from meshwright.run.waiting import Waiting
@@ -111,32 +121,33 @@ class Job:
         return self._run(batch, backward=False)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
-        pieces, scale, shares = self._pieces(batch)
+        pieces = self._pieces(batch)
+        before = versions(pieces.batches)
         self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
         if backward:
             if self._routed is not None:
                 self._routed.begin()
             with self._own_sums.of_this_step():
-                losses = self._losses(pieces, scale, shares, backward=True)
+                losses = self._losses(pieces, backward=True)
                 self._finish_gradients()
         else:
-            losses = self._losses(pieces, scale, shares, backward=False)
+            losses = self._losses(pieces, backward=False)
             self._reshard()
+        if pieces.gathered is not None:
+            write_back(pieces.batches[0], before, batch, pieces.gathered)
         return self._summed(losses)
 
-    def _losses(
-        self, pieces: list[Any], scale: list[float], shares: list[list[float] | None], *, backward: bool
-    ) -> list[Tensor]:
+    def _losses(self, pieces: Pieces, *, backward: bool) -> list[Tensor]:
         """The scaled losses of all microbatches, on the ranks that have them."""
         if self._pipeline is not None:
             self._sync(last=False)
-            return self._pipeline.run(pieces, scale, shares, backward=backward)
+            return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, backward=backward)
         found = []
-        for i, piece in enumerate(pieces):
-            self._sync(last=i == len(pieces) - 1)
+        for i, piece in enumerate(pieces.batches):
+            self._sync(last=i == len(pieces.batches) - 1)
             with self._on():
-                with Shares(shares[i]).on():
-                    loss = whole(self._loss(called(self.module, piece))) * scale[i]
+                with Shares(pieces.shares[i]).on():
+                    loss = whole(self._loss(called(self.module, piece))) * pieces.scale[i]
                 if backward and loss.requires_grad:
                     BACKWARD(loss)
             found.append(loss.detach())
@@ -372,35 +383,34 @@ class Job:
         """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
         away whole, and give no finite loss; in a last batch without rows, one of the batch before."""
         if rows_of(batch):
-            self._row = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, take_rows(batch, 0, 1))
+            self._row = copied(take_rows(batch, 0, 1))
         if self._row is not None:
             return self._row
-        return pytree.tree_map(
-            lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t, batch
-        )
+        return mapped(lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() and not len(t) else t.clone(), batch)
 
-    def _pieces(self, batch: Any) -> tuple[list[Any], list[float], list[list[float] | None]]:
-        """What this rank runs: microbatches, each one's weight, and the shares of its mean losses."""
+    def _pieces(self, batch: Any) -> Pieces:
+        """What this rank runs of a batch."""
         data, pieces = self.recipe.mesh.data_size, self.recipe.microbatches
         if data * pieces == 1:
-            return [batch], [1.0], [None]
+            return Pieces([batch], [1.0], [None])
         if self.rows == "auto":
             self._verdict = self._how_rows_combine(batch)
             self.rows = self._verdict.kind
         if self.rows in (COUPLED, "whole"):
-            return [gather_rows(batch, self._data_groups())], [1 / data], [None]
+            everything, first = gather_rows(batch, self._data_groups())
+            return Pieces([everything], [1 / data], [None], first)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
         scale, shares = weights(split, self._counter, self._copies, self.groups.device, waiting=self.waiting)
         if self.rows == SUM:
             scale = [1.0 if rows_of(p) else 0.0 for p in split]
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
-        return [p if rows_of(p) else row for p in split], scale, shares
+        return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
         fewest, _ = self._agreed(rows_of(batch))
-        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())
+        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
         if rows_of(rows) < 2:
             return Verdict(MEAN)
         rows = take_rows(rows, 0, max(fewest, 4))
@@ -442,6 +452,7 @@ class Job:
         return slots
 
     def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
+        batch = copied(batch)  # the model may write to it
         if self._pipeline is not None:
             found = self._pipeline.run([batch], [1.0], [shares], backward=False)
             value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from meshwright.graph import ROOT, ModelGraph, spelled
 from meshwright.private import pytree, without_modes
 from meshwright.recipe import Recipe
+from meshwright.run.batch import copied, differs, tensors_in, versions
 from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Shares
 from meshwright.run.groups import Groups
@@ -57,6 +58,7 @@ class Program:
     graph: ModelGraph
     crossing: Crossing
     stages: dict[int, StageProgram]  # those of this rank
+    writes: frozenset[int]  # the tensors of the batch that the forward writes to, by their places in it
 
     def differentiable(self, edge: Edge) -> tuple[int, ...]:
         """The values over an edge whose gradients come back."""
@@ -182,13 +184,24 @@ class Pipeline:
         )
         known = self._programs.get(key)
         if known is None or known.graph.of_this_batch:
+            writes: set[int] = set()
+
+            def run(model: nn.Module) -> Any:
+                own = copied(batch)
+                before = versions(own)
+                output = call(model, own)
+                result = loss(output) if loss else output
+                writes.update(differs(own, batch, before))
+                return result
+
             with random_numbers_kept():
-                graph = self._graph(lambda model: loss(call(model, batch)) if loss else call(model, batch))
+                graph = self._graph(run)
             same = self._paths.get((key, graph.signature))
-            self._programs[key] = self._paths[key, graph.signature] = same or self._program(graph, loss is None)
+            found = same or self._program(graph, frozenset(writes), loss is None)
+            self._programs[key] = self._paths[key, graph.signature] = found
         return self._programs[key]
 
-    def _program(self, graph: ModelGraph, whole_output: bool) -> Program:
+    def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
         cuts = [graph.positions.get(s.first, -1) for s in self.recipe.stages[1:]]
         if -1 in cuts or sorted(cuts) != cuts:
             missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c < 0), "a cut")
@@ -203,7 +216,7 @@ class Pipeline:
             s: StageProgram(graph, crossing, s, *(mine or ()), streams=streams, whole_output=whole_output)
             for s in self.stages
         }
-        return Program(graph, crossing, stages)
+        return Program(graph, crossing, stages, writes)
 
     def schedule(
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
@@ -249,6 +262,7 @@ class _Step:
         self.sent: list[tuple[Any, Tensor]] = []
         self.losses: list[Tensor] = []
         self.result: Any = None
+        self.written: dict[int, Any] = {}  # microbatch → what the last stage, which has all of the forward, made of it
         self.group = pipeline.groups.pipeline
 
     def perform(self) -> None:
@@ -270,9 +284,22 @@ class _Step:
                 ) from error
         for work, _ in self.sent:
             work.wait()
+        self._share_writes()
         if self.p.branching is not None:
             self.p.branching.finish()
         self.p.action, self.p.awaited = None, ()
+
+    def _share_writes(self) -> None:
+        """What the forward wrote to the batch, on all ranks: the last stage's, which has followed the forward to its end."""
+        last = self.p.recipe.stage_rank[-1]
+        for m, program in enumerate(self.programs):
+            tensors = tensors_in(self.pieces[m])
+            values = tensors_in(self.written.pop(m)) if m in self.written else tensors
+            for i in sorted(program.writes):
+                value = values[i].detach().contiguous()
+                dist.broadcast(value, group=self.group, group_src=last)
+                with torch.no_grad():
+                    tensors[i].copy_(value)
 
     def _peer(self, action: Action) -> str:
         waiting = [a for a in self.arriving if a.stage == action.stage and a.microbatch == action.microbatch]
@@ -389,9 +416,14 @@ class _Step:
             self.p.branching.begin(program.graph.rows)
         if self.split:
             flight.later = LaterWeights()
+        piece = self.pieces[m]
+        if program.writes:  # each stage finds it as it was; and rows of one memory are not told apart by autograd
+            piece = copied(piece)
+            if stage.last:
+                self.written[m] = piece
         with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares.on():
             with self.p.forwards.followed(walk):
-                output = self.call(self.p.forwards.model, self.pieces[m])
+                output = self.call(self.p.forwards.model, piece)
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
                 flight.outputs = dict(zip(stage.out, output, strict=True))
             elif self.loss is None:

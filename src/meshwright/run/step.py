@@ -9,8 +9,9 @@ The mean is taken here and nowhere else: 1/N is in the weight, every reduction i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.place import bounds
-from meshwright.private import python_body, pytree
+from meshwright.private import python_body
+from meshwright.run.batch import copied, mapped, tensors_in, written
 from meshwright.run.counts import SLOTS, LabelCounter
 from meshwright.run.waiting import Waiting
 
@@ -29,16 +31,16 @@ BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """What a model returns for a batch: a dict of keyword arguments, a tuple of arguments, or one argument."""
-    if isinstance(batch, dict):
+    """What a model returns for a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
+    if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def rows_of(batch: Any) -> int:
     """Rows of a batch: dim 0 of its first tensor that has dims."""
-    for t in pytree.tree_leaves(batch):
-        if isinstance(t, Tensor) and t.dim():
+    for t in tensors_in(batch):
+        if t.dim():
             return t.shape[0]
     raise ValueError("a batch needs at least one tensor with rows (dim 0)")
 
@@ -46,14 +48,40 @@ def rows_of(batch: Any) -> int:
 def take_rows(batch: Any, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
     rows = rows_of(batch)
-    return pytree.tree_map(
-        lambda t: t[start:stop] if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows else t, batch
-    )
+    return mapped(lambda t: t[start:stop] if t.dim() and t.shape[0] == rows else t, batch)
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
-    for start, stop in bounds(rows_of(batch), pieces):
-        yield take_rows(batch, start, stop)
+    """Pieces of a batch. Rows are the batch's own memory; of what has no rows each piece has a copy, but for the last.
+
+    So each piece finds it as it was, as all rows do on one device, and a write to it is the caller's once.
+    """
+    rows = rows_of(batch)
+    for i, (start, stop) in enumerate(bounds(rows, pieces)):
+        yield take_rows(batch, start, stop) if i == pieces - 1 else _with_own_rest(batch, rows, start, stop)
+
+
+def _with_own_rest(batch: Any, rows: int, start: int, stop: int) -> Any:
+    rest = copied([t for t in tensors_in(batch) if not (t.dim() and t.shape[0] == rows)])
+    others = iter(rest)
+    return mapped(lambda t: t[start:stop] if t.dim() and t.shape[0] == rows else next(others), batch)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a rank runs in a step.
+
+    Attributes:
+        batches: the microbatches.
+        scale: each one's weight in the mean.
+        shares: the shares of its mean losses, where that weight is not enough.
+        gathered: where this rank's rows begin in the one microbatch, if that has the rows of all data ranks.
+    """
+
+    batches: list[Any]
+    scale: list[float]
+    shares: list[list[float] | None]
+    gathered: int | None = None
 
 
 def weights(
@@ -95,24 +123,49 @@ def _ratio(count: float, total: float, weight: float) -> float:
     return 1.0 if isnan(total) or not total or not weight else count / total / weight
 
 
-def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> Any:
-    """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first."""
+def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> tuple[Any, int]:
+    """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first.
+
+    Returns:
+        The batch, with memory of its own, and where this rank's rows begin in it.
+    """
+    first = 0
     for group in groups:
-        rows = rows_of(batch)
-        leaves, spec = pytree.tree_flatten(batch)
-        leaves = [_gathered(t, rows, group) for t in leaves]
-        batch = pytree.tree_unflatten(leaves, spec)
-    return batch
+        rows, sizes = rows_of(batch), _rows_of_each(rows_of(batch), group, _device(batch))
+        batch = mapped(lambda t, r=rows, s=sizes, g=group: _gathered(t, r, s, g), batch)  # type: ignore[misc]
+        first += sum(sizes[: dist.get_rank(group)])
+    return batch, first
 
 
-def _gathered(t: Any, rows: int, group: dist.ProcessGroup) -> Any:
-    if not isinstance(t, Tensor) or not t.dim() or t.shape[0] != rows:
-        return t
-    ranks = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64, device=t.device) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([rows], device=t.device), group=group)
-    sizes = [int(c) for c in counts]
+def _device(batch: Any) -> torch.device:
+    return tensors_in(batch)[0].device
+
+
+def _rows_of_each(rows: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """How many rows each rank of a group has."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([rows], device=device), group=group)
+    return [int(c) for c in counts]
+
+
+def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    if not t.dim() or t.shape[0] != rows:
+        return t.clone()
     padded = torch.cat([t, t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
-    chunks = [torch.empty_like(padded) for _ in range(ranks)]
+    chunks = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(chunks, padded.contiguous(), group=group)
     return torch.cat([chunk[:n] for chunk, n in zip(chunks, sizes, strict=True)])
+
+
+@torch.no_grad()
+def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: int) -> None:
+    """What a forward wrote to all rows is written to this rank's own rows of them, as it would be on one device.
+
+    Args:
+        gathered: the batch of all rows; ``before``: its ``versions`` when it was gathered.
+        first: where this rank's rows begin in it.
+    """
+    ours, theirs, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
+    for i in written(gathered, before):
+        gathered_rows = ours[i].dim() and ours[i].shape[0] == rows
+        ours[i].copy_(theirs[i][first : first + rows] if gathered_rows else theirs[i])

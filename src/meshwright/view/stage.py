@@ -186,7 +186,7 @@ class StageProgram:
         if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1:
             kept = {*self.out, *self.joined} & set(made)
             return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
-        if call.start == call.stop or ours or call.fresh:
+        if call.start == call.stop or ours or call.fresh or call.writes:
             return OPEN
         if any(n not in seen or n in call.stashed for n in used_outside):
             return OPEN

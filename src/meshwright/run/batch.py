@@ -1,0 +1,97 @@
+"""Batches: the tensors in them, copies of them, and what a forward wrote to them.
+
+A model may write to its inputs. On one device the caller's batch then changes, once a step. So it does here: whatever runs a
+forward besides a step (planning, trials, recordings, another stage of the same rank) runs it on a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.private import pytree, storage_of, version
+
+_DEPTH = 4  # how far into objects to look
+
+
+def mapped(fn: Callable[[Tensor], Any], batch: Any) -> Any:
+    """A new batch with ``fn`` of each tensor; an object that has tensors (a dataclass, a mapping) becomes a copy of itself."""
+    return pytree.tree_map(lambda leaf: _mapped(fn, leaf, _DEPTH), batch)
+
+
+def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if not _tensors(leaf, depth):
+        return leaf
+    made = copy.copy(leaf)
+    for name, value in vars(leaf).items():
+        object.__setattr__(made, name, pytree.tree_map(lambda x: _mapped(fn, x, depth - 1), value))
+    return made
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Every tensor of a batch, in its order."""
+    return [t for leaf in pytree.tree_leaves(batch) for t in _tensors(leaf, _DEPTH)]
+
+
+def _tensors(leaf: Any, depth: int) -> list[Tensor]:
+    if isinstance(leaf, Tensor):
+        return [leaf]
+    if not depth or isinstance(leaf, (nn.Module, type)) or not isinstance(getattr(leaf, "__dict__", None), dict):
+        return []
+    return [t for x in pytree.tree_leaves(list(vars(leaf).values())) for t in _tensors(x, depth - 1)]
+
+
+def copied(batch: Any) -> Any:
+    """A batch with memory of its own: what is written to it is not written to the other.
+
+    Tensors that share memory in the one share memory in the other (labels that are another slice of the same tokens).
+    """
+    together: dict[Any, dict[int, Tensor]] = {}
+    for t in tensors_in(batch):
+        together.setdefault(_memory(t), {})[id(t)] = t
+    made: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for sharing in together.values():
+            made |= zip(sharing, _copied(list(sharing.values())), strict=True)
+    return mapped(lambda t: made[id(t)], batch)
+
+
+def _memory(t: Tensor) -> Any:
+    return (storage_of(t), t.dtype) if t.layout is torch.strided and type(t) is Tensor and t.numel() else id(t)
+
+
+def _copied(sharing: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors that share their memory."""
+    if len(sharing) == 1:
+        made = [sharing[0].detach().clone()]
+    else:
+        first = min(t.storage_offset() for t in sharing)
+        last = max(
+            t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in sharing
+        )
+        memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
+        made = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
+    return [m.requires_grad_(t.requires_grad) for m, t in zip(made, sharing, strict=True)]
+
+
+def differs(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[int]:
+    """Which tensors of a copy a forward has written, as ``written``; also past autograd's counting (``.data``)."""
+    pairs = zip(tensors_in(copy), tensors_in(batch), strict=True)
+    other = {i for i, (a, b) in enumerate(pairs) if not (a.is_meta or b.is_meta or torch.equal(a, b))}
+    return frozenset(other.union(written(copy, before)))
+
+
+def versions(batch: Any) -> list[int | None]:
+    """How often each tensor of a batch has been written, to tell later whether one was."""
+    return [version(t) for t in tensors_in(batch)]
+
+
+def written(batch: Any, before: Sequence[int | None]) -> list[int]:
+    """Which tensors of a batch have been written since, by their places in it. ``before``: its ``versions`` then."""
+    return [i for i, (now, then) in enumerate(zip(versions(batch), before, strict=True)) if now != then]
