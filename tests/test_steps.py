@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BatchFeature
 
 import branching as models
 import meshwright as mw
@@ -292,3 +295,52 @@ def test_what_a_model_writes_to_its_batch_is_written_once_a_step(ranks: int, wor
                 rows = take_rows(b, start, stop)
                 wrong += [f"{said}: {k} after step {step + 1}" for k in a if not torch.allclose(a[k], rows[k])]
     assert not wrong, "\n".join(wrong)
+
+
+# --- batches that are no dict -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+class OfPairs(Scaled):
+    """A model of one argument, an object."""
+
+    def forward(self, pair: Pair) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(pair.x, pair.y)
+
+
+def feature(**batch: Tensor) -> BatchFeature:
+    """What transformers' processors and collators return."""
+    return BatchFeature(batch)
+
+
+def losses_of(cases: list[tuple[Any, Any, Any]]) -> list[float]:
+    found = []
+    for build, kind, batch in cases:
+        job = mw.parallelize(
+            build, {"mesh": {"dp_shard": 2}, "microbatches": 2}, batch=kind(**batch), dtype=torch.float64
+        )
+        start = 4 * job.rank
+        found.append(float(job.step(kind(**take_rows(batch, start, start + 4)))))
+    return found
+
+
+def test_a_batch_is_any_mapping_or_an_object_with_tensors(workers: LocalWorkers) -> None:
+    batch = rows()[0]
+    loss = one_loss(batch)
+    cases: list[Any] = [
+        (Scaled, dict, batch),
+        (Scaled, UserDict, batch),
+        (Scaled, feature, batch),
+        (OfPairs, Pair, batch),
+    ]
+    assert workers.run(losses_of, cases, ranks=2)[0] == pytest.approx([loss] * 4, rel=1e-9)
+
+
+def one_loss(batch: dict[str, Tensor]) -> float:
+    torch.manual_seed(0)
+    return float(Scaled().double()(**batch)["loss"])

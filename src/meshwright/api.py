@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import Findings
@@ -20,10 +20,9 @@ from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import pytree
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply, cast
-from meshwright.run.batch import copied
+from meshwright.run.batch import copied, mapped, plain
 from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
@@ -51,7 +50,7 @@ def parallelize(
             ``torch.manual_seed(seed); build()`` in one process, in every layout, and no rank ever holds them all.
         plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file. Of several meshes, the
             first that has as many ranks as there are processes is taken.
-        batch: a sample, of which shapes and types count: a dict of keyword arguments, or a tuple.
+        batch: a sample, of which shapes and types count: a dict or another mapping of keyword arguments, or a tuple.
         loss: the loss of the model's output; default ``output.loss``.
         device: ``cpu`` or ``cuda``; default CUDA where there is one.
         timeout: seconds that a collective waits for other ranks.
@@ -104,8 +103,8 @@ class Planned:
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)
-            batch = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        self._loss, self._precision = loss, plan.precision
+            batch = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        self._loss, self._precision, batch = loss, plan.precision, plain(batch)
         self.recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )

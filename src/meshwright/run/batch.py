@@ -7,7 +7,7 @@ forward besides a step (planning, trials, recordings, another stage of the same 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from meshwright.private import pytree, storage_of, version
 
 _DEPTH = 4  # how far into objects to look
+
+
+def plain(batch: Any) -> Any:
+    """A batch as torch's containers know it: a mapping (a tokenizer's encoding, a ``UserDict``) as a dict."""
+    known = type(batch) in pytree.SUPPORTED_NODES
+    return dict(batch) if isinstance(batch, Mapping) and not known else batch
 
 
 def mapped(fn: Callable[[Tensor], Any], batch: Any) -> Any:

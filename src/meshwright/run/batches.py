@@ -13,6 +13,7 @@ from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.place import bounds
 from meshwright.private import pytree
+from meshwright.run.batch import plain
 
 
 class Batches:
@@ -40,6 +41,7 @@ class Batches:
     ) -> None:
         if not uneven:
             check_global_batch(global_batch, mesh, microbatches)
+        dataset = plain(dataset)
         self.dataset, self.global_batch, self.seed, self.epochs = dataset, global_batch, seed, epochs
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)

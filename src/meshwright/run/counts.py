@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.private import pytree
-from meshwright.run.batch import copied, versions, written
+from meshwright.run.batch import copied, tensors_in, versions, written
 from meshwright.run.untouched import random_numbers_kept
 from meshwright.view.functions import Segment, recomputations
 from meshwright.view.losses import mean_target
@@ -121,16 +121,17 @@ class LabelCounter:
         """What each mean is over; NaN where it is not known (then weighing by rows is what is done)."""
         leaves, spec = pytree.tree_flatten(batch)
         key = (spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
+        tensors = tensors_in(batch)
         if key not in self._tapes:
             self._tapes[key] = self._new_tape(batch)
         tape = self._tapes[key]
         if tape is None or not any(tape.losses):
             return [nan] * SLOTS
-        return tape.counts(copied(leaves) if tape.writes else leaves)
+        return tape.counts(copied(tensors) if tape.writes else tensors)
 
     def _new_tape(self, batch: Any) -> Tape | None:
         batch = copied(batch)
-        recorder, before = Recorder(pytree.tree_leaves(batch)), versions(batch)
+        recorder, before = Recorder(tensors_in(batch)), versions(batch)
         try:
             with torch.no_grad(), random_numbers_kept():
                 self._record(batch, recorder)

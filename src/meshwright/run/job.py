@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
-from meshwright.run.batch import copied, mapped, versions
+from meshwright.run.batch import copied, mapped, plain, versions
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
@@ -121,6 +121,7 @@ class Job:
         return self._run(batch, backward=False)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
+        batch = plain(batch)
         pieces = self._pieces(batch)
         before = versions(pieces.batches)
         self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
