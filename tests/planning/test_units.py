@@ -108,7 +108,7 @@ class Reversible(nn.Module):
 
 
 def test_blocks_that_a_custom_backward_runs_again_stay_gathered(workers):
-    for plan in ({"mesh": {"dp_shard": 2}, "microbatches": 2}, {"mesh": {"dp_shard": 2, "tp": 2}}):
+    for plan in ({"mesh": {"dp_shard": 2}, "microbatches": 2}, {"mesh": {"pp": 2}}, {"mesh": {"dp_shard": 2, "tp": 2}}):
         report = mw.check(Reversible, rows(), plan, workers=workers)
         assert report.passed, str(report)
     assert any("blocks.0 is no unit of its own: blocks.0.inner" in note for note in report.notes), report.notes

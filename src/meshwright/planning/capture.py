@@ -88,6 +88,7 @@ class Recorder(Walk):
         self._names: dict[int, list[int]] = {}  # memory → the values that are in it
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
+        self._within: dict[int, None] = {}  # ids, in order, of the tensors that functions within the running event took
         # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
         # the forward puts another in place of, say.
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
@@ -161,6 +162,7 @@ class Recorder(Walk):
         flops, moved = self.cost.flops, self.cost.moved
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
+        self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         writing = writes(func, args, kwargs)
         targets = [t for t in (args[:1] if writing else (kwargs.get("out"),)) if isinstance(t, Tensor)]
@@ -172,6 +174,7 @@ class Recorder(Walk):
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
                 self._new(t, place)
         graph.outputs[path, index] = result
+        took = [*map(id, tensors), *self._within]
         graph.events.append(
             Event(
                 path=path,
@@ -180,8 +183,8 @@ class Recorder(Walk):
                 inputs=inputs,
                 outputs=tuple(map(self.number, given)),
                 written=self.number(targets[0]) if targets else None,
-                parameters=tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)),
-                buffers=tuple(dict.fromkeys(self._buffers[id(t)] for t in tensors if id(t) in self._buffers)),
+                parameters=tuple(dict.fromkeys(self._parameters[i] for i in took if i in self._parameters)),
+                buffers=tuple(dict.fromkeys(self._buffers[i] for i in took if i in self._buffers)),
                 flops=self.cost.flops - flops,
                 moved=self.cost.moved - moved,
                 reads=not given and not targets,
@@ -190,6 +193,11 @@ class Recorder(Walk):
             )
         )
         return result
+
+    def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function within a custom ``autograd.Function``: its event takes the parameters of the modules that it calls."""
+        self._within |= {id(t): None for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        return func(*args, **kwargs)
 
     def _written(self, t: Tensor) -> None:
         """Other names of the memory that was written have a gradient too now: what a slice was taken of, say."""
