@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 import branching as models
 import meshwright as mw
 from branching import beside, on
+from meshwright import private
 from meshwright.private import TorchDispatchMode
 from meshwright.run.workers import LocalWorkers
 
@@ -374,118 +376,112 @@ def test_a_rank_without_a_parameter_takes_part(workers: LocalWorkers) -> None:
     assert not any(report.recipe.holds(line, 2) for line in report.recipe)
 
 
-class Slow(torch.nn.Module):
-    """Sleeps, as long as its name says."""
+def say(event: str) -> None:
+    """Lets every rank know of an event."""
+    private.job_store().set(event, "")
 
-    def __init__(self, seconds: float) -> None:
+
+def wait_for(*events: str) -> None:
+    """Until some rank has said each; an error if that does not come."""
+    if events:
+        private.job_store().wait(list(events), timedelta(seconds=60))
+
+
+class Awaiting(torch.nn.Module):
+    """Says that it has begun, and ends after some events; once it is ``armed``, for planning and trials run it too."""
+
+    def __init__(self, begins: str, *awaits: str) -> None:
         super().__init__()
-        self.inner, self.seconds = torch.nn.Linear(models.DIM, models.DIM), seconds
+        self.inner, self.armed = torch.nn.Linear(models.DIM, models.DIM), False
+        self.begins, self.awaits = begins, awaits
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta:
-            time.sleep(self.seconds)
+        if self.armed and not x.is_meta:
+            say(self.begins)
+            wait_for(*self.awaits)
         return self.inner(x)
 
 
-class Sleepers(models.Toy):
+def arm(job: mw.Job) -> None:
+    for module in job.module.modules():
+        module.armed = True
+
+
+class Together(models.Toy):
+    """Each block ends after the other has begun."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.block_a, self.block_b = Slow(0.4), Slow(0.3)
+        self.block_a, self.block_b = Awaiting("a begun", "b begun"), Awaiting("b begun", "a begun")
 
 
-def timed(plan: Any) -> float:
-    job = mw.parallelize(Sleepers, plan, batch=models.rows())
+def stepped(plan: Any, build: Any) -> bool:
+    job = mw.parallelize(build, plan, batch=models.rows())
     job.step(models.rows())
-    start = time.perf_counter()
+    arm(job)
     job.step(models.rows())
-    return time.perf_counter() - start
+    return True
 
 
 def test_branches_run_at_the_same_time(workers: LocalWorkers) -> None:
-    both = min(max(workers.run(timed, beside(1, 1), ranks=2)) for _ in range(2))
-    assert both < 0.6  # one after the other: 0.7
+    assert workers.run(stepped, beside(1, 1), Together, ranks=2) == [True, True]
 
 
 class Ahead(models.Tracks):
-    """Two tracks; the first takes of the second, which is faster."""
+    """Two tracks; the first takes of the second. Its first block ends after the last of the other has begun."""
 
     def __init__(self) -> None:
         super().__init__(3)
-        self.left = torch.nn.ModuleList(Slow(0.3) for _ in range(3))
-        self.ended = 0.0
-        self.right[2].register_forward_hook(self._end)
-
-    def _end(self, module: Any, args: Any, output: Any) -> None:
-        self.ended = time.perf_counter()
-
-
-def ahead(plan: Any) -> tuple[float, float]:
-    job = mw.parallelize(Ahead, plan, batch=models.rows())
-    job.step(models.rows())
-    start = time.perf_counter()
-    job.step(models.rows())
-    return job.module.ended - start, time.perf_counter() - start
+        self.left[0] = Awaiting("left0 begun", "right2 begun")
+        self.right[2] = Awaiting("right2 begun")
 
 
 def test_a_branch_that_only_gives_does_not_wait_for_those_that_take(workers: LocalWorkers) -> None:
     plan = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
-    ended, step = workers.run(ahead, plan, ranks=2)[1]
-    assert ended < 0.3 and step > 0.9  # its last block, before the first of the others has ended
+    assert workers.run(stepped, plan, Ahead, ranks=2) == [True, True]
 
 
-class Timed(torch.autograd.Function):
-    """Sleeps in both directions, and notes when it is done."""
+class Ordered(torch.autograd.Function):
+    """Says when it has ended, in both directions, and ends after some events."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, name: str, ends: dict[str, float]) -> Tensor:
-        ctx.seconds, ctx.name, ctx.ends = seconds, name, ends
-        if not x.is_meta:
-            time.sleep(seconds)
-            ends[name] = time.time()
+    def forward(ctx: Any, x: Tensor, name: str, awaits: dict[str, list[str]]) -> Tensor:
+        ctx.name, ctx.awaits = name, awaits
+        wait_for(*awaits.get(name, ()))
+        say(name)
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        ctx.ends[f"{ctx.name} back"] = time.time()
-        return g * 2, None, None, None
+        name = f"{ctx.name} back"
+        wait_for(*ctx.awaits.get(name, ()))
+        say(name)
+        return g * 2, None, None
 
 
 class Noted(models.MLP):
-    def __init__(self, seconds: float, name: str, ends: dict[str, float]) -> None:
+    def __init__(self, name: str, awaits: dict[str, list[str]]) -> None:
         super().__init__()
-        self.given = seconds, name, ends
+        self.name, self.awaits, self.armed = name, awaits, False
 
     def forward(self, x: Tensor) -> Tensor:
-        return Timed.apply(super().forward(x), *self.given)
+        x = super().forward(x)
+        return Ordered.apply(x, self.name, self.awaits) if self.armed and not x.is_meta else x * 2
 
 
-def ends(plan: Any, slow: str) -> dict[str, float]:
-    """When each block of this rank ended, in the last of two steps."""
-    found: dict[str, float] = {}
-    build = functools.partial(models.Staged, lambda name: Noted(0.5 if name == slow else 0.05, name, found))
-    job = mw.parallelize(build, plan, batch=models.rows())
-    for _ in range(2):
-        job.step(models.rows())
-    return found
-
-
-# A slow block → of pairs of blocks, on the other rank and its own, the first ends before the second: who has work of its own
-# does not wait for who is slow, and gets what was made before.
+# A slow block → when it ends: after blocks of the other rank and its own, which have work of their own, do not wait for who
+# is slow, and get what was made before.
 AHEAD = {
-    "right0": [("left1", "right0"), ("left1 back", "right0 back"), ("left0 back", "right0 back")],
-    "left1": [("right1", "left1"), ("right1 back", "left1 back"), ("right0 back", "left1 back")],
+    "right0": {"right0": ["left1"], "right0 back": ["left1 back", "left0 back"]},
+    "left1": {"left1": ["right1"], "left1 back": ["right1 back", "right0 back"]},
 }
 
 
 @pytest.mark.parametrize("slow", AHEAD)
 def test_no_branch_waits_before_it_needs_what_another_makes(slow: str, workers: LocalWorkers) -> None:
     plan = {"mesh": {"tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}}
-    left, right = workers.run(ends, plan, slow, ranks=2)
-    at = left | right
-    assert not left.keys() & right.keys()
-    for first, second in AHEAD[slow]:
-        assert at[first] < at[second] - 0.1, (first, second)
+    build = functools.partial(models.Staged, functools.partial(Noted, awaits=AHEAD[slow]))
+    assert workers.run(stepped, plan, build, ranks=2) == [True, True]
 
 
 def trained(plan: Any, build: Any, batch: Any) -> list[float]:
@@ -538,42 +534,47 @@ def test_two_tracks_on_streams(workers: LocalWorkers) -> None:
         "both.branches.a": {"on": "stream[0]"}, "both.branches.b": {"on": "stream[1]"}}}, workers)  # fmt: skip
 
 
-class SlowBoth(torch.autograd.Function):
-    """Sleeps in both directions."""
+MEETING = threading.Barrier(2)
+
+
+class Meeting(torch.autograd.Function):
+    """Goes on when two of it have come, in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(0.0 if x.is_meta else 0.25)
+        MEETING.wait(60)
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        time.sleep(0.25)
+        MEETING.wait(60)
         return g * 2
 
 
-class Sleepy(models.MLP):
+class Meets(models.MLP):
+    armed = False
+
     def forward(self, x: Tensor) -> Tensor:
-        return SlowBoth.apply(super().forward(x))
+        x = super().forward(x)
+        return Meeting.apply(x) if self.armed and not x.is_meta else x * 2
 
 
-class SleepyPair(models.Toy):
+class Pair(models.Toy):
     def __init__(self) -> None:
         super().__init__()
-        self.block_a, self.block_b = Sleepy(), Sleepy()
+        self.block_a, self.block_b = Meets(), Meets()
 
 
-def on_streams() -> tuple[float, tuple[str, ...]]:
-    job = mw.parallelize(SleepyPair, {"mesh": "dp_shard=1", "modules": STREAMS}, batch=models.rows())
+def on_streams() -> tuple[str, ...]:
+    job = mw.parallelize(Pair, {"mesh": "dp_shard=1", "modules": STREAMS}, batch=models.rows())
     job.step(models.rows())
-    start = time.perf_counter()
+    arm(job)
     job.step(models.rows())
-    return time.perf_counter() - start, job.notes
+    return job.notes
 
 
 def test_blocks_on_streams_run_at_the_same_time_forward_and_backward(workers: LocalWorkers) -> None:
-    ((seconds, notes),) = workers.run(on_streams, ranks=1)
-    assert seconds < 0.8  # one after the other: 1.0
+    (notes,) = workers.run(on_streams, ranks=1)
     assert any("run in threads" in note for note in notes)
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -601,7 +600,7 @@ def test_dead_writes_are_forgotten() -> None:
 
 
 SCRIPT = """
-import sys, time
+import sys
 import torch
 from torch import nn
 from meshwright.run.init import record
@@ -612,23 +611,24 @@ def status(key):  # KiB
 {setup}
 record(lambda: nn.Linear(128, 128), seed=1).value("weight")  # imports what is imported late
 open("/proc/self/clear_refs", "w").write("5") if sys.argv[1:] == ["reset"] else None
-before, start = status("VmRSS"), time.perf_counter()
+before = status("VmRSS")
 {body}
-print(status("VmHWM") - before, time.perf_counter() - start)
+print(status("VmHWM") - before)
 """
 
 
-def measured(setup: str, body: str) -> tuple[float, float]:
-    """(growth of the peak in MiB, seconds) of a process of its own."""
+def measured(setup: str, body: str) -> float:
+    """Growth of the peak, in MiB, of a process of its own."""
     if not Path("/proc/self/status").exists():
         pytest.skip("no /proc")
     source = SCRIPT.format(setup=textwrap.dedent(setup), body=textwrap.dedent(body))
     path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    kilobytes, seconds = done.stdout.split()[-2:]
-    return int(kilobytes) / 1024, float(seconds)
+    return int(done.stdout.split()[-1]) / 1024
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def measured(setup: str, body: str) -> tuple[float, float]:
 )
 def test_peak_memory_is_that_of_some_parameters(one: str) -> None:
     """40 weights of 4 MiB: one is drawn on scratch, and one made, at a time; a slice of each stays."""
-    peak, _ = measured(
+    peak = measured(
         "",
         f"""
         recorded = record(lambda: nn.Sequential(*[{one} for _ in range(40)]), seed=1)
@@ -653,22 +653,45 @@ def test_peak_memory_is_that_of_some_parameters(one: str) -> None:
 
 
 @pytest.mark.proof
-def test_planning_a_large_model_takes_no_memory_and_little_time() -> None:
+def test_planning_a_large_model_takes_no_memory() -> None:
     pytest.importorskip("transformers")
-    peak, seconds = measured(
+    peak = measured(
         "from transformers import LlamaConfig, LlamaForCausalLM",
         """
         module = record(lambda: LlamaForCausalLM(LlamaConfig()), draw=False).module
         assert sum(p.numel() for p in module.parameters()) > 6e9
         """,
     )
-    assert peak < 500 and seconds < 20, f"{peak:.0f} MiB, {seconds:.1f} s"
+    assert peak < 500, f"{peak:.0f} MiB"
 
 
-def test_a_long_log_is_replayed_in_little_time() -> None:
+def test_a_long_log_is_replayed_by_looking_at_little_of_it() -> None:
     """Replay looks at a parameter's own entries, not at the whole log."""
     recorded = record(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(1000)]), seed=1, small=0)
-    start = time.perf_counter()
-    for name, _ in recorded.module.named_parameters():
+    recorded._log.entries = looked = Counting(recorded._log.entries)
+    named = [name for name, _ in recorded.module.named_parameters()]
+    for name in named:
         recorded.value(name)
-    assert time.perf_counter() - start < 10
+    assert 2 * len(named) <= looked.count < 20 * len(named), "of a log of thousands of entries"
+
+
+class Counting(dict):
+    """Counts how often an entry is looked at."""
+
+    count = 0
+
+    def __getitem__(self, key):
+        self.count += 1
+        return super().__getitem__(key)
+
+    def __iter__(self):
+        self.count += len(self)
+        return super().__iter__()
+
+    def items(self):
+        self.count += len(self)
+        return super().items()
+
+    def values(self):
+        self.count += len(self)
+        return super().values()

@@ -140,9 +140,7 @@ def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -
         first = pool.run(os.getpid, ranks=1)
         assert pool.pids() == first
     before = workers.run(os.getpid)
-    started = time.monotonic()
     assert workers.run(os.getpid) == before
-    assert time.monotonic() - started < 1.5
 
 
 def test_environment_is_a_ranks_and_is_restored(workers: LocalWorkers) -> None:
@@ -250,10 +248,8 @@ def test_a_death_names_rank_process_and_cause(workers: LocalWorkers, how: str, w
 
 def test_a_hang_shows_where(workers: LocalWorkers) -> None:
     before = workers.run(os.getpid)
-    started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         workers.run(hangs_in_here, 2, timeout=3)
-    assert 3 <= time.monotonic() - started < 8
     assert caught.value.reason == "no answer within 3 s from rank 2 of 3 (answered: 0, 1)"
     assert "in hangs_in_here" in caught.value.details
     assert "worker.py" not in caught.value.details
