@@ -4,8 +4,9 @@
 
 A trial trains a small decoder with dropout in one of the layouts, saving after every step, and kills (SIGKILL) a rank: at a
 random moment of the run; or when a checkpoint is being written, a random moment after its directory has appeared; or when
-all of its files are there and only the rename is missing. Then all processes are ended, as a launcher does, and started
-anew, and the run goes on from its newest checkpoint, until it is done. Asserted, after the kill and at the end:
+all of its files are there and only the rename is missing; or once more while the run that goes on loads. Then all processes
+are ended, as a launcher does, and started anew, and the run goes on from its newest checkpoint, until it is done. Asserted,
+after the kill and at the end:
 
     every ``step-…`` directory is complete: each file as it was written, by checksum
     the checkpoint that was there before the kill, or a newer one, is there
@@ -41,7 +42,7 @@ from meshwright.run import loop, metrics
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
 
 LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
-MOMENTS = ["any", "writing", "before the rename"]
+MOMENTS = ["any", "writing", "before the rename", "loading"]
 STEPS, ROWS, VOCAB, DIM = 8, 96, 61, 32
 
 
@@ -104,7 +105,7 @@ class Killer:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        if self.moment == "any":
+        if self.moment in ("any", "loading"):
             self.done.wait(self.random.uniform(0, self.seconds))
         else:
             saves = self.random.randint(1, STEPS - 1)
@@ -134,23 +135,30 @@ def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, wo
     asynchronous, ranks = chance.random() < 0.5, mw.Mesh.parse(layout).size
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as name:
         folder = Path(name)
-        killer, runs = Killer(folder, moment, chance, seconds), 0
+        killers, runs = [Killer(folder, moment, chance, seconds)], 0
+        if moment == "loading":  # which is what a run begins with
+            killers.append(Killer(folder, moment, chance, seconds / 8))
         while True:
             runs += 1
+            killer, kills = killers[min(runs, len(killers)) - 1], runs <= len(killers)
             try:
                 found = workers.run(
                     train, layout, name, asynchronous, ranks=ranks, timeout=60.0,
-                    on_report=lambda _, first=runs == 1: killer.begin(workers.pids()[:ranks]) if first else None,
+                    on_report=lambda _, killer=killer, kills=kills: (
+                        killer.begin(workers.pids()[:ranks]) if kills else None
+                    ),
                 )[0]  # fmt: skip
             except WorkerError as error:
-                assert runs == 1, f"it failed without being killed: {error}"
+                assert kills, f"it failed without being killed: {error}"
                 workers.kill()
                 for path in checkpoints.complete(folder):
                     checkpoints.verify(path)
                 after = checkpoints.newest(folder)
                 assert killer.newest is None or (after is not None and after.name >= killer.newest.name), "one is lost"
+                killer.done.set()
                 continue
-            killer.done.set()
+            for killer in killers:
+                killer.done.set()
             break
         for path in checkpoints.complete(folder):
             checkpoints.verify(path)
