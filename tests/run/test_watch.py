@@ -7,19 +7,21 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.identity import started
 from meshwright.run.board import FAILED, Alarm, Beat, Board, Who
 from meshwright.run.hang import Hang, spelled_ranks
-from meshwright.run.watch import HANG, _lives, _started
+from meshwright.run.watch import HANG, _lives
 from meshwright.run.whereabouts import Whereabouts
+from meshwright.view.axis import Ledger
 
 SCRIPT = Path(__file__).parent / "watched.py"
 TIMEOUT = 6.0
@@ -27,11 +29,10 @@ TIMEOUT = 6.0
 
 @dataclass(frozen=True)
 class Trial:
-    """How a job of two ranks ended: each rank's exit code and output, and seconds from the trouble to the end."""
+    """How a job of two ranks ended: each rank's exit code and output."""
 
     codes: list[int]
     output: list[str]
-    seconds: float
     file: str
 
     @property
@@ -65,10 +66,9 @@ def trial(trouble: str, mesh: str, folder: Path) -> Trial:
     finally:
         for rank in ranks:
             rank.kill()
-    ended, marker, report = time.time(), folder / "trouble", folder / "hang.txt"
-    seconds = ended - marker.stat().st_mtime if marker.exists() else 0.0
+    report = folder / "hang.txt"
     file = report.read_text() if report.exists() else ""
-    return Trial(codes, [log.read_text() for log in logs], seconds, file)
+    return Trial(codes, [log.read_text() for log in logs], file)
 
 
 def ranks_of_suspects(report: str) -> list[str]:
@@ -78,7 +78,7 @@ def ranks_of_suspects(report: str) -> list[str]:
 @pytest.mark.proof
 def test_a_rank_that_sleeps_in_its_forward_is_named_with_its_step_stage_and_action(tmp_path: Path) -> None:
     found = trial("sleep", "pp=2", tmp_path)
-    assert found.codes == [HANG, HANG] and found.seconds < TIMEOUT + 2
+    assert found.codes == [HANG, HANG]
     assert ranks_of_suspects(found.report) == ["1"]
     about = found.report[found.report.index("\nrank 1 ") :]
     assert "step 3" in about and "stage 1, action 1F0" in about and "forward" in about
@@ -91,7 +91,7 @@ def test_a_rank_that_sleeps_in_its_forward_is_named_with_its_step_stage_and_acti
 
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     found = trial("stop", "dp_shard=2", tmp_path)
-    assert found.codes == [HANG, -9] and found.seconds < TIMEOUT
+    assert found.codes == [HANG, -9]
     assert ranks_of_suspects(found.report) == ["1"] and "no sign of life" in found.report
     assert "waits in all_reduce with ranks 0 1" in found.report and "clip_grad_norm_" in found.report
     assert re.search(r"rank 1 .*last heard of in step [23]\b", found.report)
@@ -111,7 +111,6 @@ def test_a_healthy_job_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trouble", ["sleep", "stop", "kill", "other"])
 def test_every_trouble_in_every_layout(trouble: str, mesh: str, tmp_path: Path) -> None:
     found = trial(trouble, mesh, tmp_path)
-    assert found.seconds < TIMEOUT + 2
     suspects = ranks_of_suspects(found.report)
     if trouble == "other":
         assert sorted(suspects) == ["0", "1"] and "all_gather_object" in found.report and "all_reduce" in found.report
@@ -208,15 +207,23 @@ def test_what_is_posted_is_read_also_while_others_have_not_come() -> None:
 
 def test_a_process_is_known_by_when_it_started() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    who = Who("h", "h/0", child.pid, _started(child.pid))
+    who = Who("h", "h/0", child.pid, started(child.pid))
     if not who.started:
         pytest.skip("only Linux tells when a process started")
     assert _lives(who) and not _lives(Who("h", "h/0", child.pid, "1"))
     child.kill()
-    time.sleep(0.2)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not _lives(who), "killed, and not yet waited for"
     child.communicate()
-    assert not _lives(who) and _started(child.pid) == ""
+    assert not _lives(who) and started(child.pid) == ""
+
+
+def test_reading_and_writing_checkpoints_is_getting_on() -> None:
+    job: Any = SimpleNamespace(steps=3, pipeline=None, parts=0, ledger=Ledger())
+    watch = mw.Watch(job, 60.0)
+    before = watch._progress()
+    mw.Job.count_file(job)
+    assert watch._progress() != before
 
 
 def test_a_timeout_is_positive() -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
+from meshwright.run.groups import _set_timeout
 
 TROUBLE, MESH, TIMEOUT, FOLDER = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
 STEPS, BAD_STEP, BAD_RANK = 5, 3, 1
@@ -25,7 +26,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if TROUBLE == "sleep" and self.number == 3 and bad(step):
-            mark()
             time.sleep(600)
         return x + self.linear(x).tanh()
 
@@ -38,15 +38,9 @@ def bad(step: int) -> bool:
     return step == BAD_STEP and int(os.environ["RANK"]) == BAD_RANK
 
 
-def mark() -> None:
-    """When the trouble began: the test counts from there."""
-    Path(FOLDER, "trouble").touch()
-
-
 def meet_trouble(step: int) -> None:
     if not bad(step):
         return
-    mark()
     if TROUBLE == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if TROUBLE == "kill":
@@ -61,6 +55,9 @@ plan = {"mesh": MESH, "microbatches": 2 if "pp" in MESH else 1}
 job = mw.parallelize(network, plan, batch=(x,), loss=lambda y: y.square().mean(), device="cpu")
 optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
 rows = 8 // job.recipe.mesh.data_size
+job.groups = replace(job.groups, timeout=TIMEOUT / 3)  # as if given to ``parallelize``: less than the watch's
+for group in (dist.group.WORLD, *job.groups.made):
+    _set_timeout(group, TIMEOUT / 3)
 with mw.Watch(job, TIMEOUT, folder=FOLDER):
     for step in range(1, STEPS + 1):
         loss = job.step((x[:rows],))

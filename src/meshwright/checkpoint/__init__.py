@@ -1,6 +1,8 @@
 """Checkpoints: saved under one layout, loaded under any other; only complete ones exist.
 
-    folder.py    a folder of checkpoints: manifest, checksums, publishing by one rename; no torch
+    folder.py    a folder of checkpoints: manifest, checksums, publishing by one rename, which is newest; no torch
+    lock.py      one run at a time in a folder; no torch
+    talk.py      how ranks agree: an exception of any is an error of all
     pieces.py    a tensor's slices on this rank as chunks; DCP's planners over them
     storage.py   DCP's files, with a checksum a chunk; its metadata read without trusting it
     contents.py  what a job, or a plain module, and its optimizers have to save

@@ -29,10 +29,10 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 from uuid import uuid4
 
 from meshwright.errors import CheckpointError, Finding
@@ -43,6 +43,13 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.back(\d+))?(?:\.(\d+))?")
 _BLOCK = 1 << 20  # bytes read at a time
 _SHOWN = 3  # tensors of a damaged file that are named
+
+Moved: TypeAlias = Callable[[], None]
+"""Is called whenever some of a checkpoint was read or written: what a watch counts (see ``run/watch``)."""
+
+
+def nobody() -> None:
+    """Where nobody counts."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +204,20 @@ def read_manifest(path: Path) -> Manifest:
     raise CheckpointError([Finding(str(at), given, "as it was written", _offer(path))], "this checkpoint")
 
 
-def verify(path: Path, manifest: Manifest | None = None, *, part: int = 0, parts: int = 1) -> None:
+def verify(
+    path: Path, manifest: Manifest | None = None, *, part: int = 0, parts: int = 1, moved: Moved = nobody
+) -> None:
     """Reads every file of a checkpoint and compares it with what was written.
 
     Args:
         part, parts: only every ``parts``-th file, from the ``part``-th on, so that ranks share the reading.
+        moved: is called for every block that was read.
 
     Raises:
         CheckpointError: naming each file that is missing, short or changed, and the tensors in it that are lost.
     """
     manifest = manifest or read_manifest(path)
-    findings = [damage(path, name, manifest.files[name]) for name in sorted(manifest.files)[part::parts]]
+    findings = [damage(path, name, manifest.files[name], moved) for name in sorted(manifest.files)[part::parts]]
     raise_if_damaged(f for f in findings if f is not None)
 
 
@@ -217,7 +227,7 @@ def raise_if_damaged(findings: Iterable[Finding]) -> None:
         raise CheckpointError(found, "this checkpoint")
 
 
-def damage(path: Path, name: str, file: File) -> Finding | None:
+def damage(path: Path, name: str, file: File, moved: Moved = nobody) -> Finding | None:
     """What is wrong with a file of a checkpoint, or None."""
     at = path / name
     required = f"{file.size:,} bytes, as they were written"
@@ -228,28 +238,29 @@ def damage(path: Path, name: str, file: File) -> Finding | None:
         lost = _listed(p.name for p in file.pieces if p.offset + p.length > size)
         return Finding(str(at), f"{size:,} bytes; lost: {lost}", required, _offer(path))
     with at.open("rb") as opened:
-        changed = [p.name for p in file.pieces if checksum(opened, p.length) != p.crc32]
+        changed = [p.name for p in file.pieces if checksum(opened, p.length, moved) != p.crc32]
     return Finding(str(at), f"changed; damaged: {_listed(changed)}", required, _offer(path)) if changed else None
 
 
-def checksum(opened: BinaryIO, length: int) -> int:
-    """CRC-32 of the next ``length`` bytes of an open file."""
+def checksum(opened: BinaryIO, length: int, moved: Moved = nobody) -> int:
+    """CRC-32 of the next ``length`` bytes of an open file. ``moved`` is called for every block."""
     crc = 0
     while length > 0 and (block := opened.read(min(length, _BLOCK))):
         crc, length = zlib.crc32(block, crc), length - len(block)
+        moved()
     return crc
 
 
-def described(path: Path, pieces: Iterable[tuple[str, int, int]] = ()) -> File:
+def described(path: Path, pieces: Iterable[tuple[str, int, int]] = (), moved: Moved = nobody) -> File:
     """A file that has just been written, as the manifest has it. ``pieces``: name, offset and length of each tensor's."""
     found: list[Piece] = []
     with path.open("rb") as opened:
         size, end = os.fstat(opened.fileno()).st_size, 0
         for name, offset, length in [*sorted(pieces, key=lambda p: p[1]), ("", size, 0)]:
             if offset > end:
-                found.append(Piece("", end, offset - end, checksum(opened, offset - end)))
+                found.append(Piece("", end, offset - end, checksum(opened, offset - end, moved)))
             if length:
-                found.append(Piece(name, offset, length, checksum(opened, length)))
+                found.append(Piece(name, offset, length, checksum(opened, length, moved)))
             end = offset + length
     return File(size, tuple(found))
 

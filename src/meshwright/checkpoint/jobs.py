@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,9 @@ from meshwright.checkpoint.contents import (
 )
 from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
-from meshwright.checkpoint.save import Saving, Snapshot, Talk, about, as_json, check_loadable, write
-from meshwright.errors import Findings
+from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
+from meshwright.checkpoint.talk import Talk
+from meshwright.errors import CheckpointError, Finding, Findings
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
 
@@ -51,7 +53,7 @@ class Owner:
     module: nn.Module
     contents: Contents
     names: tuple[str, ...]
-    talk: Talk
+    rank: int
     device: torch.device
     recipe: Recipe | None = None
     rows: str = "auto"
@@ -61,7 +63,7 @@ class Owner:
         """A rank of a job, whose parameters are at rest."""
         contents = of_job(job)
         names = (*job.recipe.by_name, *(name for name, *_ in contents.buffers))
-        return cls(job.module, contents, names, Talk(job.groups.files), job.groups.device, job.recipe, job.rows)
+        return cls(job.module, contents, names, job.rank, job.groups.device, job.recipe, job.rows)
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Owner:
@@ -69,7 +71,7 @@ class Owner:
         contents = of_module(module)
         names = [n for held in contents.parameters for n in (held.name, *held.aliases)]
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        return cls(module, contents, (*names, *(name for name, *_ in contents.buffers)), Talk(None), device)
+        return cls(module, contents, (*names, *(name for name, *_ in contents.buffers)), 0, device)
 
     @property
     def mesh(self) -> Mesh:
@@ -90,52 +92,113 @@ class Owner:
 
 
 def save(
-    owner: Owner, folder: str | os.PathLike[str], optimizers: Optimizers, *,
+    find_owner: Callable[[], Owner], talk: Talk, folder: str | os.PathLike[str], optimizers: Optimizers, *,
     step: int, scheduler: Any, data: Any, extra: Any, keep: int | None, wait: bool,
 ) -> Saving:  # fmt: skip
-    """See ``Job.save``. Collective over the owner's processes."""
-    contents, talk, findings = owner.contents, owner.talk, Findings("this checkpoint")
-    found = [of_optimizer(o, contents, findings) for o in as_optimizers(optimizers)]
-    run = {"rows": owner.rows, "extra_state": contents.extra, "extra": extra}
-    run |= {k: v.state_dict() for k, v in (("scheduler", scheduler), ("data", data)) if v is not None}
-    check_loadable({**run, "optimizer": [(o.groups, o.scalars) for o in found]}, findings)
+    """See ``Job.save``. Collective. ``find_owner``: gives this rank's; it may run code of the model's."""
+
+    def collect() -> Snapshot:
+        owner, states = find_owner(), {"scheduler": scheduler, "data": data}
+        run = {name: of.state_dict() for name, of in states.items() if of is not None}
+        findings = Findings("this checkpoint")
+        _check_numbers(step, keep, findings)
+        snapshot = _snapshot(owner, optimizers, {**run, "extra": extra}, findings)
+        return snapshot if wait else snapshot.staged()
+
+    failed = Finding(str(folder), "it was not saved", "state_dict() and get_extra_state() without an error, and memory")
+    snapshot = talk.do(collect, failed)
+    return Saving(lambda: write(snapshot, Path(folder), index(step), keep, talk), wait=wait)
+
+
+def _check_numbers(step: Any, keep: int | None, findings: Findings) -> None:
+    if not hasattr(step, "__index__") or index(step) < 0:
+        findings.add(
+            where="step", given=str(step), required="optimizer steps that were done: a number from 0", fix="step=1"
+        )
     if keep is not None and keep < 1:
         findings.add(where="keep", given=str(keep), required="how many checkpoints to keep: at least 1", fix="keep=2")
-    talk.agree(findings)
-    states = [piece for o in found for piece in o.pieces]
-    pieces = [*contents.pieces(), *states, *generators(talk.rank, owner.device)]
-    snapshot = Snapshot(pieces, found, run, files(owner.module, owner.recipe), {**about(), **owner.layout()})
-    if not wait:
-        snapshot = snapshot.staged()
-    return Saving(lambda: write(snapshot, Path(folder), step, keep, talk), wait=wait)
+
+
+def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], findings: Findings) -> Snapshot:
+    """What this rank has to save. Raises CheckpointError with ``findings``, and with what cannot be saved."""
+    contents = owner.contents
+    of_optimizers = [of_optimizer(o, contents, findings) for o in as_optimizers(optimizers)]
+    states = [piece for o in of_optimizers for piece in o.pieces]
+    plain = {"rows": owner.rows, "extra_state": contents.extra, **run}
+    copies = as_loaded({**plain, "optimizer": [(o.groups, o.scalars) for o in of_optimizers]}, findings)
+    if findings:
+        raise CheckpointError(findings, findings.subject)
+    of_optimizers = [
+        replace(o, groups=groups, scalars=scalars)
+        for o, (groups, scalars) in zip(of_optimizers, copies.pop("optimizer"), strict=True)
+    ]
+    pieces = [*contents.pieces(), *states, *generators(owner.rank, owner.device)]
+    return Snapshot(pieces, of_optimizers, copies, files(owner.module, owner.recipe), {**about(), **owner.layout()})
 
 
 def load(
-    owner: Owner, path: str | os.PathLike[str], optimizers: Optimizers, *, scheduler: Any, data: Any, verify: bool
-) -> Loaded:
-    """See ``Job.load``. Collective over the owner's processes."""
-    contents, talk, findings = owner.contents, owner.talk, Findings("this checkpoint")
-    stored, wanted = Stored.open(path, talk, verify=verify), as_optimizers(optimizers)
+    find_owner: Callable[[], Owner], talk: Talk, path: str | os.PathLike[str], optimizers: Optimizers, *,
+    scheduler: Any, data: Any, verify: bool, or_before: bool = False,
+) -> Loaded:  # fmt: skip
+    """See ``Job.load``. Collective. ``find_owner``: gives this rank's."""
+    if or_before:
+        stored, said = Stored.newest_whole(path, talk, verify=verify)
+    else:
+        stored, said = Stored.open(path, talk, verify=verify), ()
+    failed = Finding(str(stored.path), "it was not loaded", "get_extra_state() without an error, and memory")
+    owner, fitting = talk.do(lambda: _fitting(find_owner(), stored, optimizers, scheduler, data), failed)
+    stored.read(fitting.pieces, fitting.names, talk)
+    failed = replace(failed, required="load_state_dict() and set_extra_state() that take what was saved")
+    notes = talk.do(lambda: _put_back(owner, stored, fitting), failed)
+    return Loaded(stored.manifest.step, stored.path, stored.run["extra"], (*said, *notes), stored.run["rows"])
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A checkpoint that fits what is here.
+
+    Attributes:
+        pieces: what to read into, with memory of their own for what is not there yet.
+        names: name of a piece → its name in the checkpoint, where that is another.
+        rng: the generators' states, as they will be read; empty where they cannot go on.
+        puts: what to do when all is read.
+    """
+
+    pieces: list[Piece]
+    names: dict[str, str]
+    rng: dict[str, Piece]
+    puts: tuple[Callable[[], None], ...]
+
+
+def _fitting(owner: Owner, stored: Stored, optimizers: Optimizers, scheduler: Any, data: Any) -> tuple[Owner, _Fitting]:
+    """Raises CheckpointError with everything that does not fit; nothing has been changed then."""
+    contents, findings, wanted = owner.contents, Findings("this checkpoint"), as_optimizers(optimizers)
     compare(stored, contents, owner.names, findings)
     if len(wanted) > (known := len(stored.run["optimizers"])):
         given = f"{known} in {stored.path}, {len(wanted)} here"
         findings.add(where="optimizer", given=given, required="as many as were saved", fix="load without an optimizer")
-    talk.agree(findings)
+    if findings:
+        raise CheckpointError(findings, findings.subject)
     states = [optimizer_state(stored, i, o, contents, findings) for i, o in enumerate(wanted)]
     puts = [restore("scheduler", scheduler, stored, findings), restore("data", data, stored, findings)]
-    talk.agree(findings)
+    if findings:
+        raise CheckpointError(findings, findings.subject)
     pieces, names = model_pieces(stored, contents)
     source = rng_source(stored.manifest.about, owner)
     rng = {} if source is None else dict(_rng(stored, source))
     pieces += [p for s in states for p in s.pieces] + list(rng.values())
-    stored.read(pieces, {**names, **{k: v for s in states for k, v in s.names.items()}}, talk)
-    for put in [*(s.hand_over for s in states), *puts]:
+    names |= {k: v for s in states for k, v in s.names.items()}
+    return owner, _Fitting(pieces, names, rng, (*(s.hand_over for s in states), *puts))
+
+
+def _put_back(owner: Owner, stored: Stored, fitting: _Fitting) -> tuple[str, ...]:
+    """What is no tensor of the model's; notes for a person."""
+    for put in fitting.puts:
         put()
     modules = dict(owner.module.named_modules())
     for name, value in stored.run["extra_state"].items():
         modules[name].set_extra_state(value)
-    notes = _draw_on(owner, stored, {kind: piece.local for kind, piece in rng.items()})
-    return Loaded(stored.manifest.step, stored.path, stored.run["extra"], notes, stored.run["rows"])
+    return _draw_on(owner, stored, {kind: piece.local for kind, piece in fitting.rng.items()})
 
 
 def save_checkpoint(
@@ -150,10 +213,10 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written, or would not load.
     """
-    owner = Owner.of_module(module)
     saving = save(
-        owner, folder, optimizer, step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=True
-    )
+        lambda: Owner.of_module(module), Talk(None), folder, optimizer,
+        step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=True,
+    )  # fmt: skip
     return saving.wait()
 
 
@@ -166,7 +229,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: it is damaged, or is not this model's; nothing has been changed then.
     """
-    return load(Owner.of_module(module), path, optimizer, scheduler=scheduler, data=data, verify=verify)
+    return load(
+        lambda: Owner.of_module(module), Talk(None), path, optimizer, scheduler=scheduler, data=data, verify=verify
+    )
 
 
 # --- what stands beside the tensors -----------------------------------------------------------------------------------
@@ -195,7 +260,7 @@ def rng_source(about: Mapping[str, Any], owner: Owner) -> int | None:
 
     What is drawn depends on the data rank and the stage; ranks of one tp group draw the same.
     """
-    saved, here, rank = Mesh(tuple(about["mesh"].items())), owner.mesh, owner.talk.rank
+    saved, here, rank = Mesh(tuple(about["mesh"].items())), owner.mesh, owner.rank
     if (saved, about["branches"]) == (here, owner.branches):
         return rank
     drawn = [(mesh.data_size, mesh.axis_size("pp")) for mesh in (saved, here)]
@@ -220,6 +285,6 @@ def _draw_on(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str,
     if rng:
         set_generators(rng, owner.device)
         return ()
-    seed, index = 0 if owner.recipe is None else owner.recipe.seed, owner.mesh.data_index(owner.talk.rank)
+    seed, index = 0 if owner.recipe is None else owner.recipe.seed, owner.mesh.data_index(owner.rank)
     torch.manual_seed(((seed * 1_000_003 + stored.manifest.step) * 1_000_003 + index + 1) % 2**63)
     return ("random numbers (dropout) are not those of the run that was saved: its layout draws them otherwise",)

@@ -6,7 +6,7 @@ open ─► fits? (every problem, on every rank, at once) ─► allocate the op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.contents import Contents, Held
-from meshwright.checkpoint.folder import Manifest, damage, find, read_manifest
+from meshwright.checkpoint.folder import Manifest, before, find, read_manifest
+from meshwright.checkpoint.folder import verify as check
 from meshwright.checkpoint.pieces import Piece, PieceLoader
-from meshwright.checkpoint.save import RUN, Talk
+from meshwright.checkpoint.save import RUN, loaded
 from meshwright.checkpoint.storage import Reader, read_metadata
+from meshwright.checkpoint.talk import Talk, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings, nearest
 
 _SHOWN = 8  # problems of a kind that are told one by one
@@ -61,21 +62,39 @@ class Stored:
         Raises:
             CheckpointError: on every rank: there is none, or it is damaged.
         """
-        findings = Findings("this checkpoint")
-        at = talk.all(_found(path) if talk.rank == 0 else None)[0]
-        if isinstance(at, CheckpointError):
-            raise at
-        try:
-            manifest = read_manifest(at)
-        except CheckpointError as damaged:
-            findings.extend(damaged.findings)
-        talk.agree(findings)
-        stored = cls(at, manifest)
+        failed = Finding(str(path), "it could not be read", "files that every rank can read")
+        at = talk.first(lambda: find(path), failed)
+        failed = replace(failed, where=str(at))
+        stored = cls(at, talk.do(lambda: read_manifest(at), failed))
         if verify:
-            names = sorted(stored.manifest.files)[talk.rank :: talk.size]
-            findings.extend(f for f in (damage(at, n, stored.manifest.files[n]) for n in names) if f is not None)
-            talk.agree(findings)
+            talk.do(lambda: check(at, stored.manifest, part=talk.rank, parts=talk.size, moved=talk.moved), failed)
+        talk.do(lambda: (stored.metadata, stored.run), failed)
         return stored
+
+    @classmethod
+    def newest_whole(cls, folder: Any, talk: Talk, *, verify: bool = True) -> tuple[Stored, tuple[str, ...]]:
+        """The newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.
+
+        Returns:
+            It, and a note for each that is damaged.
+
+        Raises:
+            CheckpointError: on every rank: there is none, or all are damaged.
+        """
+        failed = Finding(str(folder), "it could not be read", "a folder that rank 0 can read")
+        newest = talk.first(lambda: find(folder), failed)
+        damaged: list[CheckpointError] = []
+        notes: list[str] = []
+        for path in (newest, *talk.first(lambda: before(newest), failed)):
+            try:
+                return cls.open(path, talk, verify=verify), tuple(notes)
+            except CheckpointError as error:
+                damaged.append(error)
+                first = error.findings[0]
+                notes.append(
+                    f"{path} cannot be gone on from, and the one before is taken: {first.where}: {first.given}"
+                )
+        raise CheckpointError([f for error in damaged for f in error.findings], "these checkpoints")
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -83,9 +102,8 @@ class Stored:
 
     @cached_property
     def run(self) -> Mapping[str, Any]:
-        """What is no tensor of the model's. Nothing in it is code."""
-        found: Mapping[str, Any] = torch.load(self.path / RUN, weights_only=True)
-        return found
+        """What is no tensor of the model's, on the CPU. Nothing in it is code."""
+        return loaded(self.path / RUN)
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
         found = self.metadata.state_dict_metadata.get(name)
@@ -107,24 +125,15 @@ class Stored:
         return next((n for n in names if self.tensor(f"model.{n}") is not None), None)
 
     def read(self, pieces: Sequence[Piece], names: Mapping[str, str], talk: Talk) -> None:
-        """Into the pieces' own memory. Collective."""
-        try:
-            with talk.alone():
-                dcp.load(
-                    {}, storage_reader=Reader(self.path), planner=PieceLoader(pieces, names),
-                    process_group=talk.group, no_dist=talk.group is None,
-                )  # fmt: skip
-        except CheckpointException as error:
-            causes = "; ".join(dict.fromkeys(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()))
-            finding = Finding(str(self.path), f"it could not be read: {causes}", "files that every rank can read")
-            raise CheckpointError([finding], "this checkpoint") from None
+        """Into the pieces' own memory, each rank by itself. Collective."""
+        failed = Finding(str(self.path), "it could not be read", "files that every rank can read")
 
+        def read() -> None:
+            with without_warning():
+                planner = PieceLoader(pieces, names, talk.moved)
+                dcp.load({}, storage_reader=Reader(self.path), planner=planner, no_dist=True)
 
-def _found(path: Any) -> Path | CheckpointError:
-    try:
-        return find(path)
-    except CheckpointError as missing:
-        return missing
+        talk.do(read, failed)
 
 
 def compare(stored: Stored, contents: Contents, every: Iterable[str], findings: Findings) -> None:
@@ -238,6 +247,7 @@ def optimizer_state(
         known_as = {stored.known_as((h.name, *h.aliases)) or h.name for h in lines}
         settings = _settings(number_, known_as, saved["groups"], findings)
         kept = {k: v for k, v in group.items() if k != "params"}
+        settings = {k: _placed(v, kept.get(k)) for k, v in settings.items()}
         groups.append({**kept, **settings, "params": [index[id(p)] for p in group["params"]]})
     return OptimizerState(optimizer, tuple(pieces), names, state, tuple(groups))
 
@@ -251,6 +261,11 @@ def _allocated(line: Held, key: str, known: TensorStorageMetadata) -> Tensor | N
     if not known.size:
         return torch.empty((), dtype=dtype)
     return torch.empty(known.size, dtype=dtype, device=line.p.device) if line.is_whole else None
+
+
+def _placed(value: Any, here: Any) -> Any:
+    """A setting that is a tensor (a learning rate), on the device of the one that it takes the place of."""
+    return value.to(here.device) if isinstance(value, Tensor) and isinstance(here, Tensor) else value
 
 
 def _settings(number: int, names: set[str], groups: Sequence[dict[str, Any]], findings: Findings) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from meshwright.checkpoint.folder import Moved, nobody
+from meshwright.checkpoint.talk import plainly
 from meshwright.recipe import Slices
 
 Offsets = tuple[int, ...]
@@ -90,20 +92,22 @@ class _Chunks:
 class PieceSaver(DefaultSavePlanner):
     """DCP's planner for saving, over pieces. Copies are written once, by whichever of their ranks has least to write."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece], moved: Moved = nobody) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = _Chunks(pieces)
+        self._chunks, self._moved = _Chunks(pieces), moved
 
     def create_local_plan(self) -> SavePlan:
         """Every chunk that this rank holds."""
-        items = []
+        with plainly():
+            self.plan = SavePlan(list(self._items()))
+            return self.plan
+
+    def _items(self) -> Iterator[WriteItem]:
         for piece in self._chunks.pieces.values():
             properties = TensorProperties(dtype=piece.local.dtype)
             for at, part in piece.chunks():
                 data = TensorWriteData(_chunk(at, part), properties, torch.Size(piece.shape))
-                items.append(WriteItem(MetadataIndex(piece.name, at), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
+                yield WriteItem(MetadataIndex(piece.name, at), WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As DCP makes it, with the nesting that ``dcp_to_torch_save`` gives back."""
@@ -115,6 +119,7 @@ class PieceSaver(DefaultSavePlanner):
         return self._chunks.at(index)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        self._moved()
         return self._chunks.at(write_item.index)
 
 
@@ -125,9 +130,9 @@ class PieceLoader(DefaultLoadPlanner):
         names: name of a piece → its name in the checkpoint, where that is another.
     """
 
-    def __init__(self, pieces: Iterable[Piece], names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, pieces: Iterable[Piece], names: Mapping[str, str] | None = None, moved: Moved = nobody) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks, self._names = _Chunks(pieces), names or {}
+        self._chunks, self._names, self._moved = _Chunks(pieces), names or {}, moved
 
     def create_local_plan(self) -> LoadPlan:
         """What to read, of what."""
@@ -152,6 +157,7 @@ class PieceLoader(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It has been written in place."""
+        self._moved()
 
 
 def replace_name(index: MetadataIndex, name: str) -> MetadataIndex:

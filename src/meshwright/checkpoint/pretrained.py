@@ -14,22 +14,24 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.conversion import Matched, Source, Values, matched
-from meshwright.checkpoint.save import Talk
+from meshwright.checkpoint.talk import Talk
 from meshwright.checkpoint.tensorfiles import open_folder
 from meshwright.checkpoint.unread import Unread, read_slices
-from meshwright.errors import Finding, Findings, PlanError, nearest
+from meshwright.errors import Finding, Findings, nearest
 from meshwright.names import fold_names
 from meshwright.recipe import ParameterRecipe, Slices
 from meshwright.run.parameters import local_tensor
 
 if TYPE_CHECKING:
     from meshwright.run.job import Job
+
+Targets: TypeAlias = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -57,26 +59,36 @@ class Pretrained:
 @torch.no_grad()
 def load_pretrained(job: Job, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
     """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``."""
-    path = Path(folder)
-    targets = _targets(job)
-    found, findings = Matched(), Findings("this folder")
+    path, talk = Path(folder), Talk(job.groups.files, "this folder")
+    failed = Finding(str(path), "it was not read", "files that every rank can read, and memory")
+    targets, found = talk.do(lambda: _found(job, path, strict), failed)
+    talk.do(lambda: _read(job, found), failed)
+    missing = tuple(names[0] for names in targets if _name_in(found, names) is None)
+    return Pretrained(path, missing, tuple(found.unexpected))
+
+
+def _found(job: Job, path: Path, strict: bool) -> tuple[Targets, Matched]:
+    """The model's names, and where each is in the folder. Raises PlanError with every problem of this rank's slices."""
+    findings = Findings("this folder")
     findings.extend(_prerequisites(path))
-    if not findings:
-        try:
-            found = matched(job.module, (n for names in targets for n in names), open_folder(path))
-            _add_problems(job, targets, found, path, strict, findings)
-        except PlanError as error:
-            findings.extend(error.findings)
-    Talk(job.groups.files).agree(findings)  # slices may differ, and so may disks
+    findings.raise_if_any()
+    targets = _targets(job)
+    found = matched(job.module, (n for names in targets for n in names), open_folder(path))
+    _add_problems(job, targets, found, path, strict, findings)
+    findings.raise_if_any()
+    return targets, found
+
+
+def _read(job: Job, found: Matched) -> None:
+    """Fills this rank's slices, and its buffers."""
     reading = _Reading()
     for line, local in _held(job):
         if (name := _name_in(found, (line.name, *line.aliases))) is not None:
             read_slices(reading.of(found.sources[name], name), job.recipe.held(line, job.rank), local)
+            job.count_file()
     for name, buffer in _buffers(job.module).items():
         if name in found.sources:
             read_slices(reading.of(found.sources[name], name), _all_of(buffer), buffer)
-    missing = tuple(names[0] for names in targets if _name_in(found, names) is None)
-    return Pretrained(path, missing, tuple(found.unexpected))
 
 
 class _Reading:
@@ -95,9 +107,9 @@ class _Reading:
 # --- the model's side ------------------------------------------------------------------------------------------------
 
 
-def _targets(job: Job) -> dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]:
+def _targets(job: Job) -> Targets:
     """All names of each parameter and persistent buffer → its shape and type."""
-    found: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]] = {}
+    found: Targets = {}
     for line in job.recipe.parameters:
         found[(line.name, *line.aliases)] = (line.shape, getattr(torch, line.dtype))
     for name, buffer in _buffers(job.module).items():

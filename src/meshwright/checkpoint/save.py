@@ -2,7 +2,8 @@
 
     stage ─ write (DCP) ─ describe ─► rank 0: manifest, rename ─► all ranks: where it is
 
-Asynchronously, the pieces are copied first, and the rest runs in a thread, over a process group of its own.
+Asynchronously, the pieces are copied first, and the rest runs in a thread, over a process group of its own. All that is no
+piece is copied at the call in any case: a copy shows that it can be loaded.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import json
 import platform
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.contents import OptimizerContents, on_cpu
 from meshwright.checkpoint.folder import Manifest, begin, described, publish, write_file
+from meshwright.checkpoint.lock import Lock, hold
 from meshwright.checkpoint.pieces import Piece, PieceSaver
 from meshwright.checkpoint.storage import METADATA, Writer
+from meshwright.checkpoint.talk import Talk, because, cause, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings
 
 RUN = "run.pt"
@@ -44,8 +45,11 @@ class Saving:
         if wait:
             self._run()
             self.wait()
-        else:
+            return
+        try:
             Thread(target=self._run, name="meshwright: saving").start()
+        except RuntimeError:  # no more threads: the other ranks wait for this one's share
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -67,63 +71,13 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Talk:
-    """How the processes of a save or load agree; alone in a plain process."""
-
-    group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around DCP: it warns a plain process that it is one."""
-        with warnings.catch_warnings():
-            if self.group is None:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            yield
-
-    def all(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        if self.group is None:
-            return [value]
-        found = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    def agree(self, findings: Findings) -> None:
-        """Raises on every rank what any rank has found."""
-        every = [f for found in self.all(list(findings)) for f in found]
-        if every:
-            raise CheckpointError(dict.fromkeys(every), findings.subject)
-
-    def first(self, work: Callable[[], Any], failed: Finding) -> Any:
-        """What rank 0 makes of some work on files; raises CheckpointError on every rank where it fails."""
-        value: Any = None
-        if self.rank == 0:
-            try:
-                value = work()
-            except OSError as error:
-                value = _because(failed, error)
-        value = self.all(value)[0]
-        if isinstance(value, Finding):
-            raise CheckpointError([value], "this checkpoint")
-        return value
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """What one rank has to save.
 
     Attributes:
         pieces: tensors.
-        optimizers: what they have besides.
-        run: of rank 0: what else is restored (scheduler, data, extra), by name.
+        optimizers: what they have besides: copies.
+        run: of rank 0: what else is restored (scheduler, data, extra), by name: copies.
         files: of rank 0: texts that are put beside, by file name.
         about: of rank 0: facts for the manifest.
     """
@@ -135,23 +89,42 @@ class Snapshot:
     about: Mapping[str, Any]
 
     def staged(self) -> Snapshot:
-        """With tensors that training does not write to."""
-        return Snapshot(on_cpu(self.pieces), self.optimizers, self.run, self.files, self.about)
+        """With tensors that training does not write to. All else was copied when it was collected."""
+        return replace(self, pieces=on_cpu(self.pieces))
 
 
 def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: Talk) -> Path:
     """Writes and publishes. Collective.
 
     Raises:
-        CheckpointError: on every rank, where any could not write; nothing of it is left.
+        CheckpointError: on every rank, if any could not write; nothing of it is left.
     """
+    with ExitStack() as held:  # of rank 0: the folder is its own until this ends
+        return _write(snapshot, folder, step, keep, talk, lambda: held.enter_context(hold(folder)))
+
+
+def _write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: Talk, take: Callable[[], Lock]) -> Path:
+    """``take``: gives rank 0 the folder's lock."""
     failed = Finding(str(folder), "it could not be written", "a folder that every rank can write to, with space")
-    aside: Path = talk.first(lambda: begin(folder, step), failed)
+    locks: list[Lock] = []
+
+    def begun() -> Path:
+        locks.append(take())
+        return begin(folder, step, locks[0].holder.name)
+
+    def published() -> Path:
+        locks[0].check()
+        return _publish(snapshot, aside, step, keep, files, optimizers)
+
+    aside = Path(talk.first(begun, failed))
     try:
         files = _pieces(snapshot, aside, talk, failed)
-        run = _run(snapshot, talk)
-        return Path(talk.first(lambda: _publish(snapshot, aside, step, keep, files, run), failed))
-    except BaseException:
+        optimizers = talk.gather(lambda: [(o.groups, o.scalars) for o in snapshot.optimizers], failed)
+        return Path(talk.first(published, failed))
+    except CheckpointError:  # on every rank: none goes on before the rest of it is gone
+        talk.first(lambda: shutil.rmtree(aside, ignore_errors=True), failed)
+        raise
+    except BaseException:  # on this rank alone: an interrupt, or the end of another rank
         if talk.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -159,42 +132,41 @@ def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: T
 
 def _pieces(snapshot: Snapshot, aside: Path, talk: Talk, failed: Finding) -> dict[str, Any]:
     """Writes this rank's pieces; the files of all ranks, described."""
-    writer = Writer(aside)
+    writer = Writer(aside, talk.moved)
     try:
-        with talk.alone():
+        with without_warning() if talk.group is None else nullcontext():
             dcp.save(
-                {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces),
+                {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces, talk.moved),
                 process_group=talk.group, no_dist=talk.group is None,
             )  # fmt: skip
     except CheckpointException as error:
-        causes = "; ".join(dict.fromkeys(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()))
-        raise CheckpointError([_because(failed, causes)], "this checkpoint") from None
-    return {name: file for files in talk.all(writer.files) for name, file in files.items()}
-
-
-def _run(snapshot: Snapshot, talk: Talk) -> dict[str, Any]:
-    """What is no tensor of the model's: each optimizer's groups with the names of all ranks, scheduler, data, extra."""
-    ours = [(o.groups, o.scalars) for o in snapshot.optimizers]
-    optimizers = []
-    for of_ranks in zip(*talk.all(ours), strict=True):
-        groups = [
-            {**of_group[0], "names": list(dict.fromkeys(n for g in of_group for n in g["names"]))}
-            for of_group in zip(*(groups for groups, _ in of_ranks), strict=True)
-        ]
-        scalars = {name: values for _, found in of_ranks for name, values in found.items()}
-        optimizers.append({"groups": groups, "scalars": scalars})
-    return {**snapshot.run, "optimizers": optimizers}
+        causes = dict.fromkeys(f"rank {rank}: {cause(of_rank[0])}" for rank, of_rank in error.failures.items())
+        raise CheckpointError([because(failed, "; ".join(causes))], "this checkpoint") from None
+    return {name: file for files in talk.gather(lambda: writer.files, failed) for name, file in files.items()}
 
 
 def _publish(
-    snapshot: Snapshot, aside: Path, step: int, keep: int | None, files: dict[str, Any], run: dict[str, Any]
+    snapshot: Snapshot, aside: Path, step: int, keep: int | None, files: dict[str, Any], optimizers: list[Any]
 ) -> Path:
-    write_file(aside / RUN, dumped(run))
+    write_file(aside / RUN, dumped({**snapshot.run, "optimizers": _merged(optimizers)}))
     for name, text in snapshot.files.items():
         write_file(aside / name, text.encode())
     for name in (METADATA, RUN, *snapshot.files):
         files[name] = described(aside / name)
     return publish(aside, Manifest(step, snapshot.about, files), keep)
+
+
+def _merged(of_ranks: list[Any]) -> list[dict[str, Any]]:
+    """What each optimizer has that is no tensor: of each group the names of all ranks."""
+    optimizers = []
+    for of_optimizer in zip(*of_ranks, strict=True):
+        groups = [
+            {**of_group[0], "names": list(dict.fromkeys(n for g in of_group for n in g["names"]))}
+            for of_group in zip(*(groups for groups, _ in of_optimizer), strict=True)
+        ]
+        scalars = {name: values for _, found in of_optimizer for name, values in found.items()}
+        optimizers.append({"groups": groups, "scalars": scalars})
+    return optimizers
 
 
 def dumped(run: Mapping[str, Any]) -> bytes:
@@ -204,18 +176,29 @@ def dumped(run: Mapping[str, Any]) -> bytes:
     return opened.getvalue()
 
 
-def check_loadable(run: Mapping[str, Any], findings: Findings) -> None:
-    """Adds to ``findings`` what a load would refuse, by its name: it would need code of the checkpoint's to be run."""
+def as_loaded(run: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Copies, on the CPU: what a load will give of each value. What happens to the values later is not in them.
+
+    Adds to ``findings`` what a load would refuse, by its name: it would need code of the checkpoint's to be run.
+    """
+    copies = {}
     for name, value in run.items():
         try:
-            torch.load(io.BytesIO(dumped({name: value})), weights_only=True)
+            copies[name] = loaded(io.BytesIO(dumped({name: value})))[name]
         except Exception as refused:
-            why = str(refused).strip().splitlines()[-1][:200]
+            why = (str(refused).strip().splitlines() or [type(refused).__name__])[-1][:200]
             findings.add(
                 where=name,
                 given=f"{type(value).__name__} that torch.load(weights_only=True) refuses: {why}",
                 required="tensors, numbers, text, and lists, tuples and dicts of them",
             )
+    return copies
+
+
+def loaded(source: Path | BinaryIO) -> Mapping[str, Any]:
+    """What ``dumped`` wrote, on the CPU wherever it was. Nothing in it is run."""
+    found: Mapping[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    return found
 
 
 def about() -> dict[str, Any]:
@@ -233,7 +216,3 @@ def about() -> dict[str, Any]:
 def as_json(value: Any) -> str:
     """A value of dataclasses, as text."""
     return json.dumps(value, default=lambda x: asdict(x) if hasattr(x, "__dataclass_fields__") else str(x), indent=1)
-
-
-def _because(failed: Finding, error: object) -> Finding:
-    return Finding(failed.where, f"{failed.given}: {error}", failed.required, failed.fix)

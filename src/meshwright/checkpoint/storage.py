@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint.folder import File, described
+from meshwright.checkpoint.folder import File, Moved, described, nobody
+from meshwright.checkpoint.talk import plainly
 
 METADATA = ".metadata"
 
@@ -40,20 +41,21 @@ class Writer(FileSystemWriter):
         files: of this rank, after writing: name → size and checksums.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, moved: Moved = nobody) -> None:
         super().__init__(path, sync_files=True, overwrite=False)
-        self._at = path
+        self._at, self._moved = path, moved
         self.files: Mapping[str, File] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As DCP does; then each chunk's checksum, of what the file has."""
-        future = super().write_data(plan, planner)
-        pieces: dict[str, list[tuple[str, int, int]]] = {}
-        for result in future.wait():
-            at = result.storage_data
-            pieces.setdefault(at.relative_path, []).append((result.index.fqn, at.offset, at.length))
-        self.files = {name: described(self._at / name, found) for name, found in pieces.items()}
-        return future
+        with plainly():
+            future = super().write_data(plan, planner)
+            pieces: dict[str, list[tuple[str, int, int]]] = {}
+            for result in future.wait():
+                at = result.storage_data
+                pieces.setdefault(at.relative_path, []).append((result.index.fqn, at.offset, at.length))
+            self.files = {name: described(self._at / name, found, self._moved) for name, found in pieces.items()}
+            return future
 
 
 class Reader(FileSystemReader):

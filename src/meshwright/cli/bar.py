@@ -29,8 +29,11 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def tell(self, step: loop.Progress) -> None:
-        """Show a step."""
+    def tell(self, step: loop.Progress | str) -> None:
+        """Show a step, or a note."""
+        if isinstance(step, str):
+            self.console.print(step, highlight=False, soft_wrap=True)
+            return
         told = f"loss {step.loss:.4f}  {count_text(step.rate)} {step.unit}/s  {size_text(step.memory)}"
         if step.skipped:
             told += f"  {step.skipped} skipped"

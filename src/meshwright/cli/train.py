@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.checkpoint.lock import hold
 from meshwright.cli import course as courses
 from meshwright.cli import processes
 from meshwright.cli.bar import Bar
@@ -168,6 +169,8 @@ def _check_course(given: Given, course: Course, global_batch: int | None, before
 
 def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:
     """The folder, and what a person should know of it."""
+    if fresh and course.folder.is_dir():
+        hold(course.folder, tell=lambda text: console().print(text, highlight=False, soft_wrap=True)).release()
     if fresh and (other := courses.set_aside(course.folder)) is not None:
         console().print(f"{course.folder} is now {other}", highlight=False)
     if before is None:
@@ -228,7 +231,7 @@ def _train_in_worker(named: tuple[Any, ...], course: Course) -> Outcome:
 
 
 def _train_here(
-    given: Given, course: Course, tell: Callable[[loop.Progress], None], timeout: float | None = None
+    given: Given, course: Course, tell: Callable[[loop.Progress | str], None], timeout: float | None = None
 ) -> Outcome:
     """On this rank, together with the others. ``timeout``: of a watch; local workers are watched by their pool."""
     import torch.distributed as dist
@@ -238,12 +241,15 @@ def _train_here(
 
     target, same = given.target, course.same
     started = not dist.is_initialized()
-    job = parallelize(target.build, given.plan, batch=target.batch, loss=given.loss, device=given.device)
+    job = parallelize(
+        target.build, given.plan, batch=target.batch, loss=given.loss, device=given.device,
+        timeout=2 * course.timeout,  # whoever watches is to report first, and not a collective that gives up
+    )  # fmt: skip
     rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)
     record = loop.Record(course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard)
     try:
         losses = loop.train(
-            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell,
+            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, on_note=tell,
             record=record, timeout=timeout,
         )  # fmt: skip
     except loop.Preempted as stopped:

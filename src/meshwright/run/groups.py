@@ -41,6 +41,8 @@ class Groups:
     replicated: Mapping[int, DeviceMesh]
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # ranks of the pp axis → those of this line of it
     together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
+    made: tuple[dist.ProcessGroup, ...] = ()  # all of these that this rank is of
+    timeout: float = 600.0  # seconds that a collective of any of them waits for other ranks
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -55,7 +57,14 @@ class Groups:
     def files(self) -> dist.ProcessGroup:
         """All ranks, over gloo: what is agreed on while checkpoints are written, also beside training, in a thread. Made when
         it is first asked for, which all ranks do alike."""
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+
+    def wait_longer(self, seconds: float) -> None:
+        """Collectives of all groups wait at least so long for other ranks. Collective."""
+        if seconds > self.timeout and dist.get_world_size() > 1:
+            for group in (dist.group.WORLD, self.files, *self.made):
+                if group is not None:
+                    _set_timeout(group, seconds)
 
     @cached_property
     def tp(self) -> dist.ProcessGroup:
@@ -93,9 +102,10 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) ->
         g for meshes_ in (meshes, replicated) for place, m in meshes_.items()
         if places.at(dist.get_rank(), place) is not None for g in m.get_all_groups()
     ]  # fmt: skip
-    for group in [*of_meshes, *shared.values(), *together.values()]:
+    made = (*of_meshes, *shared.values(), *together.values())
+    for group in made:
         _set_timeout(group, timeout)
-    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together)
+    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, made, timeout)
 
 
 def _placed(recipe: Recipe, place: int) -> torch.Tensor:

@@ -75,6 +75,7 @@ class Job:
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
         steps: calls of ``step`` so far, the running one included.
+        parts: of checkpoints that this rank has read or written so far, asynchronously too.
         waiting: how long this rank waits for others.
     """
 
@@ -102,7 +103,7 @@ class Job:
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
         self._verdict = Verdict(recipe.rows)
-        self.steps = 0
+        self.steps = self.parts = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -245,17 +246,18 @@ class Job:
             extra: what else to give back at load: tensors, numbers, text, and lists, tuples and dicts of them; rank 0's.
             keep: how many checkpoints to keep in the folder, the newest; None keeps all.
             wait: False copies what there is to save, and writes while training goes on. One at a time: the next
-                save waits for it.
+                save or load waits for it.
 
         Raises:
-            CheckpointError: on every rank: it could not be written, and nothing of it is left; or would not load.
+            CheckpointError: on every rank: some rank could not save or write, whatever the reason, and nothing of it is
+                left; or it would not load.
         """
-        from meshwright.checkpoint import jobs  # with DCP, which takes a while to import
+        from meshwright.checkpoint import jobs, talk  # with DCP, which takes a while to import
 
         self.saved()
         self._reshard()
         self._saving = jobs.save(
-            jobs.Owner.of_job(self), folder, optimizer,
+            lambda: jobs.Owner.of_job(self), talk.Talk(self.groups.files, moved=self.count_file), folder, optimizer,
             step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
         )  # fmt: skip
         return self._saving
@@ -268,7 +270,7 @@ class Job:
 
     def load(
         self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
-        verify: bool = True,
+        verify: bool = True, or_before: bool = False,
     ) -> Loaded:  # fmt: skip
         """Goes on from a checkpoint, whatever layout it was saved under: each rank reads its own slices.
 
@@ -276,17 +278,22 @@ class Job:
             path: a checkpoint, or a folder of them: the newest.
             optimizer, scheduler, data: as given to ``save``; made as they were then.
             verify: read all of it first, the ranks together, and compare it with its checksums.
+            or_before: of a folder, if its newest checkpoint is damaged, take the one before; the notes of what is
+                returned say so. Else that is an error. For runs that are started again without a person.
 
         Raises:
             CheckpointError: on every rank: it is damaged, naming file and tensor, or is not this model's. Nothing has
-                been changed then.
+                been changed then. Or some rank could not read what it had found whole before, or an object did not take
+                its state back: then values are in part those of the checkpoint.
         """
-        from meshwright.checkpoint import jobs
+        from meshwright.checkpoint import jobs, talk
 
         self.saved()
         self._reshard()
-        owner = jobs.Owner.of_job(self)
-        loaded = jobs.load(owner, path, optimizer, scheduler=scheduler, data=data, verify=verify)
+        loaded = jobs.load(
+            lambda: jobs.Owner.of_job(self), talk.Talk(self.groups.files, moved=self.count_file), path, optimizer,
+            scheduler=scheduler, data=data, verify=verify, or_before=or_before,
+        )  # fmt: skip
         if self.rows == "auto":
             self.rows = loaded.rows
         return loaded
@@ -309,8 +316,13 @@ class Job:
         """
         from meshwright.checkpoint.pretrained import load_pretrained  # files of weights are read when some are loaded
 
+        self.saved()  # its ranks talk over the same group
         self._reshard()
         return load_pretrained(self, folder, strict=strict)
+
+    def count_file(self) -> None:
+        """A part of a file was read or written: a watch sees that this rank gets on."""
+        self.parts += 1
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint import folder as checkpoints
-from meshwright.errors import NonFiniteError
+from meshwright.checkpoint.lock import PATIENCE, Lock, hold
+from meshwright.checkpoint.talk import Talk
+from meshwright.errors import Finding, NonFiniteError
 from meshwright.place import bounds
 from meshwright.private import pytree
 from meshwright.run.job import Job
@@ -37,6 +38,8 @@ from meshwright.run.watch import Watch
 if TYPE_CHECKING:
     from meshwright.checkpoint.save import Saving
     from meshwright.run.batches import Batches
+
+T = TypeVar("T")
 
 __all__ = ["NonFiniteError", "Preempted", "Progress", "Record", "memory", "train"]
 
@@ -98,14 +101,15 @@ def train(
     clip: float = 1.0,
     seed: int = 0,
     on_step: Callable[[Progress], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     record: Record | None = None,
     timeout: float | None = None,
 ) -> list[float]:
     """Trains with AdamW. Collective: every rank calls it alike.
 
-    With a ``record``, a run goes on from the newest complete checkpoint of its folder: in the same layout to the same
-    losses, bitwise on a CPU. In another layout it has the same global batches. On a GPU, sums may be taken in another
-    order from run to run.
+    With a ``record``, a run goes on from the newest checkpoint of its folder, or, if that is damaged, from the one before: in
+    the same layout to the same losses, bitwise on a CPU. In another layout it has the same global batches. On a GPU, sums may
+    be taken in another order from run to run. The folder is this run's alone while it lasts.
 
     Args:
         data: a dataset, as ``job.batches`` takes it; without ``global_batch``, one batch, which every step repeats.
@@ -116,16 +120,18 @@ def train(
         clip: the global 2-norm that gradients are clipped to.
         seed: of the order of rows.
         on_step: told after every step, on every rank.
+        on_note: told, on rank 0, what a person should know: that it waits for another run in the folder, that a checkpoint
+            is damaged. Default: standard error is.
         record: where checkpoints and metrics go; None: nowhere.
         timeout: seconds without any progress after which a report is made and the processes end (see ``Watch``); longer
-            than the longest step, save or compilation. None: ranks wait as long as their process groups do.
+            than the longest step or compilation. None: ranks wait as long as their process groups do.
 
     Returns:
         The loss of each step that was done here.
 
     Raises:
         PlanError: ``global_batch`` does not divide by data ranks × microbatches, in a run that is not gone on with.
-        CheckpointError: the newest checkpoint is damaged, or another model's.
+        CheckpointError: all checkpoints are damaged, or the newest is another model's; or another run holds the folder.
         NonFiniteError: the loss or a gradient is not finite, and the plan says to stop. On every rank.
         Preempted: SIGTERM came, on any rank, and a checkpoint was saved. On every rank.
     """
@@ -133,10 +139,15 @@ def train(
         notice = Notice()
         if record is not None:  # else there is nothing to save, and the signal may end the process at once
             stack.enter_context(notice)
-        run = _Run(job, data, steps, global_batch, lr, seed, record, notice)
-        stack.callback(run.close)
+            folder, patience = record.folder, min(PATIENCE, job.groups.timeout / 2)  # the other ranks wait for rank 0
+            _first(job, folder, lambda: _until_closed(stack, hold(folder, patience=patience, tell=on_note)))
+        watch = None
         if timeout is not None:
-            stack.enter_context(Watch(job, timeout, folder=None if record is None else record.folder, step=run.step))
+            watch = stack.enter_context(Watch(job, timeout, folder=None if record is None else record.folder))
+        run = _Run(job, data, steps, global_batch, lr, seed, record, notice, on_note or _tell)
+        stack.callback(run.close)
+        if watch is not None:
+            watch.step = run.step
         losses: list[float] = []
         for step in range(run.step + 1, steps + 1):
             told = run.do(step, clip)
@@ -161,6 +172,7 @@ class _Run:
         seed: int,
         record: Record | None,
         notice: Notice,
+        tell: Callable[[str], None],
     ) -> None:
         self.job, self.steps, self.record, self.notice = job, steps, record, notice
         self.step = self.skipped = self.saved = 0
@@ -168,20 +180,25 @@ class _Run:
         self.stopping = False
         self.metrics: Metrics | None = None
         self.optimizer = torch.optim.AdamW(job.parameters(), lr=lr)
-        start = None if record is None else _agreed(lambda: checkpoints.newest(record.folder))
+        resumes = record is not None and _first(
+            job, record.folder, lambda: checkpoints.newest(record.folder) is not None
+        )
         self.batches: Batches | None = None
         if global_batch is not None:
             whole = _rows(data) >= global_batch
-            self.batches = job.batches(
-                data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=start is not None
-            )
-        if start is not None:
-            loaded = job.load(start, self.optimizer, data=self.batches)
+            self.batches = job.batches(data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=resumes)
+        if record is not None and resumes:
+            loaded = job.load(record.folder, self.optimizer, data=self.batches, or_before=True)
+            for note in loaded.notes if job.rank == 0 else ():
+                tell(note)
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
         self.rows = _repeated(job, data) if self.batches is None else iter(self.batches)
-        if record is not None and job.rank == 0:
-            self.metrics = Metrics(record.folder, self.step, tensorboard=record.tensorboard)
+        if record is not None:
+            _first(job, record.folder, lambda: self._open(record))
+
+    def _open(self, record: Record) -> None:
+        self.metrics = Metrics(record.folder, self.step, tensorboard=record.tensorboard)
 
     def do(self, step: int, clip: float) -> Progress:
         """One step."""
@@ -247,12 +264,18 @@ class _Run:
             self.metrics.close()
 
 
-def _agreed(find: Callable[[], Path | None]) -> Path | None:
-    """What rank 0 finds: another may see a file system a moment later."""
-    found = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+def _first(job: Job, folder: Path, work: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank: another may see a file system a moment later. Its error is every rank's."""
+    failed = Finding(str(folder), "it could not be used", "a folder that rank 0 can write to")
+    return Talk(job.groups.files).first(work, failed)
+
+
+def _until_closed(stack: ExitStack, lock: Lock) -> None:
+    stack.callback(lock.release)
+
+
+def _tell(note: str) -> None:
+    print(f"meshwright: {note}", file=sys.stderr, flush=True)
 
 
 def memory(device: torch.device) -> int:

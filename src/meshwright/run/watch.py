@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from meshwright import private
+from meshwright import identity, private
 from meshwright.errors import Findings
 from meshwright.run.board import FAILED, HERE, LEFT, Alarm, Beat, Board, Who
 from meshwright.run.hang import Hang, spelled_ranks
@@ -36,6 +36,7 @@ HANG = (
     75  # exit code of ranks that a watch ends: EX_TEMPFAIL of sysexits.h, "try again"; torchrun restarts on any but 0
 )
 _MOST_READERS = 64  # ranks: of larger jobs one rank a node reads what the others post
+_LONGER = 2.5  # times the timeout: a rank may wait in a collective while others get on, before the timeout begins
 _SILENCE = 60.0  # seconds without a beat after which a rank is taken for dead, at most
 
 
@@ -54,16 +55,18 @@ class Watch:
         with mw.Watch(job, timeout=300, folder="runs/a"):
             for batch in batches: ...
 
-    Where no rank gets on (begins a step, an action of a pipeline or a collective) for ``timeout`` seconds, or a rank gives no
-    sign of life for half of that (60 seconds at most) and the others do not get on without it: every rank says where it is,
-    the lowest that lives prints one report, and all end with exit code 75, upon which torchrun restarts them if it may. The
-    first step, a compilation, a save count like any other: the timeout is to be longer than the longest of them.
+    Where no rank gets on (begins a step, an action of a pipeline or a collective; reads or writes a part of a checkpoint) for
+    ``timeout`` seconds, or a rank gives no sign of life for half of that (60 seconds at most) and the others do not get on
+    without it: every rank says where it is, the lowest that lives prints one report, and all end with exit code 75, upon which
+    torchrun restarts them if it may. The first step and a compilation count like any other: the timeout is to be longer than
+    the longest of them. Collectives wait longer than the watch does.
 
     Args:
         job: what ``parallelize`` gave.
         timeout: seconds. The report is made within them: gathering it takes a fifth of them, two seconds at most.
         folder: where ``hang.txt`` is written: the report, and the stack of every rank.
-        step: the step before the first one here, where a run goes on: steps are told as counted from there.
+        step: the step before the first one here, if a run goes on: reports count from there. It may be set later, once the
+            checkpoint is loaded.
         beat: seconds between two signs of life; default one, less where the timeout is short.
 
     Raises:
@@ -92,6 +95,7 @@ class Watch:
         """Collective: all ranks agree on a name, as the store may have what watches before have left."""
         job, agreed = self.job, [uuid.uuid4().hex]
         self._ranks = dist.get_world_size()
+        job.groups.wait_longer(_LONGER * self.timeout)  # else a collective's own timeout ends the job, without a report
         if self._ranks > 1:
             dist.broadcast_object_list(agreed, src=0)
         self._board, now = Board(private.job_store(), agreed[0], job.rank, self._ranks), time.monotonic()
@@ -132,7 +136,13 @@ class Watch:
         """Grows whenever the main thread gets on; reading it costs microseconds, and the main thread nothing."""
         job = self.job
         actions = 0 if job.pipeline is None else len(job.pipeline.spans)
-        return job.steps * 1_000_003 + actions + sum(list(job.ledger.calls.values())) + private.collectives_entered()
+        return (
+            job.steps * 1_000_003
+            + actions
+            + job.parts
+            + sum(list(job.ledger.calls.values()))
+            + private.collectives_entered()
+        )
 
     # --- the pulse ----------------------------------------------------------------------------------------------------
 
@@ -345,28 +355,12 @@ def _this_process(job: Job) -> Who:
     host, pid = socket.gethostname(), os.getpid()
     stages = [] if job.pipeline is None else job.pipeline.stages
     named = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}" if stages else ""
-    return Who(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, _started(pid), named)
+    return Who(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, identity.started(pid), named)
 
 
 def _lives(who: Who) -> bool:
     """Whether a process of this machine still is: neither ended, nor another's number by now."""
-    state = _stat(who.pid)
-    return bool(state) and state[0] not in "ZX" and state[19] == who.started
-
-
-def _started(pid: int) -> str:
-    """When a process of this machine was started, as its kernel counts; empty where it is gone, or the kernel does not tell."""
-    state = _stat(pid)
-    return state[19] if state else ""
-
-
-def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on; empty where it is gone, or on another system."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return identity.lives(who.pid, who.started)
 
 
 __all__ = ["HANG", "Watch"]
