@@ -55,9 +55,9 @@ plan = {"mesh": MESH, "microbatches": 2 if "pp" in MESH else 1}
 job = mw.parallelize(network, plan, batch=(x,), loss=lambda y: y.square().mean(), device="cpu")
 optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
 rows = 8 // job.recipe.mesh.data_size
-job.groups = replace(job.groups, timeout=TIMEOUT / 3)  # as if given to ``parallelize``: less than the watch's
+job.groups = replace(job.groups, timeout=TIMEOUT / 2)  # as if given to ``parallelize``: less than the watch's
 for group in (dist.group.WORLD, *job.groups.made):
-    _set_timeout(group, TIMEOUT / 3)
+    _set_timeout(group, TIMEOUT / 2)
 with mw.Watch(job, TIMEOUT, folder=FOLDER):
     for step in range(1, STEPS + 1):
         loss = job.step((x[:rows],))
