@@ -46,6 +46,20 @@ class Toy(nn.Module):
         return {"loss": F.mse_loss(out, y), "out": out}
 
 
+class ProjectedTowers(nn.Module):
+    """Two towers, each with a projection that is called after the tower, and before the other tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower_a, self.tower_b = MLP(128), MLP(64)
+        self.project_a, self.project_b = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 5)), nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a = self.project_a(self.tower_a(x))
+        b = self.project_b(self.tower_b(x * 2))
+        return {"loss": F.mse_loss(a * b, y), "out": a + b}
+
+
 class Three(Toy):
     """Three branches, joined by concatenation; one of them is the input of a plain function first."""
 

@@ -62,6 +62,10 @@ def with_mesh(plan: dict[str, Any], mesh: dict[str, int], *modules: str) -> dict
 # --- ways of models ---------------------------------------------------------------------------------------------------
 
 WAYS: dict[str, tuple[Any, Any, Any]] = {
+    "towers with projections 2+1": (models.ProjectedTowers, models.rows(), on({"tp": 3}, tower_a="tp[0:2]", tower_b="tp[2]")),
+    "towers with projections, dp_shard": (
+        models.ProjectedTowers, models.rows(), {**on({}, tower_a="tp[0]", tower_b="tp[1]"), "mesh": {"dp_shard": 2, "tp": 2}}
+    ),
     "three 1+2+1": (models.Three, models.rows(), on({"tp": 4}, block_a="tp[0:1]", block_b="tp[1:3]", block_c="tp[3:4]")),
     "three 2+1+1": (models.Three, models.rows(), on({"tp": 4}, block_a="tp[0:2]", block_b="tp[2]", block_c="tp[3]")),
     "parallel attention and MLP": (

@@ -112,3 +112,10 @@ def test_more_places_than_calls() -> None:
 def test_the_whole_model_on_a_slice() -> None:
     found = problems(models.Toy, {"mesh": {"tp": 2}, "modules": {"*": {"on": "tp[0]"}}})
     assert any(f.where == "modules, of the whole model" for f in found)
+
+
+def test_a_module_that_one_branch_alone_feeds_goes_with_that_branch() -> None:
+    recipe = mw.make_recipe(models.ProjectedTowers, on({"tp": 3}, tower_a="tp[0:2]", tower_b="tp[2]"), models.rows())
+    assert recipe.placed == {"tower_a": (1,), "tower_b": (2,), "project_a": (1,)}
+    assert any(note.startswith("project_a runs on tp[0:2]") for note in recipe.notes)
+    assert recipe.by_name["project_a.1.weight"].places == (1,)

@@ -14,6 +14,7 @@ from meshwright.graph import Event, ModelGraph, spelled
 from meshwright.mesh import Mesh
 from meshwright.place import INNER, Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
+from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.rows import rows_apart
 from meshwright.regions import Join, Placed, Regions, find_regions
 from meshwright.view.stage import STUB, StageProgram, crossings
@@ -167,22 +168,18 @@ def find_branches(
     check_streams(said.streams, graph, findings)
     if not said.places:
         return said, notes
-    around = {p.parent for p in said.places}
-    chosen, placed = (
-        tuple(
-            replace(p, splits=p.data > 1 and number not in around and rows_apart(model, p, graph))
+    tree = Places(plan.mesh, (trunk(plan.mesh), *_divided(model, said.places, graph)))
+    followed = followers(graph, said.placed, tree)
+    placed = {**said.placed, **{module: (branch,) for module, branch in followed.items()}}
+    if followed:
+        chosen = tuple(
+            replace(p, modules=(*p.modules, *(m for m, branch in followed.items() if branch == number)))
             for number, p in enumerate(said.places, 1)
-        ),
-        said.placed,
-    )
-    for number, place in enumerate(chosen, 1):
-        if place.data > 1 and not place.splits:
-            why = "what a row gives depends on others, or is not one result a row"
-            notes.append(
-                f"{', '.join(place.modules[:3])} on {place.on}: {'it has branches within' if number in around else why}: "
-                "each data rank of it runs all rows, which is right, and no faster"
-            )
-    tree = Places(plan.mesh, (trunk(plan.mesh), *chosen))
+        )
+        tree = Places(plan.mesh, (trunk(plan.mesh), *_divided(model, chosen, graph)))
+        notes += [f"{module} runs on {tree[branch].on}: it takes only what that branch gives, and others would wait"
+                  for module, branch in followed.items()]  # fmt: skip
+    notes += _undivided(tree)
     regions = find_regions(graph, placed, tree)
     _check_called(placed, tree, graph, findings)
     _check_reads(regions, placed, tree, graph, findings)
@@ -192,8 +189,30 @@ def find_branches(
     if several:
         more = f" and {len(several) - 3} more" if len(several) > 3 else ""
         notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
-    weighed = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(chosen, 1))
+    weighed = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(tree.all[1:], 1))
     return Branches(weighed, placed, said.streams, regions, homes), notes
+
+
+def _divided(model: nn.Module, places: tuple[Place, ...], graph: ModelGraph) -> tuple[Place, ...]:
+    """The places, each knowing whether its data ranks run some rows each."""
+    around = {p.parent for p in places}
+    return tuple(
+        replace(p, splits=p.data > 1 and number not in around and rows_apart(model, p, graph))
+        for number, p in enumerate(places, 1)
+    )
+
+
+def _undivided(places: Places) -> list[str]:
+    """Notes on places whose data ranks all run all rows."""
+    notes, around = [], {p.parent for p in places.all}
+    for number, place in enumerate(places.all):
+        if number and place.data > 1 and not place.splits:
+            why = "what a row gives depends on others, or is not one result a row"
+            notes.append(
+                f"{', '.join(place.modules[:3])} on {place.on}: {'it has branches within' if number in around else why}: "
+                "each data rank of it runs all rows, which is right, and no faster"
+            )
+    return notes
 
 
 def _work(branch: int, places: Places, regions: Regions, graph: ModelGraph) -> int:
@@ -290,37 +309,32 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Places, graph: Model
 def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
     """Branches beside which no other runs: what ties them to each other; each tie once."""
     told: set[str] = set()
-    for branch, join in regions.alone().items():
+    for branch, join in unaccompanied(regions, places):
         place = places[branch]
-        others = [p for p in places.branches if places[p].parent == place.parent and p != branch]
-        tie = _tie(regions, places, graph, branch, join)
-        if not others or tie in told:
-            continue  # (without others it is alone on its ranks because the plan wants it so)
+        other = next(p for p in places.branches if places[p].parent == place.parent and p != branch)
+        tie = _tie(regions, places, graph, join)
+        if tie in told:
+            continue
         told.add(tie)
         findings.add(
             where=f"modules.{place.modules[0]}.on",
-            given=f"{place.on}, at the same time as {places[others[0]].on}: {tie}",
+            given=f"{place.on}, at the same time as {places[other].on}: {tie}",
             required="branches that take nothing of each other between the fork and the join",
             fix=f"leave out on: for {place.modules[0]}",
         )
 
 
-def _tie(regions: Regions, places: Places, graph: ModelGraph, branch: int, join: Join) -> str:
-    """The value that stands between a branch and the others: what ended its region, or that of the one before it."""
-    joins = sorted(
-        (m for m in regions.moves if isinstance(m, Join) and m.around == join.around), key=lambda m: m.position
+def _tie(regions: Regions, places: Places, graph: ModelGraph, join: Join) -> str:
+    """The value that stands between a branch and the others, in words."""
+    waiting = first_wait(regions, places, graph, join)
+    if waiting is None:
+        return "they stand one after the other"
+    event, value = graph.events[waiting[0]], graph.values[waiting[1]]
+    source = graph.events[value.position]
+    return (
+        f"{_module(event.path)} ({_where(event)}) takes what {_module(source.path)} gives ({_where(source)}, "
+        f"shape {value.shape}), and what comes after waits for it"
     )
-    ended = joins[max(0, joins.index(join) - (join is joins[-1]))]
-    homes = dict(ended.values)
-    for event, place in list(zip(graph.events, regions.places, strict=True))[ended.position :]:
-        for n in event.inputs:
-            if n in homes and homes[n] not in places.chain(place):
-                source = graph.events[graph.values[n].position]
-                return (
-                    f"{_module(event.path)} ({_where(event)}) takes what {_module(source.path)} gives ({_where(source)}, "
-                    f"shape {graph.values[n].shape}), and what comes after waits for it"
-                )
-    return "they stand one after the other"
 
 
 def _where(event: Event) -> str:

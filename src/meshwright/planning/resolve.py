@@ -286,6 +286,7 @@ def _units(
             above = [n for n, entry in entries.items() if entry.dp is not None and name.startswith(n + ".")]
             if above:
                 chosen[name] = replace(unit, data=entries[max(above, key=len)].dp or unit.data)
+    chosen |= {n: Unit(n) for n in placed if n and n not in chosen}
     held = {n: u for n, u in chosen.items() if any(True for _ in modules[n].parameters())}
     order = sorted(held, key=lambda n: -n.count("."))
     held = {n: replace(u, place=place_of(n, placed)[0]) for n, u in held.items()}

@@ -1,0 +1,81 @@
+"""Modules that a plan does not place, and that stand between branches: each goes with the branch that alone feeds it.
+
+    tower_a ─► project_a ─┐        plan: tower_a on tp[0], tower_b on tp[1]
+    tower_b ─► project_b ─┴─► loss
+
+``project_a`` takes what ``tower_a`` gives. On the ranks of the trunk it would have to wait for ``tower_a``, and ``tower_b``,
+which the model calls after it, would wait too: the towers would run one after the other. On the ranks of ``tower_a``
+nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from meshwright.graph import ROOT, Call, ModelGraph
+from meshwright.place import Places
+from meshwright.regions import Join, Placed, Regions, find_regions
+
+
+def followers(graph: ModelGraph, placed: Placed, places: Places) -> dict[str, int]:
+    """The modules that must go with a branch so that branches run at the same time: module → branch.
+
+    Returns:
+        Nothing if the branches run at the same time as they are, or if no such modules would make them.
+    """
+    found: dict[str, int] = {}
+    for _ in graph.calls:
+        together: Mapping[str, tuple[int, ...]] = {**placed, **{module: (branch,) for module, branch in found.items()}}
+        regions = find_regions(graph, together, places)
+        if not any(True for _ in unaccompanied(regions, places)):
+            return found
+        for branch, join in unaccompanied(regions, places):
+            waiting = first_wait(regions, places, graph, join)
+            call = None if waiting is None else _fed_by(regions, graph, together, *waiting)
+            if call is not None:
+                found[call.module] = regions.places[graph.values[waiting[1]].position] if waiting else branch
+                break
+        else:
+            return {}
+    return {}
+
+
+def unaccompanied(regions: Regions, places: Places) -> Iterator[tuple[int, Join]]:
+    """Branches that run in no region with another, though the plan has others beside them; and where each joins."""
+    for branch, join in regions.alone().items():
+        if any(places[p].parent == places[branch].parent and p != branch for p in places.branches):
+            yield branch, join
+
+
+def first_wait(regions: Regions, places: Places, graph: ModelGraph, join: Join) -> tuple[int, int] | None:
+    """What ended the region before a join: the event, by its position, that takes a value of a branch and is not of that
+    branch; and the number of the value."""
+    joins = sorted(
+        (m for m in regions.moves if isinstance(m, Join) and m.around == join.around), key=lambda m: m.position
+    )
+    ended = joins[max(0, joins.index(join) - (join is joins[-1]))]
+    homes = dict(ended.values)
+    for position in range(ended.position, len(graph.events)):
+        for number in graph.events[position].inputs:
+            if number in homes and homes[number] not in places.chain(regions.places[position]):
+                return position, number
+    return None
+
+
+def _fed_by(regions: Regions, graph: ModelGraph, placed: Placed, position: int, number: int) -> Call | None:
+    """The outermost call around an event that takes nothing of other branches than the one that made a value."""
+    branch = regions.places[graph.values[number].position]
+    calls = Counter(call.module for call in graph.calls.values())
+    path = graph.events[position].path
+    for depth in range(1, len(path) + 1):
+        call = graph.calls[path[:depth]]
+        inside = range(call.start, call.stop)
+        if call.path == ROOT or calls[call.module] > 1 or any(regions.places[p] for p in inside) or not inside:
+            continue
+        if any(name == call.module or name.startswith(call.module + ".") for name in placed):
+            continue
+        taken = {n for p in inside for n in graph.events[p].inputs if graph.values[n].position < call.start}
+        if {regions.places[graph.values[n].position] for n in taken} <= {0, branch}:
+            return call
+    return None
