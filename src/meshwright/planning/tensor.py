@@ -9,8 +9,8 @@ tensor knows the parameters its cut comes from), and what does not fit teaches a
     a view finds heads in the cut dim                             do not break a head
     the cut is gathered again (a function without a rule …)       not worth it: leave the parameter whole
 
-Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the parameters whose names
-differ in numbers only, which is to say the same parameter of every repeated block.
+Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the same parameter of every
+repeated block (planning/families.py).
 
 The plan's word is obeyed whatever the forward makes of it: a cut that does not fit is gathered where it is used. Where
 it says column or row of a parameter that no product takes as it is (``weight_norm``, ``scale * weight``), the dims are
@@ -19,7 +19,6 @@ tried, for the one whose cut a product first meets in that part.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import WHOLE, Cut, cut
+from meshwright.planning.families import families
 from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import storage_of
@@ -71,11 +71,6 @@ class Cuts:
     refused: Mapping[str, str]
 
 
-def family(name: str) -> str:
-    """The name with its numbers left out: the same for the same parameter of every repeated block."""
-    return re.sub(r"\d+", "#", name)
-
-
 def infer_cuts(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
@@ -96,8 +91,10 @@ def infer_cuts(
         seeds: a context manager that cuts block inputs over the sequence, given the view's work.
     """
 
+    of = families(model, names.values())
+
     def follow(styles: Mapping[str, Style]) -> Followed:
-        return _followed(model, run, axis, size, styles, names, seeds, uses)
+        return _followed(model, run, axis, size, styles, names, of, seeds, uses)
 
     found = follow(styles)
     dims = {names[id(p)]: p.dim() for p in model.parameters() if id(p) in names}
@@ -127,7 +124,7 @@ def _unheeded(work: PlanningWork, dims: Mapping[str, int]) -> list[list[str]]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, style in work.styles.items():
         if style.forced and style.kind in ("column", "row") and name not in work.layouts and dims.get(name, 0) > 1:
-            groups.setdefault((family(name), style.kind), []).append(name)
+            groups.setdefault((work.families.get(name, name), style.kind), []).append(name)
     return list(groups.values())
 
 
@@ -146,6 +143,7 @@ def _followed(
     size: int,
     styles: Mapping[str, Style],
     names: Mapping[int, str],
+    families: Mapping[str, str],
     seeds: Callable[[Work], Any] | None,
     uses: Uses | None,
     passes: int = 400,
@@ -157,6 +155,7 @@ def _followed(
         work = PlanningWork(
             PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model
         )
+        work.families = families
         mode, shadow, meeting = GlobalView(work, work.parameter), Shadow(), Meeting()
         shadow.memory = work.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
@@ -248,6 +247,7 @@ class PlanningWork(Work):
     ) -> None:
         super().__init__(axis, ledger, {id(m): n for n, m in model.named_modules()})
         self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
+        self.families: Mapping[str, str] = {}  # parameter → its family; by itself where it is not named
         self.layouts: dict[str, Cut] = {}
         self.roles: dict[str, list[str]] = {}
         self.refused: dict[str, str] = {}
@@ -276,7 +276,7 @@ class PlanningWork(Work):
 
     def style(self, name: str) -> Style:
         given = self.styles.get(name, Style())
-        known = self.learnt.get(family(name))
+        known = self.learnt.get(self.families.get(name, name))
         if known is None:
             return given
         if given.forced and given.kind != "auto":
@@ -421,7 +421,7 @@ class PlanningWork(Work):
         for name in names:
             if self.styles.get(name, Style()).forced and style.kind == "whole":
                 continue
-            key = family(name)
+            key = self.families.get(name, name)
             if self.learnt.get(key) != style:
                 self.news[key] = self.news.get(key, 0) + 1
                 if self.news[key] > _PATIENCE:
