@@ -79,6 +79,11 @@ class Cut:
         """Elements of the dim that ``rank`` holds."""
         return sum(piece[rank] for piece in self.pieces)
 
+    @cached_property
+    def locals(self) -> tuple[int, ...]:
+        """Elements of the dim that each rank holds. Some functions refuse a local tensor of none: ask this on every rank."""
+        return tuple(map(self.local, range(self.ranks)))
+
     def intervals(self, rank: int) -> tuple[Interval, ...]:
         """The half-open ranges of the dim that ``rank`` holds, in the order of its local tensor; none empty."""
         found, base = [], 0

@@ -7,11 +7,16 @@ equal, uneven or fused pieces, or a partial sum), runs the function on both side
     the inputs       so that what is written in place is seen
     the gradients    of every input, for a random cotangent; the result used whole, or used in more cut work
     the generator    the same state afterwards as on one device, on every rank
+
+A ``Guise`` says in which types and strides the inputs come, and whether autocast is on. In half types a value may differ
+from one device's by a rounding of the result's type; where it differs by more, it must be as near to the float64 result
+as one device's value is.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import random
 import traceback
@@ -68,6 +73,58 @@ class Case:
     kinds: tuple[str, ...] = KINDS
     partial: bool = True
     gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Guise:
+    """How the inputs of a trial come.
+
+    Attributes:
+        dtypes: of the floating-point inputs, in turn: of two types, the first input has the first.
+        autocast: the type of ``torch.autocast`` around the function; None where it is off.
+        strided: whether the memory of inputs, and of local tensors, has its dims in the reverse order.
+        empty: whether to try dims of size 1, and ranks that hold one element of a dim, or none.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float64,)
+    autocast: torch.dtype | None = None
+    strided: bool = False
+    empty: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether all is computed in float64, where values are compared sharply."""
+        return self.dtypes == (torch.float64,) and self.autocast is None
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The inputs of a case in this guise."""
+        dtypes = itertools.cycle(self.dtypes)
+        inputs = [x.to(next(dtypes)) if x.is_floating_point() else x for x in tensors]
+        return [strided(x) for x in inputs] if self.strided else inputs
+
+    def around(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+
+
+PLAIN = Guise()
+GUISES = {
+    "float32": Guise((torch.float32,)),
+    "float16": Guise((torch.float16,)),
+    "bfloat16": Guise((torch.bfloat16,)),
+    "mixed": Guise((torch.float32, torch.bfloat16)),
+    "mixed, the narrow first": Guise((torch.float16, torch.float32)),
+    "autocast": Guise((torch.float32,), torch.bfloat16),
+    "autocast of bfloat16": Guise((torch.bfloat16,), torch.bfloat16),
+    "autocast to float16 of both": Guise((torch.float16, torch.float32), torch.float16),
+    "strided": Guise(strided=True),
+    "empty": Guise(empty=True),
+}
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, in memory of their own whose order of dims is the reverse."""
+    order = list(range(x.dim()))[::-1]
+    return x.permute(order).contiguous().permute(order).clone()
 
 
 class Make:
@@ -138,11 +195,8 @@ def rule_name(function: Any) -> str:
     return f"{function.__self__.__name__}.get" if name == "__get__" else name
 
 
-def run_cases(cases: Sequence[Case], *, empty: bool = False, rounds: int = 3, most: int = 1000) -> Outcome:
-    """On every rank: all cases, at most so many shapes and trials of each.
-
-    ``empty``: also with dims of size 1 and with ranks that hold nothing of a tensor.
-    """
+def run_cases(cases: Sequence[Case], *, guise: Guise = PLAIN, rounds: int = 3, most: int = 1000) -> Outcome:
+    """On every rank: all cases, at most so many shapes and trials of each."""
     outcome, bench = Outcome(), Bench()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -153,15 +207,17 @@ def run_cases(cases: Sequence[Case], *, empty: bool = False, rounds: int = 3, mo
                 seed = f"{case.name} {turn}"
                 try:
                     tensors, _ = case.build(Make(seed))
-                    plain = _one_device(case, seed)
+                    plain = _one_device(case, seed, guise)
                 except Exception:
+                    if guise != PLAIN:
+                        continue  # not a function of these types
                     outcome.failures.setdefault(case.name, []).append(f"the case itself: {traceback.format_exc()}")
                     continue
                 make = Make(f"layouts {seed}")
-                tried = list(trials(case, tensors, make, bench.ranks, empty))
+                tried = list(trials(case, tensors, make, bench.ranks, guise))
                 for layouts in make.choose.sample(tried, min(case.most or most, most, len(tried))):
                     outcome.trials += 1
-                    if problem := bench.trial(case, seed, layouts, plain):
+                    if problem := bench.trial(case, seed, layouts, plain, guise):
                         outcome.failures.setdefault(case.name, []).append(f"{_show(tensors, layouts)}: {problem}")
                         report((case.name, outcome.failures[case.name][-1]))
                         if len(outcome.failures[case.name]) >= 6:
@@ -169,9 +225,10 @@ def run_cases(cases: Sequence[Case], *, empty: bool = False, rounds: int = 3, mo
     return outcome
 
 
-def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: bool) -> Iterator[list[Layout]]:
+def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, guise: Guise) -> Iterator[list[Layout]]:
     """Layouts of the inputs: each input alone in each way, and some of all of them together."""
     whole: list[Layout] = [WHOLE] * len(tensors)
+    empty = guise.empty
     tried = [i for i in range(len(tensors)) if case.cuts is None or i in case.cuts]
     places = [
         (i, dim) for i in tried for dim in range(tensors[i].dim()) if tensors[i].shape[dim] >= (1 if empty else ranks)
@@ -183,7 +240,8 @@ def trials(case: Case, tensors: list[Tensor], make: Make, ranks: int, empty: boo
     for i, dim in places:
         for kind in dict.fromkeys([case.kinds[0], make.choose.choice(case.kinds)]):
             yield alone(i, make.layout(tensors[i].shape, dim, ranks, kind, empty))
-    summed = [i for i in tried if case.partial and tensors[i].is_floating_point()]
+    # In half types, summands that add up to the very input are not to be had.
+    summed = [i for i in tried if case.partial and guise == PLAIN and tensors[i].is_floating_point()]
     for i in summed:
         yield alone(i, PARTIAL)
     if len(tried) > 1:
@@ -215,11 +273,11 @@ class Bench:
         ledger = Ledger()
         return Work(Axis("tp", self.ranks, self.rank, self.group, ledger), ledger)
 
-    def trial(self, case: Case, seed: str, layouts: list[Layout], plain: Result) -> str | None:
+    def trial(self, case: Case, seed: str, layouts: list[Layout], plain: Result, guise: Guise = PLAIN) -> str | None:
         """What is wrong on any rank, or None."""
         problem = None
         try:
-            self._compare(case, seed, layouts, plain)
+            self._compare(case, seed, layouts, plain, guise)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)
             lines = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in where]
@@ -234,18 +292,23 @@ class Bench:
             everyone: list[Any] = [None] * self.ranks
             dist.all_gather_object(everyone, problem)
             self.group = self._group()  # a rank may have been left waiting in a collective
-            return next(p for p in everyone if p is not None)
+            found = [p for p in everyone if p is not None]
+            return min(found, key=lambda p: "Timed out" in p)  # the cause, rather than who waited for it
         return None
 
-    def _compare(self, case: Case, seed: str, layouts: list[Layout], plain: Result) -> None:
+    def _compare(self, case: Case, seed: str, layouts: list[Layout], plain: Result, guise: Guise) -> None:
         tensors, function = case.build(Make(seed))
+        tensors = guise.of(tensors)
         work = self.work()
         leaves, inputs = zip(
-            *[self._input(work, x, layout) for x, layout in zip(tensors, layouts, strict=True)], strict=True
+            *[self._input(work, x, layout, guise.strided) for x, layout in zip(tensors, layouts, strict=True)],
+            strict=True,
         )
+        judge = _Judge(case, seed, guise)
         torch.manual_seed(1)
         with GlobalView(work, lambda p: None).on():
-            result = function(*inputs)
+            with guise.around():
+                result = function(*inputs)
             found = pytree.tree_leaves(result)
             if case.same:
                 found_structure = pytree.tree_structure(result)
@@ -261,9 +324,9 @@ class Bench:
         if case.same:
             assert torch.equal(after, plain.generator), "the generator is not where it is on one device"
             for i, (a, b) in enumerate(zip(plain.flat, whole, strict=True)):
-                _close(a, b, f"result {i}")
+                judge("flat", i, a, b, f"result {i}")
             for i, (a, b) in enumerate(zip(plain.inputs, inputs, strict=True)):
-                _close(a, work.whole(b), f"input {i} afterwards")
+                judge("inputs", i, a, work.whole(b), f"input {i} afterwards")
         if case.gradients:
             loss = _loss([(x if cut_use else _times(x, c), c) for x, c in zip(used, plain.cotangents, strict=True)])
             if loss is not None and plain.differentiable:
@@ -272,11 +335,12 @@ class Bench:
             for i, (a, b) in enumerate(zip(plain.gradients, leaves, strict=True)):
                 got = b.grad if b.grad is not None or a is None else torch.zeros_like(b)
                 if case.same:
-                    _close(
+                    judge(
+                        "gradients",
+                        i,
                         torch.zeros_like(b) if a is None else a,
                         torch.zeros_like(b) if got is None else got,
                         f"gradient {i}",
-                        case.rough,
                     )
         if case.fallback and any(isinstance(layout, Cut) for layout in layouts):
             self._fell_back(case, work)
@@ -288,7 +352,7 @@ class Bench:
             file, _, line = place.line.rpartition(":")
             assert file.endswith("_cases.py") and abs(int(line) - case.line) < 30, f"counted at {place.line!r}"
 
-    def _input(self, work: Work, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _input(self, work: Work, x: Tensor, layout: Layout, reverse: bool) -> tuple[Tensor, Tensor]:
         """(the leaf whose gradient is the whole input's, the input as the model sees it)."""
         if layout == PARTIAL:
             share = [0.5 + r for r in range(self.ranks)]
@@ -298,7 +362,8 @@ class Bench:
             return leaf, work.view(leaf.clone(), PARTIAL)
         leaf = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
         if isinstance(layout, Cut):
-            return leaf, work.view(work.cut(leaf.clone(), layout), layout)
+            local = work.cut(leaf.clone(), layout)
+            return leaf, work.view(strided(local) if reverse else local, layout)
         return leaf, leaf.clone()
 
 
@@ -315,12 +380,17 @@ class Result:
     generator: Tensor
 
 
-def _one_device(case: Case, seed: str) -> Result:
+def _one_device(case: Case, seed: str, guise: Guise, exact: bool = False) -> Result:
+    """The case on one device; ``exact``: in float64, of the values that the inputs have in their own types."""
     tensors, function = case.build(Make(seed))
+    tensors = guise.of(tensors)
+    if exact:
+        tensors, guise = [x.double() if x.is_floating_point() else x for x in tensors], PLAIN
     leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
     inputs = [x.clone() for x in leaves]
     torch.manual_seed(1)
-    result = function(*inputs)
+    with guise.around():
+        result = function(*inputs)
     generator = torch.get_rng_state()
     flat = pytree.tree_leaves(result)
     make = Make(f"cotangents {seed}")
@@ -366,17 +436,64 @@ def _same_facts(expected: list[Any], found: list[Any], rank: int) -> None:
             assert layout.local(rank) == b._mw_local.shape[layout.dim], f"result {i}: {b!r} is not its own layout"
 
 
-def _close(expected: Any, found: Any, what: str, rough: bool = False) -> None:
-    if not isinstance(expected, Tensor):
-        equal = math.isclose(expected, found, rel_tol=1e-9) if isinstance(expected, float) else expected == found
-        assert type(expected) is type(found) and equal, f"{what}: {found!r}, not {expected!r}"
-        return
-    assert expected.dtype == found.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
-    assert expected.shape == found.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    rough = rough or expected.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    precise = {"rtol": 1e-2, "atol": 1e-2} if rough else {"rtol": 1e-9, "atol": 1e-10}
-    same = torch.allclose(expected, found, equal_nan=True, **precise)  # type: ignore[arg-type]
-    assert same, f"{what}: {found.flatten().tolist()[:6]}, not {expected.flatten().tolist()[:6]}"
+@dataclass
+class _Judge:
+    """Compares one value of a trial with that of one device.
+
+    The value must have the type and shape of one device's, and differ by rounding alone: by two roundings of its own
+    type, or it is as near to the value in float64 as one device's is.
+    """
+
+    case: Case
+    seed: str
+    guise: Guise
+    reference: Result | None = None
+
+    def __call__(self, of: str, i: int, expected: Any, found: Any, what: str) -> None:
+        if not isinstance(expected, Tensor):
+            one = 2 * max(map(self._tolerance, (*self.guise.dtypes, self.guise.autocast or torch.float64)))
+            close = isinstance(expected, float) and math.isclose(expected, found, rel_tol=one)
+            assert type(expected) is type(found) and (close or expected == found), (
+                f"{what}: {found!r}, not {expected!r}"
+            )
+            return
+        assert expected.dtype == found.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
+        assert expected.shape == found.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+        near = torch.allclose(expected, found, equal_nan=True, **self._precise(expected, of))  # type: ignore[arg-type]
+        same = near or (not self.guise.plain and self._no_less_exact(of, i, expected, found))
+        assert same, f"{what}: {found.flatten().tolist()[:6]}, not {expected.flatten().tolist()[:6]}"
+
+    def _precise(self, expected: Tensor, of: str) -> dict[str, float]:
+        if self.guise.plain:
+            rough = self.case.rough or expected.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            return {"rtol": 1e-2, "atol": 1e-2} if rough else {"rtol": 1e-9, "atol": 1e-10}
+        dtypes = (expected.dtype, *self.guise.dtypes) if of == "gradients" else (expected.dtype,)
+        one = max(map(self._tolerance, dtypes))
+        return {"rtol": one, "atol": one * _largest(expected)}
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return 0.0
+        return 1e-9 if self.guise.plain else 2 * torch.finfo(dtype).eps
+
+    def _no_less_exact(self, of: str, i: int, expected: Tensor, found: Tensor) -> bool:
+        if not expected.is_floating_point():
+            return False
+        if self.reference is None:
+            state = torch.get_rng_state()
+            self.reference = _one_device(self.case, self.seed, self.guise, exact=True)
+            torch.set_rng_state(state)
+        exact = getattr(self.reference, of)[i]
+        exact = torch.zeros(expected.shape) if exact is None else exact
+        ours, theirs = (_largest(x.double() - exact) for x in (found, expected))
+        one = self._tolerance(expected.dtype if self.guise.autocast is None else self.guise.autocast)
+        return ours <= 4 * theirs + one * _largest(exact)
+
+
+def _largest(x: Tensor) -> float:
+    x = x.detach()
+    finite = torch.nan_to_num((x if x.is_complex() else x.double()).abs(), posinf=0.0)
+    return float(finite.max()) if x.numel() else 0.0
 
 
 def _show(tensors: list[Tensor], layouts: list[Layout]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,7 +36,8 @@ def attention(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _target(work: Any, tensors: list[Tensor]) -> Cut | None:
     """The cut of a head or batch dim that the largest cut operand has."""
     found = [(x.numel(), -i, layout) for i, x in enumerate(tensors) if isinstance(layout := work.layout(x), Cut)]
-    fits = [entry for entry in found if entry[2].dim < tensors[0].dim() - 2]
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # a cut dim of size 1 may be spread
+    fits = [entry for entry in found if entry[2].dim < len(lead) and entry[2].size == lead[entry[2].dim]]
     return max(fits, key=lambda e: e[:2])[2] if fits else None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, Cut
 from meshwright.view import moves
+from meshwright.view.rules.pointwise import Aligner
 from meshwright.view.rules.registry import named, rule
 from meshwright.view.tensor import View
 
@@ -124,15 +125,21 @@ def addmm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return NotImplemented
     first, second = ("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2")
     names = named(f"input {first} {second}", args, kwargs)
-    base, x, weight = names["input"], names[first], names[second]
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    if beta == 0:  # the base is not read: it may hold anything
-        base = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
-    if base.dim() == 1 and x.dim() == 2 and (beta, alpha) == (1, 1):
-        locals_, layout = cut_operands(work, [x, weight], [[0, "i"], ["i", "o"]], [0, "o"])
-        return finish(work, torch.addmm(local_bias(work, base, layout, 1), *locals_), layout)
-    product = torch.matmul(x, weight)
-    return (base * beta if beta != 1 else base) + (product * alpha if alpha != 1 else product)
+    base, x, weight = names.pop("input"), names.pop(first), names.pop(second)
+    lead = ["b"] if first == "batch1" else []
+    locals_, layout = cut_operands(work, [x, weight], [[*lead, 0, "i"], [*lead, "i", "o"]], [*lead, 0, "o"])
+    if layout is None and isinstance(work.layout(base), Cut):
+        return NotImplemented
+    run = torch.addmm if first == "mat1" else torch.baddbmm
+    return finish(work, run(_local_base(work, base, layout, len(lead) + 2), *locals_, **names), layout)
+
+
+def _local_base(work: Any, base: Any, layout: Any, rank: int) -> Tensor:
+    """What is added to a product of ``rank`` dims, to be added to a local one: as ``local_bias``, of any shape."""
+    local: Tensor = (
+        Aligner(work, layout, rank)(base) if isinstance(layout, Cut) else local_bias(work, base, layout, rank - 1)
+    )
+    return local
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot", "__matmul__", "__rmatmul__", "inner")
@@ -142,10 +149,16 @@ def matmul(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     a, b = args if func.__name__ != "__rmatmul__" else args[::-1]
     left = [*_batch(a, b), "m", "i"][-a.dim() :] if a.dim() > 1 else ["i"]
     right = [*_batch(b, a), "i", "o"][-b.dim() :] if b.dim() > 1 else ["i"]
+    if any(
+        isinstance(layout := work.layout(x), Cut) and _spread(names[layout.dim]) for x, names in ((a, left), (b, right))
+    ):
+        return NotImplemented
     lead = max(_batch(a, b), _batch(b, a), key=len)
     merged = [n if (n := _named(left, right, k)) is not None else k for k in lead]
     out = [*merged, *(["m"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
-    return finish(work, *contract(work, [a, b], [left, right], out, torch.matmul))
+    # The very function: autocast casts a matmul, and leaves a dot as it is.
+    run = torch.matmul if func.__name__ == "__rmatmul__" else func
+    return finish(work, *contract(work, [a, b], [left, right], out, run))
 
 
 def _batch(x: Tensor, other: Tensor) -> list[Any]:
@@ -157,6 +170,11 @@ def _batch(x: Tensor, other: Tensor) -> list[Any]:
         theirs = other.shape[other.dim() - 2 - place] if other.dim() - 2 >= place else mine
         labels.append(("one", id(x), place) if mine == 1 != theirs else ("batch", place))
     return labels
+
+
+def _spread(label: Any) -> bool:
+    """Whether a label is that of a batch dim of size 1 that broadcasts."""
+    return isinstance(label, tuple) and label[0] == "one"
 
 
 def _named(left: Labels, right: Labels, label: Any) -> Any:
@@ -185,7 +203,7 @@ def einsum(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         target = [n for part in out.replace("...", ".") for n in (dots if part == "." else [part])]
     else:
         target = [*dots, *sorted(n for n in set(every) - set(dots) if every.count(n) == 1)]
-    if _sizes_differ(labels, operands):
+    if _sizes_differ(labels, operands) or _another_way(work, labels, operands, target):
         return NotImplemented
     run = lambda *locals_: torch.einsum(equation, *locals_)  # noqa: E731
     return finish(work, *contract(work, operands, labels, target, run))  # type: ignore[arg-type]
@@ -198,6 +216,18 @@ def _terms(term: str, rank: int) -> list[Any] | None:
     dots = [("dot", i) for i in range(rank - len(named), 0, -1)]
     at = term.find("...")
     return list(named) if at < 0 else [*term[:at], *dots, *term[at + 3 :]]
+
+
+def _another_way(work: Any, labels: list[Any], operands: list[Any], out: Labels) -> bool:
+    """Whether some rank's einsum might take another way than the whole one, which ends in another type.
+
+    Torch multiplies and adds up where a summed dim has size 1, and calls ``bmm`` elsewhere: autocast casts the second.
+    """
+    if not any(x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) for x in operands):
+        return False
+    cuts = [(work.layout(x), names) for x, names in zip(operands, labels, strict=True)]
+    summed = [cut for cut, names in cuts if isinstance(cut, Cut) and names[cut.dim] not in out]
+    return any(1 in (cut.size, *cut.locals) for cut in summed)
 
 
 def _sizes_differ(labels: list[Any], operands: list[Any]) -> bool:

@@ -19,6 +19,8 @@ def convolution(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     tail = "output_padding groups dilation" if transposed else "dilation groups"
     names = named(f"input weight bias stride padding {tail}", args, kwargs)
     x, weight, bias, groups = names.pop("input"), names.pop("weight"), names.pop("bias", None), names.pop("groups", 1)
+    if any(isinstance(layout := work.layout(t), Cut) and 0 in layout.locals for t in (x, weight)):
+        return NotImplemented  # torch refuses a convolution without channels, or gives it another shape
     space = weight.dim() - 2
     run = getattr(functional, func.__name__)
     lead = list(range(x.dim() - space - 1))
@@ -83,6 +85,8 @@ def over_space(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             else x.dim() - 2
         )
     others = [*args[1:], *kwargs.values()]
+    if 0 in layout.locals:  # most refuse a tensor without elements; the same answer on every rank
+        return NotImplemented
     if layout.dim >= x.dim() - space or any(isinstance(t, Tensor) for t in others if t is not x):
         return NotImplemented
     result = func(x._mw_local, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.layout import PARTIAL, Cut
+from meshwright.layout import Cut
 from meshwright.view import moves
-from meshwright.view.rules.reduction import exponentials
+from meshwright.view.rules.reduction import exponentials, summed
 from meshwright.view.rules.registry import named, rule
+from meshwright.view.rules.types import result_type, wide
 
 ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
@@ -30,13 +31,18 @@ def cross_entropy(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(layout, Cut) or old_style or target.is_floating_point() or x.dim() < 2:
         return NotImplemented
     weight = work.whole(names.get("weight"))
+    dtype = _result_type(func, x._mw_local)
     count = _denominator(target, weight, names["ignore_index"])
     if layout.dim != 1:
-        return _rows_cut(work, x._mw_local, target, weight, layout, names, count)
+        return _rows_cut(work, x._mw_local, target, weight, layout, names, count, dtype)
     if layout.parts != 1 or weight is not None or names["label_smoothing"]:
         return NotImplemented
     losses = vocabulary_losses(work, x._mw_local, target, layout, names["ignore_index"])
-    return _reduced(losses, names["reduction"], count)
+    return _reduced(losses, names["reduction"], count).to(dtype)
+
+
+def _result_type(func: Any, x: Tensor) -> torch.dtype:
+    return result_type(lambda one: func(one.flatten()[None], torch.zeros(1, dtype=torch.long, device=x.device)), x)
 
 
 def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -54,7 +60,7 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
 
 
 def vocabulary_losses(work: Any, x: Tensor, target: Tensor, layout: Cut, ignore_index: int) -> Tensor:
-    """The loss of each row; ``x``: this rank's classes, at dim 1 of shape (rows, classes, …)."""
+    """The loss of each row, in the wide type; ``x``: this rank's classes, at dim 1 of shape (rows, classes, …)."""
     axis = work.axis
     shifted, sums = exponentials(work, x, 1)
     start = sum(layout.pieces[0][: axis.rank])
@@ -69,17 +75,18 @@ def vocabulary_losses(work: Any, x: Tensor, target: Tensor, layout: Cut, ignore_
 
 
 def _rows_cut(
-    work: Any, x: Tensor, target: Tensor, weight: Any, layout: Cut, names: dict[str, Any], count: Tensor
+    work: Any, x: Tensor, target: Tensor, weight: Any, layout: Cut, names: dict[str, Any], count: Tensor, dtype: Any
 ) -> Any:
     """Logits cut over rows (or over a dim after the classes): each rank's rows alone, one sum."""
     dim = layout.dim if layout.dim == 0 else layout.dim - 1
     own = layout.on(dim)
     options = {"ignore_index": names["ignore_index"], "label_smoothing": names["label_smoothing"], "weight": weight}
     target = work.cut(target, own)
+    losses = functional.cross_entropy(x, target, reduction="none", **options)
     if names["reduction"] == "none":
-        return work.view(functional.cross_entropy(x, target, reduction="none", **options), own)
-    total = functional.cross_entropy(x, target, reduction="sum", **options)
-    return work.view(total / count if names["reduction"] == "mean" else total, PARTIAL)
+        return work.view(losses, own)
+    total = losses.sum(dtype=wide(losses.dtype))
+    return summed(work, total / count if names["reduction"] == "mean" else total, dtype)
 
 
 _ELEMENTWISE = """

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.layout import PARTIAL, Cut, Partial
 from meshwright.view import moves
 from meshwright.view.rules.registry import named, rule
+from meshwright.view.rules.types import result_type, wide
 
 
 def dims_of(given: Any, rank: int) -> list[int]:
@@ -41,11 +42,20 @@ def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     keepdim = bool(names.get("keepdim", False))
     if layout.dim not in dims:
         return work.view(func(x._mw_local, **names), after_reduction(layout, dims, keepdim))
-    local = x._mw_local
-    if func.__name__ == "mean":
-        count = prod(x.shape[d] for d in dims)
-        return work.view(torch.sum(local, dims, keepdim, dtype=names.get("dtype")) / count, PARTIAL)
-    return work.view(func(local, dims, keepdim, dtype=names.get("dtype")), PARTIAL)
+    dtype = result_type(func, x._mw_local, dtype=names.get("dtype"))
+    add_up = torch.sum if func.__name__ == "mean" else func
+    local = add_up(x._mw_local, dims, keepdim, dtype=wide(dtype))
+    if func.__name__ == "mean":  # before it is rounded: in float16 the sum may be infinite, and its mean is not
+        local = local / prod(x.shape[d] for d in dims)
+    return summed(work, local, dtype)
+
+
+def summed(work: Any, local: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over ranks of ``local``, in ``dtype``: left partial, unless it is still to be rounded, which is done once."""
+    if local.dtype == dtype:
+        partial: Tensor = work.view(local, PARTIAL)
+        return partial
+    return moves.reduce(local, work.axis).to(dtype)
 
 
 @rule("amax", "amin", "prod", "all", "any", "argmax", "argmin", "var", "std", "logsumexp", "norm", "max", "min",
@@ -88,29 +98,25 @@ def along_one_dim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax")
 def softmax(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func.__name__ in ("_softmax", "_log_softmax"):  # their third argument is no dtype
-        args = args[:2]
-    in_python = isinstance(func, FunctionType)
-    names = named("input dim _stacklevel dtype" if in_python else "input dim dtype", args, kwargs)
-    x, dim, dtype = names["input"], names.get("dim"), names.get("dtype")
+    order = "input dim _stacklevel dtype" if isinstance(func, FunctionType) else "input dim dtype"
+    names = named("input dim half_to_float" if func.__name__.startswith("_") else order, args, kwargs)
+    x, dim = names.pop("input"), names.get("dim")
     layout = work.layout(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int):
         return NotImplemented
     dim %= x.dim()
     if layout.dim != dim:
-        log = "log_softmax" in func.__name__
-        local = (torch.log_softmax if log else torch.softmax)(x._mw_local, dim, dtype=dtype)
-        return work.view(local, layout)
-    local = x._mw_local if dtype is None else x._mw_local.to(dtype)
-    shifted, sums = exponentials(work, local, dim)
+        return work.view(func(x._mw_local, **names), layout)
+    dtype = result_type(func, x._mw_local, **names)
+    shifted, sums = exponentials(work, x._mw_local.to(dtype), dim)
     sums = moves.enter(sums, work.axis)
-    if "log_softmax" in func.__name__:
-        return work.view(shifted - sums.log(), layout)
-    return work.view(shifted.exp() / sums, layout)
+    local = shifted - sums.log() if "log_softmax" in func.__name__ else shifted.exp() / sums
+    return work.view(local.to(dtype), layout)
 
 
 def exponentials(work: Any, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Over a cut dim: the values less their maximum (cut), and the sum of their exponentials (whole)."""
+    """Over a cut dim: the values less their maximum (cut), and the sum of their exponentials (whole); in the wide type."""
+    local = local.to(wide(local.dtype))
     floor = torch.finfo(local.dtype).min
     if local.size(dim):
         top = local.detach().amax(dim, keepdim=True)

@@ -18,6 +18,8 @@ def moved(work: Any, x: View, local: Tensor, dims: Sequence[int | None]) -> Any:
     """The result of a function that permutes, adds or drops dims: ``dims[i]`` is the dim of ``x`` that dim i was."""
     layout = x._mw_layout
     if isinstance(layout, Cut):
+        if layout.dim not in dims:  # a cut dim of size 1 is dropped: the ranks that hold nothing of it need the rest
+            return NotImplemented
         return work.view(local, layout.on(list(dims).index(layout.dim)))
     if isinstance(layout, Partial):
         return work.view(local, PARTIAL)
@@ -206,22 +208,24 @@ def repeat_interleave(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[
 def cat(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(args[0] if args else kwargs["tensors"])
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    kept = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]  # torch skips these, whatever their rank
+    # Torch skips empty vectors, whatever the rank of the others; their type counts.
+    kept = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
+    skipped = [work.whole(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
     if isinstance(dim, str) or not kept or kwargs.get("out") is not None:
         return NotImplemented
     dim %= kept[0].dim()
     layouts = [work.layout(t) for t in kept]
     if all(isinstance(layout, Partial) for layout in layouts):
-        return work.view(torch.cat([t._mw_local for t in kept], dim), PARTIAL)
+        return work.view(torch.cat([*skipped, *(t._mw_local for t in kept)], dim), PARTIAL)
     cuts = [(layout, t.numel()) for t, layout in zip(kept, layouts, strict=True) if isinstance(layout, Cut)]
     if not cuts:
-        return torch.cat([work.whole(t) for t in kept], dim)
+        return torch.cat([*skipped, *map(work.whole, kept)], dim)
     target = max(cuts, key=lambda pair: pair[1])[0]
     if target.dim != dim:
-        return work.view(torch.cat([work.cut(t, target) for t in kept], dim), target)
+        return work.view(torch.cat([*skipped, *(work.cut(t, target) for t in kept)], dim), target)
     if all(isinstance(layout, Cut) and layout.dim == dim for layout in layouts):
         pieces = tuple(piece for layout in layouts for piece in layout.pieces)
-        return work.view(torch.cat([t._mw_local for t in kept], dim), Cut(dim, pieces))
+        return work.view(torch.cat([*skipped, *(t._mw_local for t in kept)], dim), Cut(dim, pieces))
     return NotImplemented
 
 
