@@ -33,6 +33,7 @@ from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
     collectives_entered,
+    compiles,
     hooked,
     job_store,
     last_collective,
@@ -51,6 +52,7 @@ from meshwright.run import data, groups, init, worker
 from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
 from meshwright.view.functions import (
+    FunctionMode,
     giving,
     outside_transforms,
     recomputations,
@@ -65,8 +67,8 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _backward_hooks _cdata _distributed_c10d _get_default_store _make_wrapper_subclass \
-        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _version",
+    "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _distributed_c10d _get_default_store _make_wrapper_subclass \
+        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
@@ -362,6 +364,34 @@ def test_the_rule_of_softmax_rests_on_where_its_arguments_stand() -> None:
         assert list(inspect.signature(in_python).parameters)[:4] == ["input", "dim", "_stacklevel", "dtype"]
         assert in_python(x, -1, 3, torch.float64).dtype == builtin(x, -1, torch.float64).dtype == torch.float64
         torch.testing.assert_close(getattr(torch, f"_{name}")(x, 1, False), builtin(x, 1))
+
+
+def test_notes_on_compiled_parts_rest_on_what_compile_leaves_at_them() -> None:
+    plain, called, holding = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    called.compile(backend="eager")
+    holding.function = torch.compile(torch.sin, backend="eager")
+    assert not compiles(plain)
+    assert compiles(called) and compiles(holding) and compiles(torch.compile(plain, backend="eager"))
+
+
+def test_nothing_is_compiled_under_a_mode_of_ours_by_the_compilers_stance() -> None:
+    compilations: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+
+    class Passing(FunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Passing(), Passing():
+        function(torch.ones(2))
+    assert not compilations
+    function(torch.ones(2))
+    assert len(compilations) == 1
 
 
 def test_a_tensor_with_hooks_is_known() -> None:

@@ -68,6 +68,19 @@ def hooked(p: Tensor) -> bool:
     return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
+def compiles(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made a module itself, its call, or a function that it or its class has as an attribute.
+
+    There is no public way to ask. (Functions compiled elsewhere, which a forward calls by a global name, are not found.)
+    """
+    if module._compiled_call_impl is not None:  # module.compile()
+        return True
+    kinds = (vars(kind) for kind in type(module).__mro__ if kind is not nn.Module)
+    values = [value for names in (vars(module), *kinds) for value in names.values()]
+    # A compiled function knows what it was made of, and so does the forward of an OptimizedModule.
+    return any(callable(value) and hasattr(value, "_torchdynamo_orig_callable") for value in values)
+
+
 def wrapping(p: Any) -> Callable[[Tensor], Any]:
     """What makes local tensors, without a graph, DTensors that are in all else like the DTensor ``p``.
 
@@ -141,6 +154,7 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
 __all__ = [
     "TorchDispatchMode",
     "collectives_entered",
+    "compiles",
     "hooked",
     "job_store",
     "last_collective",

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.api import parallelize
 from meshwright.place import bounds
@@ -33,6 +32,7 @@ from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.step import called, rows_of, take_rows
 from meshwright.run.worker import report
+from meshwright.view.functions import FunctionMode
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
 NOISE = 0.02
@@ -266,7 +266,7 @@ def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     return pytree.tree_map_only(Tensor, one, value)
 
 
-class Widening(TorchFunctionMode):
+class Widening(FunctionMode):
     """Makes casts to float32 casts to float64. It computes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

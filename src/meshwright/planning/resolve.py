@@ -30,6 +30,7 @@ from meshwright.planning.branch import (
     read_places,
 )
 from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.compiled import compiled_notes
 from meshwright.planning.concurrent import place_concurrent, wants_branches
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.rows import events_by_rows
@@ -148,7 +149,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         routed=routed,
         seed=plan.seed,
         nonfinite=plan.nonfinite,
-        notes=(*notes, *more),
+        notes=(*notes, *more, *compiled_notes(model, plan.mesh, bool(branches.places or branches.streams))),
         plan=plan.dump(),
     )
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
 from meshwright.layout import cut
@@ -23,6 +22,7 @@ from meshwright.place import Place
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
 from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.functions import FunctionMode
 from meshwright.view.mode import GlobalView
 from meshwright.view.standing import sized
 from meshwright.view.structure import map_tensors, tensors_of
@@ -88,7 +88,7 @@ class Divided:
         return map_tensors(lambda t: t[: self.fewer] if self.has(t) and not isinstance(t, nn.Parameter) else t, given)
 
 
-class _Constants(TorchFunctionMode):
+class _Constants(FunctionMode):
     """What torch functions are called with besides tensors, in turn."""
 
     def __init__(self) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
-from meshwright.view.functions import transforming
+from meshwright.view.functions import FunctionMode, transforming
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -129,7 +128,7 @@ def gradients_without_values(outputs: Any, inputs: Any, *_: Any, **__: Any) -> t
     return tuple(torch.empty_like(_to_meta(x)) for x in inputs)
 
 
-class Meeting(TorchFunctionMode):
+class Meeting(FunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
     Some functions compare devices first (RNNs, ``cdist``), and ``tolist`` and ``numpy`` read past the dispatcher.

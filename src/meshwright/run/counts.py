@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.private import pytree
 from meshwright.run.batch import copied, tensors_in, versions, written
 from meshwright.run.untouched import random_numbers_kept
-from meshwright.view.functions import Segment, recomputations
+from meshwright.view.functions import FunctionMode, Segment, recomputations
 from meshwright.view.losses import mean_target
 
 SLOTS = 16  # how many losses of a forward can be counted: the same number on every rank, whatever its path
@@ -68,7 +68,7 @@ class _Name:
 _DEVICE = _Name(-1)  # the batch's: a label moved to the logits' device was moved to meta when it was recorded
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(FunctionMode):
     """Records a tape while a forward runs for its shapes. What has no value (meta) is not recorded."""
 
     def __init__(self, leaves: list[Any]) -> None:
@@ -141,7 +141,7 @@ class LabelCounter:
         return recorder.tape
 
 
-class Shares(TorchFunctionMode):
+class Shares(FunctionMode):
     """While on, the i-th mean loss of the forward is multiplied by ``shares[i]``; without shares, by nothing."""
 
     def __init__(self, shares: list[float] | None) -> None:

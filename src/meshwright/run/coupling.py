@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 import meshwright
 from meshwright.private import python_body, pytree
 from meshwright.run.step import rows_of, take_rows
 from meshwright.run.untouched import Slot, untouched
 from meshwright.run.wide import wide
+from meshwright.view.functions import FunctionMode
 
 MEAN, SUM, COUPLED = "mean", "sum", "coupled"
 MOST_ROWS = 8
@@ -225,7 +225,7 @@ _DROPOUTS = {
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-class _Trial(TorchFunctionMode):
+class _Trial(FunctionMode):
     """The rows from ``start`` to ``stop``: no dropout, their own random numbers of all rows'; and without gradients, an
     error where the forward asks for them."""
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from meshwright.view.functions import FunctionMode
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _ADDMMS = (torch.addmm, Tensor.addmm)
 
 
-class LaterWeights(TorchFunctionMode):
+class LaterWeights(FunctionMode):
     """For the forward and the first half of the backward of one microbatch in one stage.
 
     Entered outside the view, so that it meets what the view's rules do with local tensors.

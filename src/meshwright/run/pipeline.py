@@ -35,6 +35,7 @@ from meshwright.run.streams import Streams
 from meshwright.run.untouched import random_numbers_kept
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
+from meshwright.view.functions import uncompiled
 from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
 from meshwright.view.standing import PathError
@@ -171,8 +172,8 @@ class Pipeline:
         return step.result
 
     def view(self) -> Any:
-        """The view over tp, for a forward or a backward."""
-        return nullcontext() if self._view is None else self._view.on()
+        """The view over tp, for a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
+        return uncompiled() if self._view is None else self._view.on()
 
     def program(self, batch: Any, call: Call, loss: Loss | None) -> Program:
         """The forward for a microbatch of these shapes; ``loss``: None where the output itself is wanted."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.private import pytree
+from meshwright.view.functions import FunctionMode
 from meshwright.view.rules.registry import writes
 from meshwright.view.walk import is_fact
 
@@ -42,7 +42,7 @@ def wide(*, perturbed: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Wide(TorchFunctionMode):
+class Wide(FunctionMode):
     """Gives torch functions their floating tensors in float64; a function that refuses gets them as they are."""
 
     def __init__(self, *, perturbed: bool) -> None:

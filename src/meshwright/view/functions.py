@@ -6,12 +6,16 @@
     what a checkpoint keeps             and runs again in a backward
 
 For none of them is there a public hook: for the time of a forward, the functions that they go through are ours.
+
+Compiled functions are the reverse: Dynamo traces what a function mode does as if it were the model's code, and what it
+compiled for one function of torch it reuses for another. While a mode of ours is on, nothing is compiled (``FunctionMode``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function, forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from meshwright.private import pytree
@@ -113,6 +118,36 @@ def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
     with _replaced(torch.jit.ScriptFunction, "__call__", changing):
         yield
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """While on, what ``torch.compile`` made runs as the plain function that it was made of.
+
+    The compiler takes seconds to import. If it is not there yet, nothing has been compiled; a forward that compiles a part
+    of itself has been run by planning before it runs here.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode under which nothing is compiled. All modes of ours are of this kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mw_stances: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Any:
+        stance = uncompiled()
+        stance.__enter__()
+        self._mw_stances.append(stance)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._mw_stances.pop().__exit__(None, None, None)
 
 
 Segment = Callable[..., Any]

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import Cut, Layout
 from meshwright.private import pytree, storage_of
 from meshwright.view.functions import (
+    FunctionMode,
     Segment,
     custom_functions,
     giving,
@@ -73,7 +73,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = _OWN | {_SET_DATA} | ENGINES.keys()
 
 
-class GlobalView(TorchFunctionMode):
+class GlobalView(FunctionMode):
     """Turns on the view.
 
     Args:

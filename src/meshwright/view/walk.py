@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.graph import Path
 from meshwright.private import pytree
-from meshwright.view.functions import custom_functions
+from meshwright.view.functions import FunctionMode, custom_functions
 from meshwright.view.rules import FACTS
 
 _TENSOR_PROPERTIES = frozenset(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data", "real", "imag"))
@@ -128,7 +127,7 @@ class Mark:
         return Mark, (None,)
 
 
-class Walk(TorchFunctionMode):
+class Walk(FunctionMode):
     """Follows one forward. Subclasses say what becomes of calls, events and facts."""
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.private import TorchDispatchMode, without_modes, written_by
 from meshwright.run.init.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
 from meshwright.run.init.memory import address_of, bytes_of, reserve, storage_over
 from meshwright.run.init.operation import Changed, foreseen_by, is_view, mapped, schema_of, tensors_in
+from meshwright.view.functions import FunctionMode
 
 _aten = torch.ops.aten
 
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
             self._aside = before
 
 
-class Readers(TorchFunctionMode):
+class Readers(FunctionMode):
     """Gives the functions that look below the dispatcher the values they look at."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -1,0 +1,111 @@
+"""Parts of a model that ``torch.compile`` made: right in every layout, and the recipe says whether they stay compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.run.workers import LocalWorkers
+
+compiled = partial(torch.compile, backend="eager")  # Dynamo is what goes wrong; what it hands its graphs to is slow
+
+
+def both(t: Tensor) -> Tensor:
+    """Two functions that one rule answers."""
+    return F.gelu(t) * torch.sigmoid(t) + torch.tanh(t).abs()
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor] = both) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, 16), nn.Linear(16, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.function(self.up(x)))
+
+
+class ByMethod(Block):
+    @compiled
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return x + self.down(F.gelu(h) * torch.sigmoid(h) + torch.tanh(h).abs())
+
+
+def _by_call() -> nn.Module:
+    block = Block()
+    block.compile(backend="eager")
+    return block
+
+
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "function": lambda: Block(compiled(both)),
+    "method": ByMethod,
+    "module.compile()": _by_call,
+    "submodule, fullgraph": lambda: compiled(Block(), fullgraph=True),
+    "scripted function": lambda: Block(torch.jit.script(both)),
+    "max-autotune": lambda: torch.compile(Block(), mode="max-autotune"),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([BLOCKS[kind]() for _ in range(2)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x), labels))
+
+
+def batch() -> dict[str, Tensor]:
+    """Of the rows, one is ignored: the halves' means are not the whole's."""
+    return {
+        "x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),
+        "labels": torch.tensor([1, 2, 3, -100]),
+    }
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp": 2}},
+    "dp_shard": {"mesh": {"dp_shard": 2}},
+    "pp": {"mesh": {"pp": 2}},
+    "tp, recompute": {"mesh": {"tp": 2}, "recompute": "blocks"},
+    "pp, recompute": {"mesh": {"pp": 2}, "recompute": "blocks"},
+}
+
+
+def _cases() -> list[Any]:
+    cheap = {
+        ("method", "tp"),
+        ("submodule, fullgraph", "tp"),
+        ("module.compile()", "dp_shard"),
+        ("function", "pp, recompute"),
+    }
+    return [
+        pytest.param(kind, plan, marks=() if (kind, plan) in cheap else pytest.mark.proof)
+        for kind in BLOCKS
+        for plan in PLANS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind,plan", _cases())
+def test_a_compiled_part_gives_what_it_gives_on_one_device(kind: str, plan: str, workers: LocalWorkers) -> None:
+    report = mw.check(partial(Model, kind), batch(), PLANS[plan], workers=workers, steps=2)
+    assert report, report
+    notes = "\n".join(report.recipe.notes)
+    if kind == "scripted function":
+        assert "compile" not in notes
+    elif plan == "dp_shard":
+        assert "stays compiled" in notes and "blocks.{0…1}" in notes
+    else:
+        assert "torch.compile is off" in notes and "blocks.{0…1}" in notes
