@@ -40,9 +40,7 @@ CRASHES: dict[str, str] = {}
 _MEMORY = "masks follow the order of memory on one device, which a gathered value has not kept"
 _FAST_PATH = "in eval mode, one device takes a fused path under autocast on a CPU, which ends in another type"
 EXCUSED = {
-    ("strided", "dropout"): _MEMORY,
     ("strided", "dropout of whole channels"): _MEMORY,
-    ("strided", "draws of the same shape"): _MEMORY,
     ("autocast", "TransformerEncoderLayer, the module"): _FAST_PATH,
     ("autocast to float16 of both", "TransformerEncoderLayer, the module"): _FAST_PATH,
 }
