@@ -7,8 +7,6 @@ rng.<rank>.<kind>                   generators
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -190,40 +188,6 @@ def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -
             fix=f"torch.optim.{type(optimizer).__name__}(job.parameters(), …)",
         )
     return OptimizerContents(tuple(pieces), scalars, tuple(groups))
-
-
-# --- generators ---------------------------------------------------------------------------------------------------------
-
-
-def generators(rank: int, device: torch.device) -> list[Piece]:
-    """The states of every generator that a forward may draw from: torch's, Python's, and NumPy's where it is loaded."""
-    found = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    _, state, gauss = random.getstate()
-    found["python"] = torch.tensor(state, dtype=torch.int64)
-    if gauss is not None:
-        found["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, keys, position, has_gauss, cached = numpy.random.get_state()
-        found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        found["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
-    return [Piece.whole(f"rng.{rank}.{kind}", state) for kind, state in found.items()]
-
-
-def set_generators(found: dict[str, Tensor], device: torch.device) -> None:
-    """Puts states back; by kind, as ``generators`` names them."""
-    torch.set_rng_state(found["cpu"])
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"], device)
-    gauss = found.get("python_gauss")
-    random.setstate((3, tuple(found["python"].tolist()), None if gauss is None else gauss.item()))
-    if "numpy" in found:
-        import numpy
-
-        *keys, position, has_gauss = found["numpy"].tolist()
-        state = numpy.array(keys, dtype=numpy.uint32)
-        numpy.random.set_state(("MT19937", state, position, has_gauss, found["numpy_gauss"].item()))
 
 
 def on_cpu(pieces: Sequence[Piece]) -> list[Piece]:

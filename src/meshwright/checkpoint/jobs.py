@@ -21,11 +21,9 @@ from meshwright.checkpoint.contents import (
     Contents,
     Optimizers,
     as_optimizers,
-    generators,
     of_job,
     of_module,
     of_optimizer,
-    set_generators,
 )
 from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
@@ -34,6 +32,7 @@ from meshwright.checkpoint.talk import Talk
 from meshwright.errors import CheckpointError, Finding, Findings
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
+from meshwright.run.randomness import Generators
 
 if TYPE_CHECKING:
     from meshwright.run.job import Job
@@ -47,6 +46,7 @@ class Owner:
         contents: what of the module is here.
         names: of every parameter and persistent buffer, on any rank.
         recipe: None for a plain module.
+        random: the generators of this process.
         rows: how rows combine, where that is known.
     """
 
@@ -55,6 +55,7 @@ class Owner:
     names: tuple[str, ...]
     rank: int
     device: torch.device
+    random: Generators
     recipe: Recipe | None = None
     rows: str = "auto"
 
@@ -63,7 +64,7 @@ class Owner:
         """A rank of a job, whose parameters are at rest."""
         contents = of_job(job)
         names = (*job.recipe.by_name, *(name for name, *_ in contents.buffers))
-        return cls(job.module, contents, names, job.rank, job.groups.device, job.recipe, job.rows)
+        return cls(job.module, contents, names, job.rank, job.groups.device, job.random, job.recipe, job.rows)
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Owner:
@@ -71,7 +72,8 @@ class Owner:
         contents = of_module(module)
         names = [n for held in contents.parameters for n in (held.name, *held.aliases)]
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        return cls(module, contents, (*names, *(name for name, *_ in contents.buffers)), 0, device)
+        names += [name for name, *_ in contents.buffers]
+        return cls(module, contents, tuple(names), 0, device, Generators(device, module))
 
     @property
     def mesh(self) -> Mesh:
@@ -132,7 +134,8 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
         replace(o, groups=groups, scalars=scalars)
         for o, (groups, scalars) in zip(of_optimizers, copies.pop("optimizer"), strict=True)
     ]
-    pieces = [*contents.pieces(), *states, *generators(owner.rank, owner.device)]
+    numbers = [Piece.whole(f"rng.{owner.rank}.{kind}", t) for kind, t in owner.random.tensors().items()]
+    pieces = [*contents.pieces(), *states, *numbers]
     return Snapshot(pieces, of_optimizers, copies, files(owner.module, owner.recipe), {**about(), **owner.layout()})
 
 
@@ -281,10 +284,11 @@ def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:
 
 
 def _draw_on(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str, ...]:
-    """Generators as they were; where they cannot be, others than at the start; the same whenever it is loaded."""
+    """Restores the random state. If the layout draws otherwise, seeds anew from seed, step, data rank and stage."""
     if rng:
-        set_generators(rng, owner.device)
+        owner.random.set_tensors(rng)
         return ()
-    seed, index = 0 if owner.recipe is None else owner.recipe.seed, owner.mesh.data_index(owner.rank)
-    torch.manual_seed(((seed * 1_000_003 + stored.manifest.step) * 1_000_003 + index + 1) % 2**63)
+    seed, rank = 0 if owner.recipe is None else owner.recipe.seed, owner.rank
+    stage = owner.mesh.coordinate(rank).get("pp", 0)
+    owner.random.start(seed * 1_000_003 + stored.manifest.step, owner.mesh.data_index(rank), stage)
     return ("random numbers (dropout) are not those of the run that was saved: its layout draws them otherwise",)

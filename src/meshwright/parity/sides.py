@@ -30,6 +30,7 @@ from meshwright.private import pytree, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
+from meshwright.run.randomness import seed_all
 from meshwright.run.step import called, rows_of, take_rows
 from meshwright.run.worker import report
 from meshwright.view.functions import FunctionMode
@@ -147,7 +148,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
 
 
 def _model(case: Case) -> tuple[nn.Module, int]:
-    torch.manual_seed(case.seed)
+    seed_all(case.seed)
     model = case.build()
     silenced = silence(model)
     replace_tensors(model, lambda t: cast(t, case.dtype, case.device))

@@ -31,6 +31,7 @@ from meshwright.run.init import Recorded, record
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.pipeline import Pipeline
+from meshwright.run.randomness import Generators
 from meshwright.run.recompute import recompute
 from meshwright.run.routing import Routed
 from meshwright.run.streams import Streams, collectives_within
@@ -67,15 +68,16 @@ def apply(
     if dtype is not None:
         cast(model, dtype)
     cut_parameters(model, recipe, groups)
-    recompute(model, recipe.recompute)
+    random = Generators(groups.device, model)
+    recompute(model, recipe.recompute, random)
     forwards = Forwards(model) if recipe.stages or recipe.branches or recipe.streams else None
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     ledger = Ledger()
-    branching = Branching(recipe, groups, ledger) if recipe.branches else None
+    branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
     view = _view(model, recipe, groups, ledger, branching)
-    # Data ranks draw different numbers; ranks of one tp group the same, which the view then takes slices of.
-    torch.manual_seed(recipe.seed * 1_000_003 + recipe.mesh.data_index(groups.rank) + 1)
+    # Ranks of one tp group draw the same numbers, which the view then takes slices of.
+    random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
     pipeline = None
     if forwards is not None:
@@ -85,8 +87,9 @@ def apply(
             forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
         )
     return Job(
-        model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, routed=routed, pipeline=pipeline
-    )
+        model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, random=random, routed=routed,
+        pipeline=pipeline,
+    )  # fmt: skip
 
 
 def _streams(recipe: Recipe, groups: Groups) -> Streams | None:

@@ -30,6 +30,7 @@ from meshwright.place import Coordinate
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
+from meshwright.run.randomness import Generators
 from meshwright.view.axis import Ledger, locally
 from meshwright.view.stage import Joined
 from meshwright.view.standing import PathError
@@ -102,9 +103,10 @@ class Branching:
 
     Args:
         ledger: where calls and bytes are counted, as ``fork`` and ``join``.
+        random: the generators of this rank.
     """
 
-    def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger) -> None:
+    def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger, random: Generators) -> None:
         self.recipe, self.groups, self.ledger, self.places = recipe, groups, ledger, recipe.places
         self.mine = self.places.of(groups.rank)
         self._lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
@@ -117,6 +119,7 @@ class Branching:
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
         self.rows = 0
         self._streams: dict[int, Any] = {}
+        self.random = random
 
     def _line(self, around: int) -> Line:
         group = self.groups.meshes[around]["tp"].get_group()
@@ -374,19 +377,19 @@ class Branching:
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
         """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""
-        trunk = _random_state(self.device)
+        trunk = self.random.state()
         known = self._streams.get(place)
         if isinstance(known, int):
-            _seed(known, self.device)
+            self.random.seed(known)
         elif known is not None:
-            _set_random_state(known, self.device)
+            self.random.set(known)
         self.running.append(place)
         try:
             yield
         finally:
             self.running.pop()
-            self._streams[place] = _random_state(self.device)
-            _set_random_state(trunk, self.device)
+            self._streams[place] = self.random.state()
+            self.random.set(trunk)
 
     def counts(self, places: Sequence[int]) -> bool:
         """Whether this rank's gradient of a parameter, by what is running, is counted in the sum over all its places."""
@@ -498,19 +501,3 @@ def _typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
             arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
         return aligned
     return piece.data.view(like.dtype).view(like.shape)  # (data: what is written to one is not written to all)
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed notes the stack, for devices that are not there yet
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -23,6 +23,7 @@ from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, Verdict, how_rows
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.pipeline import Pipeline
+from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_tensors
 from meshwright.run.step import (
@@ -77,6 +78,7 @@ class Job:
         steps: calls of ``step`` so far, the running one included.
         parts: of checkpoints that this rank has read or written so far, asynchronously too.
         waiting: how long this rank waits for others.
+        random: the generators of this rank.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Job:
         ledger: Ledger,
         loss: Loss,
         counter: LabelCounter | None,
+        random: Generators,
         routed: Routed | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
@@ -96,6 +99,7 @@ class Job:
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
         self._pipeline = pipeline
         self._own_sums = OwnSums(module, recipe, groups)
+        self.random, self._out_of_step = random, 0
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
         self._saving: Saving | None = None
@@ -122,6 +126,7 @@ class Job:
         return self._run(batch, backward=False)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
+        self._agree_on_random()
         batch = plain(batch)
         pieces = self._pieces(batch)
         before = versions(pieces.batches)
@@ -170,6 +175,7 @@ class Job:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, its tensors whole; with a pipeline, on the ranks of its last stage, and
         without gradients (None on other ranks)."""
+        self._agree_on_random()
         if self._pipeline is not None:
             self._sync(last=False)
             output = self._pipeline.output(args, kwargs)
@@ -338,6 +344,11 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
         found = [note(replace(self._verdict, kind=self.rows)), streams.note(self.recipe, self.groups.device)]
+        if self._out_of_step:
+            found.append(
+                "something draws random numbers on some ranks only (if rank == 0: torch.rand(1), say), seen before step "
+                f"{self._out_of_step}: ranks that run the same forward then took the random state of the first of them"
+            )
         return (*self.recipe.notes, *filter(None, found))
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -387,6 +398,15 @@ class Job:
         return whole_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
 
     # --- within -----------------------------------------------------------------------------------------------------
+
+    def _agree_on_random(self) -> None:
+        """Ranks that run the same forward draw the same numbers from here on."""
+        groups = self.groups
+        agreed = self.recipe.mesh.axis_size("tp") == 1 or self.random.agree(groups.tp, torch_too=True)
+        if self.recipe.mesh.axis_size("pp") > 1:
+            agreed &= self.random.agree(groups.pipeline, torch_too=False)
+        if not agreed and not self._out_of_step:
+            self._out_of_step = max(1, self.steps)
 
     def _on(self) -> AbstractContextManager[None]:
         """The view, for a forward and backward."""

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from meshwright.run.init.log import Log, Ref, copied, ref_of
 from meshwright.run.init.memory import address_of, bits_of
 from meshwright.run.init.recorder import Readers, Recorder
+from meshwright.run.randomness import seed_all
 
 __all__ = ["Recorded", "record"]
 
@@ -76,13 +77,13 @@ def record(
 ) -> Recorded:
     """Run `build` without memory for its parameters.
 
-    `seed` is given to `torch.manual_seed` first; None leaves the generator as it is. Afterwards it is where
-    plain `build()` would leave it. With `draw=False` random numbers of deferred tensors are not drawn: fast,
+    `seed` is given to `torch.manual_seed`, Python's and NumPy's `random` first; None leaves the generators as they are.
+    Afterwards they are where plain `build()` would leave them. With `draw=False` random numbers of deferred tensors are not drawn: fast,
     but then `value` raises, and buffers that come from them are right in shape only. Tensors of fewer than
     `small` elements are real while build runs, unless they come from deferred ones.
     """
     if seed is not None:
-        torch.manual_seed(seed)
+        seed_all(seed)
     recorder = Recorder(draw, small)
     with Readers(recorder), recorder:
         module = build()

@@ -1,0 +1,150 @@
+"""What a forward may leave on its modules: buffers, and attributes that are tensors, numbers or containers of these.
+
+Parameters, submodules and hooks are not part of it: these are the optimizer's, the layout's and FSDP2's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+_DEPTH = 4  # how far into containers and plain objects to look
+_Holder = MutableMapping[Any, Any] | MutableSequence[Any] | MutableSet[Any]
+
+
+class ModuleState:
+    """The state of a module and of the modules in it, as it is when this is made.
+
+    Tensors are copied, as a forward may write to them in place; tensors with a gradient are kept as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for holder in holders(module):
+            self._contents.append((holder, _content(holder)))
+            for value in _values(holder):
+                self._copy_within(value)
+
+    def _copy_within(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for item in value:
+                self._copy_within(item)
+        elif is_state(value) and not value.requires_grad and id(value) not in self._copies:
+            with torch.no_grad():
+                self._copies[id(value)] = value, value.detach().clone()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
+        now = [(holder, _content(holder)) for holder, _ in self._contents]
+        with torch.no_grad():
+            copies = {key: copy.clone() for key, (_, copy) in self._copies.items()}
+        for holder, content in self._contents:
+            _fill(holder, content, copies)
+        try:
+            yield
+        finally:
+            for holder, content in now:
+                _fill(holder, content, {})
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a tensor that a forward may leave on a module: no parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor))
+
+
+def holders(module: nn.Module) -> Iterator[_Holder]:
+    """Everything that holds state of a module and of the modules in it: dicts of attributes and buffers, containers."""
+    seen: set[int] = set()
+    for within in module.modules():
+        yield from _of_module(within, seen)
+
+
+def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    attributes = vars(module)
+    yield attributes
+    yield attributes["_buffers"]
+    for key, value in list(attributes.items()):
+        if type(value) not in _CONSTANT and key not in _INTERNAL:
+            yield from _within(value, seen, _DEPTH)
+
+
+def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
+    if type(value) in _CONSTANT or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
+        return
+    if isinstance(value, nn.Module):  # one that stands in a container, where torch does not find it
+        for module in value.modules():
+            yield from _of_module(module, seen)
+        return
+    items: Any = ()
+    if isinstance(value, tuple):
+        items = value
+    elif isinstance(value, (dict, list, set, deque)):
+        items = _values(value)
+        if any(isinstance(item, nn.Parameter) for item in items):
+            return  # as recurrent modules hold them: FSDP2 puts others in their place while they are gathered
+        yield value
+    elif hasattr(value, "__dict__") and not callable(value) and _of_the_model(type(value)):
+        items = list(vars(value).values())
+        yield vars(value)
+    seen.add(id(value))
+    for item in items:
+        yield from _within(item, seen, depth - 1)
+
+
+def _of_the_model(kind: type) -> bool:
+    """Whether objects of a class may be state of a model: not torch's, ours or Python's own, a logger say."""
+    package = kind.__module__.partition(".")[0]
+    return package not in ("torch", "meshwright") and (package == "types" or package not in sys.stdlib_module_names)
+
+
+def _values(holder: _Holder) -> list[Any]:
+    if isinstance(holder, MutableMapping):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        return [value for key, value in holder.items() if key not in internal]
+    return list(holder)
+
+
+def _content(holder: _Holder) -> Any:
+    return dict(holder) if isinstance(holder, MutableMapping) else list(holder)
+
+
+def _fill(holder: _Holder, content: Any, copies: dict[int, Tensor]) -> None:
+    """Puts a content back, with the copies of its tensors. Of a module's attributes, those that are state."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, tuple) and copies:
+            items = [own(item) for item in value]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return copies.get(id(value), value)
+
+    if isinstance(holder, MutableMapping):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        for key in [k for k in holder if k not in content and k not in internal]:
+            del holder[key]
+        for key, value in content.items():
+            if key not in internal:
+                holder[key] = own(value)
+    elif isinstance(holder, MutableSet):
+        holder.clear()
+        for value in content:
+            holder.add(value)
+    else:
+        holder.clear()
+        holder.extend(own(value) for value in content)

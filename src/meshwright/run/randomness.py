@@ -1,0 +1,255 @@
+"""The random state of a rank: every generator that a forward may draw from, as one thing.
+
+    generator                     starts from               alike on               differs between
+    torch's, of CPU and device    seed, data rank, stage    ranks of a tp group    data ranks, stages
+    Python's and NumPy's          seed, data rank           tp group and stages    data ranks
+    those that modules hold       what the model made       tp group and stages
+
+Ranks of a tp group run the same forward, so they must draw the same numbers. Stages run the same Python between module
+calls, so Python's and NumPy's numbers, which may decide what is called, are the same on all stages of a pipeline.
+
+Before each step the ranks compare their states. If something drew on some ranks only (``if rank == 0: torch.rand(1)``),
+all ranks of the group take the state of its first rank, and the job notes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+State = dict[str, Any]  # name of a generator → its state, as the generator itself gives and takes it
+TORCH = ("cpu", "cuda")
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's, Python's and, if NumPy is loaded, NumPy's generators."""
+    torch.manual_seed(seed)
+    _seed_host(seed)
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+class Generators:
+    """The generators that the forward of one rank may draw from.
+
+    Args:
+        device: the rank's device.
+        model: whose modules may hold generators of their own, as attributes.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
+        self.device = device
+        self._held = dict(_held(model)) if model is not None else {}
+        self._numpy = _NumPy()
+
+    def start(self, seed: int, data: int, stage: int) -> None:
+        """Seeds the generators of data rank ``data`` in the pipeline rank ``stage``."""
+        alike = seed * 1_000_003 + data + 1
+        self.seed(alike)
+        self._seed_torch(alike + stage * 1_000_000_007)
+
+    def seed(self, seed: int) -> None:
+        """Seeds every generator but those that modules hold."""
+        self._seed_torch(seed)
+        _seed_host(seed)
+
+    def _seed_torch(self, seed: int) -> None:
+        # Not torch.manual_seed: with a GPU that is not in use yet, each call of it keeps a record of the stack.
+        torch.default_generator.manual_seed(seed % 2**63)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed % 2**63)
+
+    def state(self) -> State:
+        """The state of every generator."""
+        found: State = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found["cuda"] = torch.cuda.get_rng_state(self.device)
+        return found | self.host()
+
+    def host(self) -> State:
+        """The state of every generator but torch's default ones."""
+        found: State = {"python": random.getstate()}
+        if "numpy" in sys.modules:
+            found["numpy"] = self._numpy.state()
+        return found | {name: _state(generator) for name, generator in self._held.items()}
+
+    def set(self, state: State) -> None:
+        """Puts the generators named in ``state`` where they were."""
+        for name, value in state.items():
+            if name == "cpu":
+                torch.set_rng_state(value)
+            elif name == "cuda":
+                torch.cuda.set_rng_state(value, self.device)
+            elif name == "python":
+                random.setstate(value)
+            elif name == "numpy":
+                self._numpy.set(value)
+            elif name in self._held:
+                _set_state(self._held[name], value)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """For the time of a block; after it the generators are where they were before."""
+        before = self.state()
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def agree(self, group: dist.ProcessGroup, *, torch_too: bool) -> bool:
+        """Whether the ranks of a group were in step; if not, all take the first rank's state. Collective over the group.
+
+        Args:
+            torch_too: compare torch's default generators as well.
+        """
+        state = self.state() if torch_too else self.host()
+        digest = _digest(state)
+        most = torch.tensor([digest, -digest], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        highest, lowest = most.tolist()
+        if highest == -lowest:
+            return True
+        holder = [state]
+        dist.broadcast_object_list(holder, group_src=0, group=group)
+        self.set(holder[0])
+        return False
+
+    # --- as tensors, for checkpoints ----------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of every generator as tensors, by name."""
+        state = self.state()
+        found = {name: state.pop(name) for name in TORCH if name in state}
+        _, words, gauss = state.pop("python")
+        found["python"] = torch.tensor(words, dtype=torch.int64)
+        if gauss is not None:
+            found["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+        if isinstance(state.get("numpy"), tuple):
+            _, keys, position, has_gauss, cached = state.pop("numpy")
+            found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+            found["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
+        for name, value in state.items():
+            text = json.dumps(value, default=lambda x: x.tolist()).encode()
+            found[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return found
+
+    def set_tensors(self, found: dict[str, Tensor]) -> None:
+        """Puts the generators where they were when ``tensors`` was called."""
+        gauss = found.get("python_gauss")
+        state: State = {"cpu": found["cpu"]}
+        state["python"] = (3, tuple(found["python"].tolist()), None if gauss is None else gauss.item())
+        if "cuda" in found and self.device.type == "cuda":
+            state["cuda"] = found["cuda"]
+        if "numpy_gauss" in found:
+            import numpy
+
+            *keys, position, has_gauss = found["numpy"].tolist()
+            words = numpy.array(keys, dtype=numpy.uint32)
+            state["numpy"] = ("MT19937", words, position, has_gauss, found["numpy_gauss"].item())
+        for name in self._held.keys() & found.keys():
+            state[name] = json.loads(bytes(found[name].tolist()))
+        self.set(state)
+
+
+class _NumPy:
+    """NumPy's default generator. NumPy takes 100 µs to give or take a state; most forwards draw nothing from it.
+
+    So the last state is remembered with the generator's bytes: its 624 words and its position. If these bytes are the
+    same, and no second normal number was waiting, nothing was drawn since.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, Any] | None = None
+
+    def state(self) -> Any:
+        words = self._words()
+        if not words:
+            return sys.modules["numpy"].random.get_state()
+        if self._known is None or self._known[0] != words or self._known[1][3]:
+            self._known = words, sys.modules["numpy"].random.get_state()
+        return self._known[1]
+
+    def set(self, state: Any) -> None:
+        if self.state() is not state:
+            sys.modules["numpy"].random.set_state(state)
+            self._known = self._words(), state
+
+    def _words(self) -> bytes:
+        """Bytes that move with each draw."""
+        bits = sys.modules["numpy"].random.get_bit_generator()
+        if type(bits).__name__ != "MT19937":  # another kind, which somebody put in its place
+            return b""
+        return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+
+
+# --- generators that modules hold -------------------------------------------------------------------------------------
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, generator) of each generator that is an attribute of a module, each once."""
+    numpy, seen = sys.modules.get("numpy"), set[int]()
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, kinds) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"held.{path}.{key}" if path else f"held.{key}", value
+
+
+def _state(generator: Any) -> Any:
+    """Lists, numbers and text: what JSON can hold."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return generator.get_state(legacy=False) if bits is None else bits.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif (bits := getattr(generator, "bit_generator", None)) is not None:
+        bits.state = state
+    else:
+        generator.set_state(state)
+
+
+def _digest(state: State) -> int:
+    """A number below 2**32 that differs, all but surely, between states that differ."""
+    found = 0
+    for name in sorted(state):
+        for part in _parts(state[name]):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def _parts(value: Any) -> Iterable[bytes]:
+    if isinstance(value, Tensor):
+        return [value.numpy().tobytes()]
+    if hasattr(value, "tobytes"):
+        return [value.tobytes()]
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple):  # Python's: 625 numbers
+        return [repr((hash(value[1]), value[2])).encode()]
+    if isinstance(value, tuple):
+        return [part for v in value for part in _parts(v)]
+    return [repr(value).encode()]

@@ -1,0 +1,106 @@
+"""Every generator that a forward draws from: alike where ranks run the same forward, and as on one device."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshwright as mw
+from meshwright.run.randomness import Generators, seed_all
+from meshwright.run.workers import LocalWorkers
+
+
+class Drawing(nn.Module):
+    """Python's numbers choose the block, NumPy's scale it, a generator of its own shifts it, torch's drop some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3))
+        self.scales = random.sample(range(1, 9), 3)  # the model itself depends on Python's numbers
+        self.own = np.random.default_rng()  # not seeded: another on each rank, until the ranks agree
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            chosen = random.randrange(3)
+            x = x + self.scales[chosen] * np.random.rand() * nn.functional.dropout(self.blocks[chosen](x), 0.3)
+        return (x + self.own.random() + torch.rand(())).pow(2).mean()
+
+
+def rows(count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def drawing(folder: str) -> dict[str, object]:
+    """What a tp group of this rank draws, in several ways."""
+    random.seed(dist.get_rank()), np.random.seed(dist.get_rank())  # as processes of their own start
+    job = mw.parallelize(Drawing, "tp=2", batch=rows(), dtype=torch.float64)
+    found: dict[str, object] = {"scales": job.module.scales}
+    found["first steps"] = [job.step(rows()).item() for _ in range(2)]
+    if job.rank == 0:  # as a person's logging might
+        torch.rand(1), random.random(), np.random.rand()
+    found["noted before"] = [note for note in job.notes if "some ranks only" in note]
+    found["after draws on one rank"] = [job.step(rows()).item() for _ in range(2)]
+    found["noted"] = [note for note in job.notes if "some ranks only" in note]
+    job.save(folder, step=4)
+    found["went on"] = [job.step(rows()).item() for _ in range(2)]
+    again = mw.parallelize(Drawing, "tp=2", batch=rows(), dtype=torch.float64)
+    again.load(folder)
+    found["resumed"] = [again.step(rows()).item() for _ in range(2)]
+    seed_all(11)
+    again.module.own.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    found["seeded"] = again.step(rows()).item()
+    return found
+
+
+def test_ranks_of_a_tp_group_draw_alike_from_every_generator(workers: LocalWorkers, tmp_path: object) -> None:
+    first, second = workers.run(drawing, str(tmp_path), ranks=2)
+    assert first == second
+    assert not first["noted before"] or "before step 1" in first["noted before"][0]  # the generator that was not seeded
+    assert first["noted"]
+    assert first["went on"] == first["resumed"]
+    seed_all(0)
+    model = Drawing().double()
+    assert model.scales == first["scales"]
+    seed_all(11)
+    model.own = np.random.default_rng(5)
+    assert first["seeded"] == pytest.approx(model(rows()).item(), rel=1e-12)
+
+
+def test_data_ranks_differ_in_all_and_stages_in_torch_s_numbers_alone() -> None:
+    found = {}
+    for data in range(2):
+        for stage in range(2):
+            Generators(torch.device("cpu")).start(3, data, stage)
+            found[data, stage] = float(torch.rand(())), random.random(), np.random.rand()
+    assert len({torchs for torchs, _, _ in found.values()}) == 4
+    assert found[0, 0][1:] == found[0, 1][1:] != found[1, 0][1:] == found[1, 1][1:]
+    assert found[0, 0][2] != found[1, 0][2]
+
+
+def test_states_come_back_as_they_were_through_tensors() -> None:
+    module = nn.Module()
+    module.own, module.old, module.python = np.random.default_rng(1), np.random.RandomState(2), random.Random(3)
+    module.torchs = torch.Generator().manual_seed(4)
+    generators = Generators(torch.device("cpu"), module)
+
+    def draw() -> list[float]:
+        own = [module.own.normal(), module.old.randn(), module.python.gauss(0, 1)]
+        return [*own, float(torch.rand((), generator=module.torchs)), float(torch.rand(())), random.gauss(0, 1), np.random.randn()]
+
+    for before in range(3):  # also where a second normal number is waiting
+        for _ in range(before):
+            draw()
+        kept, state = generators.tensors(), generators.state()
+        expected = draw()
+        generators.set_tensors(kept)
+        assert draw() == expected
+        generators.set(state)
+        assert draw() == expected
+        with generators.kept():
+            draw()
+        generators.set(state)
