@@ -90,7 +90,13 @@ def test_states_come_back_as_they_were_through_tensors() -> None:
 
     def draw() -> list[float]:
         own = [module.own.normal(), module.old.randn(), module.python.gauss(0, 1)]
-        return [*own, float(torch.rand((), generator=module.torchs)), float(torch.rand(())), random.gauss(0, 1), np.random.randn()]
+        return [
+            *own,
+            float(torch.rand((), generator=module.torchs)),
+            float(torch.rand(())),
+            random.gauss(0, 1),
+            np.random.randn(),
+        ]
 
     for before in range(3):  # also where a second normal number is waiting
         for _ in range(before):

@@ -121,7 +121,9 @@ def test_what_a_forward_changes_is_changed_once_and_read_as_the_first_time(layou
     build, plan = LAYOUTS[layout]
     found, expected = workers.run(trained, build, plan, ranks=2)[0], by_hand(build)
     for key in found:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 class Later(nn.Module):

@@ -22,10 +22,11 @@ from meshwright.run.counts import LabelCounter, Shares
 from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
+from meshwright.run.modulestate import ModuleState, make_whole
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed
-from meshwright.run.state import whole_tensors
+from meshwright.run.state import whole_buffers, whole_tensors
 from meshwright.run.step import (
     BACKWARD,
     Pieces,
@@ -142,6 +143,7 @@ class Job:
             self._reshard()
         if pieces.gathered is not None:
             write_back(pieces.batches[0], before, batch, pieces.gathered)
+        self._settle_modules()
         return self._summed(losses)
 
     def _losses(self, pieces: Pieces, *, backward: bool) -> list[Tensor]:
@@ -179,10 +181,12 @@ class Job:
         if self._pipeline is not None:
             self._sync(last=False)
             output = self._pipeline.output(args, kwargs)
+            self._settle_modules()
             self._reshard()
             return output
         with self._on():
             output = map_tensors(whole, self.module(*args, **kwargs))
+        self._settle_modules()
         if not torch.is_grad_enabled():
             self._reshard()
         return output
@@ -378,15 +382,7 @@ class Job:
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Each buffer in turn, as the rank has it whose forward changes it: on rank 0; None elsewhere."""
-        for name, buffer in self.module.named_buffers():
-            owner = self.recipe.buffer_owner(name)
-            value = buffer.detach().contiguous()
-            if owner != 0 and self.groups.rank == owner:
-                dist.send(value, dst=0)
-            elif owner != 0 and self.groups.rank == 0:
-                value = torch.empty_like(value)
-                dist.recv(value, src=owner)
-            yield name, value.to("cpu", copy=True) if self.groups.rank == 0 else None
+        return whole_buffers(self.module, self.recipe, self.groups)
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""
@@ -398,6 +394,11 @@ class Job:
         return whole_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
 
     # --- within -----------------------------------------------------------------------------------------------------
+
+    def _settle_modules(self) -> None:
+        """What forwards left on modules is whole, as on one device."""
+        if self._view is not None:
+            make_whole(self.module)
 
     def _agree_on_random(self) -> None:
         """Ranks that run the same forward draw the same numbers from here on."""
@@ -455,7 +456,11 @@ class Job:
                     self._pipeline.program(piece, called, self._loss)
             found = []
             for piece, share in zip(pieces, shares, strict=True):
-                with trial(), nullcontext() if self._pipeline is None else self._pipeline.trying():
+                with (
+                    ModuleState(self.module).restored(),  # also what plain objects on modules hold
+                    trial(),
+                    nullcontext() if self._pipeline is None else self._pipeline.trying(),
+                ):
                     try:
                         found.append(self._loss_alone(piece, share))
                     finally:

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.view.tensor import View
+from meshwright.view.work import whole
+
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 _DEPTH = 4  # how far into containers and plain objects to look
@@ -57,6 +60,27 @@ class ModuleState:
         finally:
             for holder, content in now:
                 _fill(holder, content, {})
+
+
+def make_whole(module: nn.Module) -> None:
+    """What a forward left on modules as a View becomes a plain tensor, whole on every rank: a buffer that it assigned, a
+    list of statistics. Whoever reads it later, on one rank alone perhaps, then finds what one device has. Collective over
+    the ranks that ran the forward."""
+    for holder in holders(module):
+        if any(map(_has_view, _values(holder))):
+            if isinstance(holder, MutableMapping):
+                internal = _INTERNAL if "_parameters" in holder else ()
+                holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
+            elif isinstance(holder, MutableSequence):
+                holder[:] = [_whole(v) for v in holder]
+
+
+def _has_view(value: Any) -> bool:
+    return isinstance(value, View) or (type(value) is tuple and any(map(_has_view, value)))
+
+
+def _whole(value: Any) -> Any:
+    return tuple(map(_whole, value)) if type(value) is tuple else whole(value)
 
 
 def is_state(value: Any) -> bool:

@@ -44,7 +44,6 @@ class Recomputed:
         # The arguments are kept by the run: of its own, ``checkpoint`` takes none that the forward writes to.
         return checkpoint(_Run(self, args, kwargs), use_reentrant=False, preserve_rng_state=False)
 
-
     def error(self, why: str) -> RuntimeError:
         fix = f"modules: {{{self.name}: {{recompute: none}}}}" if self.name else "recompute: none"
         return RuntimeError(

@@ -24,7 +24,7 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     if groups.rank == 0:
         whole = torch.empty(line.shape, dtype=local.dtype)
         for rank in holders:
-            shape = [sum(stop - start for start, stop in ranges) for ranges in slices[rank]]
+            shape = _held_shape(line, recipe, rank)
             piece = local if rank == groups.rank else torch.empty(shape, dtype=local.dtype, device=groups.device)
             if rank != groups.rank and piece.numel():
                 dist.recv(piece, src=rank)
@@ -36,6 +36,10 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     return None
 
 
+def _held_shape(line: ParameterRecipe, recipe: Recipe, rank: int) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in recipe.held(line, rank))
+
+
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
     """The first rank of each set that holds the same slice."""
     first: dict[Any, int] = {}
@@ -43,6 +47,48 @@ def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
         if recipe.holds(line, rank):
             first.setdefault(recipe.held(line, rank), rank)
     return sorted(first.values())
+
+
+def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, value on rank 0's CPU) of every buffer, as the rank has it whose forward changes it. Collective.
+
+    A forward may put a buffer of another shape or type in a buffer's place, or register one: its owner tells which.
+    """
+    own = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
+    facts = {name: (tuple(b.shape), b.dtype) for name, b in own.items()}
+    told: list[dict[str, Any]] = [facts]
+    if dist.get_world_size() > 1:
+        told = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, facts)
+    owners = {name: rank for rank, names in enumerate(told) for name in names}
+    order = [name for name, _ in model.named_buffers() if name in owners]
+    if dist.get_world_size() > 1:
+        holder = [order]
+        dist.broadcast_object_list(holder, src=0)
+        order = holder[0]
+    for name in dict.fromkeys([*order, *owners]):
+        owner = owners[name]
+        value = None
+        if groups.rank == 0:
+            value = (
+                own[name].detach().to("cpu", copy=True) if owner == 0 else _received(*told[owner][name], owner, groups)
+            )
+        elif groups.rank == owner and own[name].numel():
+            dist.send(_as_bytes(own[name]), dst=0)
+        yield name, value
+
+
+def _received(shape: tuple[int, ...], dtype: torch.dtype, source: int, groups: Groups) -> Tensor:
+    """A tensor of this shape and type from another rank, on CPU."""
+    value = torch.empty(shape, dtype=dtype, device=groups.device)
+    if value.numel():
+        dist.recv(_as_bytes(value), src=source)
+    return value.cpu()
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    """A tensor's elements as bytes, which every backend carries; a contiguous one's own memory."""
+    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def whole_tensors(
@@ -55,9 +101,16 @@ def whole_tensors(
     named = dict(model.named_parameters(remove_duplicate=False))
     for line in recipe.parameters:
         picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
-        present = torch.tensor([0 if picked is None else 1], device=groups.device)
-        dist.all_reduce(present, dist.ReduceOp.MAX)
-        if not present.item():
+        # A tensor of another shape than is held would be more, or less, than its receiver takes, which ends a process.
+        strange = picked is not None and tuple(local_tensor(picked).shape) != _held_shape(line, recipe, groups.rank)
+        flags = torch.tensor([picked is not None, (groups.rank + 1) * strange], device=groups.device).int()
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        present, strange_rank = flags.tolist()
+        if strange_rank:
+            raise RuntimeError(
+                f"{line.name}: rank {strange_rank - 1} has a tensor of another shape than its share of it"
+            )
+        if not present:
             yield line, None
             continue
         local = local_tensor(named[line.name] if picked is None else picked).detach()

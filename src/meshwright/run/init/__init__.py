@@ -78,9 +78,9 @@ def record(
     """Run `build` without memory for its parameters.
 
     `seed` is given to `torch.manual_seed`, Python's and NumPy's `random` first; None leaves the generators as they are.
-    Afterwards they are where plain `build()` would leave them. With `draw=False` random numbers of deferred tensors are not drawn: fast,
-    but then `value` raises, and buffers that come from them are right in shape only. Tensors of fewer than
-    `small` elements are real while build runs, unless they come from deferred ones.
+    Afterwards they are where plain `build()` would leave them. With `draw=False` random numbers of deferred tensors are
+    not drawn: fast, but then `value` raises, and buffers that come from them are right in shape only. Tensors of fewer
+    than `small` elements are real while build runs, unless they come from deferred ones.
     """
     if seed is not None:
         seed_all(seed)
