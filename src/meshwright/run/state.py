@@ -56,7 +56,7 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
     """
     own = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
     facts = {name: (tuple(b.shape), b.dtype) for name, b in own.items()}
-    told: list[dict[str, Any]] = [facts]
+    told: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
     if dist.get_world_size() > 1:
         told = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(told, facts)
@@ -69,10 +69,11 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
     for name in dict.fromkeys([*order, *owners]):
         owner = owners[name]
         value = None
-        if groups.rank == 0:
-            value = (
-                own[name].detach().to("cpu", copy=True) if owner == 0 else _received(*told[owner][name], owner, groups)
-            )
+        if groups.rank == 0 and owner == 0:
+            value = own[name].detach().to("cpu", copy=True)
+        elif groups.rank == 0:
+            shape, dtype = told[owner][name]
+            value = _received(shape, dtype, owner, groups)
         elif groups.rank == owner and own[name].numel():
             dist.send(_as_bytes(own[name]), dst=0)
         yield name, value
