@@ -73,7 +73,7 @@ class Builder:
         return self.draw.randint(1, of) == 1
 
     def size(self) -> int:
-        return self.draw.choice([6, 8, 4, 3, 12, 5])
+        return self.draw.choice([6, 8, 4, 3, 12, 5, 2])
 
     def get(self, name: str) -> Tensor:
         return eval(name, self.namespace)
@@ -135,7 +135,7 @@ class Builder:
         statement = Statement(None, text, of)
         self._run(statement)
         self.body.append(statement)
-        if of and self.shares(self.get(of[0]), self.inputs.values()):
+        if of and isinstance(self.get(of[0]), Tensor) and self.shares(self.get(of[0]), self.inputs.values()):
             self.kinds.add("input writes")
 
     def other(self, text: str, *of: str) -> str:
@@ -499,8 +499,9 @@ def positions(b: Builder) -> None:
 
 @operation("ties", 2)
 def tied(b: Builder) -> None:
-    tables = [m for m in b.members if m.text.startswith(f"self.{m.name} = nn.Embedding({VOCABULARY},")]
-    table = b.pick(tables)
+    if not any(f"nn.Embedding({VOCABULARY}," in m.text for m in b.members):
+        embedding(b)
+    table = b.pick(m for m in b.members if f"nn.Embedding({VOCABULARY}," in m.text)
     weight = b.get(f"self.{table.name}.weight")
     x = b.value(lambda t: t.dim() >= 2 and t.shape[-1] == weight.shape[1])
     if b.chance():
@@ -759,6 +760,35 @@ def repeated_blocks(b: Builder) -> None:
     b.body.append(loop)
 
 
+@operation("lists", 2)
+def listed(b: Builder) -> None:
+    """Values in a Python list, among them what each of several blocks gives."""
+    x = b.value(long)
+    b.get(x)
+    values = b.other("[{0}]", x)
+    if b.chance() and "blocks" in b.allowed:
+        name = b.member("blocks", f"nn.ModuleList({block(b, x)}() for _ in range(2))")
+        loop = Statement(
+            None, f"for block in self.{name}:", (), (Statement(None, f"{values}.append(block({values}[-1]))"),)
+        )
+        b._run(loop)
+        b.body.append(loop)
+    else:
+        b.do("{0}.append({1})", values, b.value(lambda t: t.shape == b.get(x).shape))
+    b.new(b.pick(["sum({0})", "torch.stack({0}).mean(0)", "torch.cat({0}, -1)", "{0}[-1] - {0}[0]"]), values)
+
+
+@operation("stashes", 2)
+def stashed(b: Builder) -> None:
+    """A value that the module keeps until something later takes it."""
+    x = b.value(whole)
+    name = f"kept{len(b.members)}"
+    b.do(f"self.{name} = {{0}}", x)
+    for _ in range(b.draw.randint(0, 2)):
+        b.step()
+    b.new(f"{{0}} + self.{name}", b.value(lambda t: t.shape == b.get(x).shape))
+
+
 @operation("towers", 2)
 def towers(b: Builder) -> None:
     """Two submodules of one value, and their sum: what branches are made of."""
@@ -797,29 +827,49 @@ def type_seen(b: Builder) -> None:
 # --- losses -------------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(b: Builder) -> str:
+_LOGITS = "{0}.flatten(0, 1), labels.flatten()"
+CROSS_ENTROPIES = [f"F.cross_entropy({_LOGITS})", "F.cross_entropy({0}.transpose(1, 2), labels)",
+                   "F.cross_entropy({0}[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
+                   "F.nll_loss({0}.log_softmax(-1).flatten(0, 1), labels.flatten())", f"F.cross_entropy({_LOGITS}, label_smoothing=0.1)",
+                   "F.cross_entropy({0}.flatten(0, 1), ids.flatten(), ignore_index=3)",
+                   f"F.cross_entropy({_LOGITS}, weight=torch.linspace(0.5, 2, {{0}}.shape[-1]).to({{0}}.dtype))"]  # fmt: skip
+SUMS = [f"F.cross_entropy({_LOGITS}, reduction='sum') * 0.1"]
+MASKED = ["({0}.square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum()",
+          "({0}.square().sum(-1) * (ids > 2)).sum() / (ids > 2).sum().clamp(min=1)", "{0}.square().mean(-1)[labels >= 0].mean()",
+          "{0}.square().mean(-1).masked_select(labels >= 0).mean()", "({0}.tanh() * (labels >= 0)[..., None]).sum() / ((labels >= 0).sum() + 1)"]  # fmt: skip
+MASKED_ENTROPIES = [f"F.cross_entropy({_LOGITS}, reduction='none').sum() / (labels >= 0).sum()",
+                    f"F.cross_entropy({_LOGITS}, reduction='sum') / (labels != -100).sum()"]  # fmt: skip
+MEANS = ["{0}.square().mean()", "{0}.tanh().mean()", "F.mse_loss({0}, torch.zeros_like({0}))", "F.smooth_l1_loss({0}, torch.ones_like({0}))",
+         "{0}.sigmoid().mean(0).mean()", "F.binary_cross_entropy_with_logits({0}, torch.full_like({0}, 0.3))", "F.l1_loss({0}, {0}.detach() * 0.5)",
+         "-{0}.log_softmax(-1).mean()", "F.kl_div({0}.log_softmax(-1), torch.full_like({0}, 0.2), reduction='batchmean')"]  # fmt: skip
+
+
+def logits(b: Builder) -> str:
     x = b.value(lambda t: t.dim() == 3 and t.shape[1] == b.inputs["labels"].shape[1])
     width = b.get(x).shape[-1]
-    if width < VOCABULARY:
-        x = b.new("self.%s({0})" % b.member("head", f"nn.Linear({width}, {VOCABULARY}, bias=False)"), x)
-    return b.new(b.pick(["F.cross_entropy({0}.flatten(0, 1), labels.flatten())", "F.cross_entropy({0}.transpose(1, 2), labels)",
-                         "F.cross_entropy({0}[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
-                         "F.nll_loss({0}.log_softmax(-1).flatten(0, 1), labels.flatten())"]), x, plain=True)  # fmt: skip
+    if width >= VOCABULARY:
+        return x
+    return b.new("self.%s({0})" % b.member("head", f"nn.Linear({width}, {VOCABULARY}, bias=False)"), x)
+
+
+def cross_entropy(b: Builder) -> str:
+    return b.new(b.pick(CROSS_ENTROPIES), logits(b), plain=True)
 
 
 def masked_mean(b: Builder) -> str:
+    if b.chance(3):
+        return b.new(b.pick(MASKED_ENTROPIES), logits(b), plain=True)
     x = b.value(lambda t: t.dim() == 3 and t.shape[1] == b.inputs["labels"].shape[1])
-    return b.new(b.pick(["({0}.square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum()",
-                         "({0}.square().sum(-1) * (ids > 2)).sum() / (ids > 2).sum().clamp(min=1)",
-                         "{0}.square().mean(-1)[labels >= 0].mean()"]), x, plain=True)  # fmt: skip
+    return b.new(b.pick(MASKED), x, plain=True)
 
 
 def mean(b: Builder) -> str:
-    return b.new(b.pick(["{0}.square().mean()", "{0}.tanh().mean()", "F.mse_loss({0}, torch.zeros_like({0}))", "F.smooth_l1_loss({0}, torch.ones_like({0}))",
-                         "{0}.sigmoid().mean(0).mean()"]), b.value(), plain=True)  # fmt: skip
+    return b.new(b.pick(MEANS), b.value(), plain=True)
 
 
 def total(b: Builder) -> str:
+    if b.chance(3):
+        return b.new(b.pick(SUMS), logits(b), plain=True)
     return b.new("{0}.square().sum() * 0.05", b.value(), plain=True)
 
 

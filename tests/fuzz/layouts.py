@@ -99,19 +99,21 @@ _PIPELINE = {
     "counter dropout": "its counter is such a buffer",
     "unused": "which parameters are used follows from values of the batch: a mask on meta",
     "coupled": "normalised values in a stage of their own",
+    "checkpoint": "a cut within a checkpointed block: what is computed again is on meta",
+    "lists": "a list that a skipped call appends to",
+    "stashes": "not tried yet",
     "alias": "a cut between a slice and a write to it",
 }
 LEFT_OUT: dict[str, dict[str, str]] = {
     "*": {
         "input writes": "the trial of rows, planning and microbatches change the sample itself",
         "assigned buffers": "a buffer that is assigned from a cut value becomes a View",
-        "accumulate": "gradients of an earlier backward are reduced again",
         "recompute": "buffers are updated twice, once by each forward",
         "microbatches": "buffers are updated once for each, and a masked mean may be taken for a mean",
         "reentrant": "raises for a cut value",
         "data writes": "a write to .data leaves a stale whole value",
         "half": "types of decomposed functions",
-        "masked mean": "rows are taken for uncoupled if the halves of the trial happen to have equally many",
+        "masked mean": "rows are taken for uncoupled if the halves of the first batch happen to have equally many",
         "loose ends": "under FSDP None on one device is zeros",
     },
     **{layout: _PIPELINE for layout in LAYOUTS if "pp" in LAYOUTS[layout]["mesh"]},
