@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -435,3 +436,73 @@ class Sorting(Small):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         return Output(F.mse_loss(self.down(torch.sort(self.up(x), -1).values), y))
+
+
+# --- what training does -----------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A buffer that is other than one device's after the second step only, and right again after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.seen.fill_(float(ranks) if self.calls == 3 else 1.0)
+        return {"loss": self.linear(x).square().mean()}
+
+
+class Doubling(nn.Module):
+    """The loss is right, and the gradient of the second step's second backward twice what it is on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        loss = self.linear(x).square().mean()
+        wrong = self.calls == 3 and dist.get_world_size() > 1
+        return {"loss": 2 * loss - loss.detach() if wrong else loss}
+
+
+class NoEval(nn.Module):
+    """Draws random numbers that matter, and has no eval mode; raises where its dropout is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop_rate = nn.Linear(8, 4), 0.5
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if not self.training or not self.drop_rate:
+            raise RuntimeError("no clusters yet")
+        return {"loss": self.linear(x * torch.rand(8, dtype=x.dtype)).square().mean()}
+
+
+def fresh_batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
+
+
+def test_buffers_are_judged_after_every_step(workers: LocalWorkers) -> None:
+    report = mw.check(Counting, fresh_batch(), "tp=2", workers=workers)
+    assert not report and report.errors is not None
+    assert report.errors["buffers"]["seen"] == pytest.approx(1.0)
+    assert report.words["buffers", "seen"].startswith("after step 2")
+
+
+def test_gradients_that_add_up_are_judged(workers: LocalWorkers) -> None:
+    report = mw.check(Doubling, fresh_batch(), "tp=2", workers=workers, steps=2)
+    assert not report and report.errors is not None
+    assert max(report.errors["gradients"].values()) < 1e-9 < max(report.errors["parameters"].values())
+
+
+def test_what_is_switched_off_is_on_again_where_one_device_cannot_do_without(workers: LocalWorkers) -> None:
+    report = mw.check(NoEval, fresh_batch(), "tp=2", workers=workers)
+    assert report, report
+    assert any("compared with dropout" in note for note in report.notes)
+    assert any("not compared in eval mode" in note for note in report.notes)

@@ -31,6 +31,7 @@ from meshwright.parity.compare import KINDS, compare
 from meshwright.parity.report import Report
 from meshwright.parity.sides import Case, Outcome, Reference, digest, distributed, reference
 from meshwright.plan import Plan, PlanLike
+from meshwright.run.batch import plain
 from meshwright.run.job import Loss, output_loss
 from meshwright.run.parcel import MainReachedWorkers, main_is_loading, pack
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers
@@ -57,7 +58,8 @@ def check(
 
     One worker runs ``build()`` in plain PyTorch; then the workers run the job, each data rank on its rows of ``batch``.
     Parameters are perturbed first, alike on both sides, and dropout is off. Each step clips gradients to a global norm
-    of 1 and takes a step of SGD with momentum. In float64, both sides run under a mode that makes casts to float32
+    of 1 and takes a step of SGD with momentum; one step has two forwards and backwards, whose gradients add up. Random
+    numbers are seeded once, at the start, as in training. In float64, both sides run under a mode that makes casts to float32
     casts to float64; it computes nothing.
 
     Args:
@@ -81,7 +83,7 @@ def check(
     """
     if main_is_loading():  # in a worker, which runs the caller's script for its functions alone
         raise MainReachedWorkers
-    started, plan = time.monotonic(), Plan.parse(plan)
+    started, plan, batch = time.monotonic(), Plan.parse(plan), plain(batch)
     case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed)
     _refuse(case, plan, workers)
     with ExitStack() as stack:

@@ -3,7 +3,7 @@
     loss         max over steps   |l − l'| / max(1, |l'|)
     gradients    max|g − g'| / max over all parameters of |g'|         some are zero but for rounding
     parameters   max|p − p'| / max over all parameters of |p' − start|
-    buffers      max|b − b'| / max(1, max|b'|)                         of every rank, the worst
+    buffers      max|b − b'| / max(1, max|b'|)                         after every step, of every rank, the worst
 
 A value that is not a number, or is missing on one side, is an error without bound.
 """
@@ -52,10 +52,16 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
         loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
         gradients=_errors("gradients", job.gradients, one.gradients, _size(one.gradients.values()) or 1.0, words),
         parameters=_errors("parameters", job.parameters, one.parameters, _size(moved) or 1.0, words),
-        buffers=_errors("buffers", job.buffers, one.buffers, None, words),
+        buffers=_errors("buffers", job.buffers[0], one.buffers[0], None, words),
     )
-    for rank, buffers in sorted(outcome.buffers.items()):
-        _worse_elsewhere(rank, buffers, one.buffers, errors["buffers"], words)
+    for step, (found, wanted) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
+        _worse(f"after step {step}", found, wanted, errors["buffers"], words)
+    for rank, found in sorted(outcome.buffers.items()):
+        wanted = {n: one.buffers[-1][n] for n in found if n in one.buffers[-1]}
+        _worse(f"on rank {rank}", found, wanted, errors["buffers"], words)
+    if (names := list(job.buffers[-1])) != list(one.buffers[-1]) and names:
+        errors["buffers"][names[0]] = inf
+        words["buffers", names[0]] = f"in another order: {', '.join(names[:8])}"
     return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
 
 
@@ -84,19 +90,19 @@ def _errors(
     return errors
 
 
-def _worse_elsewhere(
-    rank: int,
+def _worse(
+    when: str,
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     errors: dict[str, float],
     words: dict[tuple[str, str], str],
 ) -> None:
-    """Puts in a rank's errors where they are above those of the ranks before it, and says whose they are."""
+    """Puts in errors of buffers that are above those known before, and says of which rank or step they are."""
     said: dict[tuple[str, str], str] = {}
-    for name, error in _errors("buffers", found, {n: wanted[n] for n in found if n in wanted}, None, said).items():
+    for name, error in _errors("buffers", found, wanted, None, said).items():
         if not error <= errors.get(name, 0.0):
             errors[name] = error
-            words["buffers", name] = ", ".join(filter(None, [f"on rank {rank}", said.get(("buffers", name))]))
+            words["buffers", name] = ", ".join(filter(None, [when, said.get(("buffers", name))]))
 
 
 def _error(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
@@ -142,7 +148,10 @@ def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: fl
     if wrong:
         hints.append(_gradient_hint(wrong, one, outcome, tolerance, loss_is_right=not first))
     elif not first and any(not error <= tolerance for error in errors["parameters"].values()):
-        hints.append("every gradient is right, the update is not: clipping by another norm, or the optimizer's state")
+        hints.append(
+            "the first backward's gradients are right, the update is not: gradients of two backwards that add up otherwise, "
+            "clipping by another norm, a later step's forward, or the optimizer's state"
+        )
     if first and mesh.data_size > 1:
         hints.append(
             f"the loss differs under {mesh.data_size} data ranks: a mean over rows or labels divided unevenly, "

@@ -2,6 +2,7 @@
 
     one device   build ─ dropout off ─ cast ─ perturb ─┐
                                                        ├─ steps × (forward, backward, clip to 1, SGD) ─► Facts
+                                                       │  one step has two forwards and backwards
     the job      parallelize(build, dropout off, ...) ─┘
 
 The reference is plain PyTorch. Nothing of the package runs in its forward or backward, but for a mode that makes casts
@@ -14,7 +15,7 @@ import copy
 import hashlib
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 from meshwright.api import parallelize
 from meshwright.place import bounds
 from meshwright.plan import Plan
-from meshwright.private import pytree, replace_tensors
+from meshwright.private import replace_tensors
 from meshwright.recipe import Recipe
+from meshwright.run.batch import copied, mapped
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.randomness import seed_all
@@ -52,16 +54,17 @@ class Case:
     seed: int
     device: str = "cpu"
     training: bool = True  # False: the model is put in eval mode
+    dropout: bool = False  # whether the model keeps its dropout
 
 
 @dataclass(frozen=True)
 class Facts:
     """What a side found: whole tensors on CPU, by the model's own names, tied ones by their first."""
 
-    losses: tuple[float, ...]
-    gradients: dict[str, Tensor | None]  # of the first step, before clipping
+    losses: tuple[float, ...]  # of every forward
+    gradients: dict[str, Tensor | None]  # of the first backward, before clipping
     parameters: dict[str, Tensor]  # after the last step
-    buffers: dict[str, Tensor]
+    buffers: tuple[dict[str, Tensor], ...]  # after each step
 
 
 @dataclass(frozen=True)
@@ -91,33 +94,51 @@ class Outcome:
 
 
 def reference(case: Case, *, narrow: bool) -> Reference:
-    """One device's side; in float32 where it raises in float64 and ``narrow`` allows that."""
-    try:
-        return _steady(case)
-    except Exception as error:
-        if not narrow or case.dtype is torch.float32:
-            raise
-        why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    found = _steady(replace(case, dtype=torch.float32))
-    note = f"compared in float32: on one device the model raises in float64 ({why})"
-    return replace(found, notes=(note, *found.notes))
+    """One device's side, as near to the case as it can be run there: in float32 where it raises in float64 and ``narrow``
+    allows that, with its dropout where it raises without."""
+    in_float32 = [replace(case, dtype=torch.float32)] if narrow and case.dtype is not torch.float32 else []
+    tries = [case, *in_float32, replace(case, dropout=True)]
+    errors: list[Exception] = []
+    for tried in tries:
+        try:
+            found = _steady(tried)
+        except Exception as error:
+            errors.append(error)
+            continue
+        return replace(found, notes=(*_as_tried(case, tried, errors), *found.notes))
+    raise errors[0]
+
+
+def _as_tried(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]:
+    why = f"({type(errors[0]).__name__}: {errors[0]})".split("\n", 1)[0] if errors else ""
+    if tried.dtype is not case.dtype:
+        return [f"compared in float32: on one device the model raises in float64 {why}"]
+    return [f"compared with dropout: on one device the model raises without {why}"] if tried.dropout else []
 
 
 def _steady(case: Case) -> Reference:
-    """The reference; in eval mode where the model draws random numbers that matter, dropout being off."""
+    """The reference; in eval mode where the model draws random numbers that matter, dropout being off, if it runs so."""
     found, draws = _one_device(case)
-    if draws and case.training and _probe(case, 1) != _probe(case, 2):
-        note = "the model draws random numbers in its forward, besides dropout: compared in eval mode"
-        case = replace(case, training=False)
-        found, draws = _one_device(case)
-        found = replace(found, notes=(*found.notes, note))
-    if draws and _probe(case, 1) != _probe(case, 2):
-        note = (
-            "the model draws random numbers in its forward, in eval mode too: both sides are seeded alike before each "
-            "step, which makes data ranks that draw for their own rows differ all the same"
+    if not draws or _probe(case, 1) == _probe(case, 2):
+        return found
+    notes = list(found.notes)
+    try:
+        in_eval, draws = _one_device(replace(case, training=False)) if case.training else (found, draws)
+    except Exception as error:  # eval mode changes more than dropout: a router that has no clusters yet
+        notes.append(f"not compared in eval mode, in which the model raises on one device ({error})".split("\n", 1)[0])
+    else:
+        if case.training:
+            found, notes = (
+                in_eval,
+                [*in_eval.notes, "the model draws random numbers in its forward: compared in eval mode"],
+            )
+    if draws and _probe(found.case, 1) != _probe(found.case, 2):
+        notes.append(
+            f"the model draws random numbers in its forward, in {'train' if found.case.training else 'eval'} mode too: both "
+            "sides start from the same state of the generators, and data ranks that draw for their own rows differ all the same"
         )
-        found = replace(found, notes=(*found.notes, note), draws=True)
-    return found
+        return replace(found, notes=tuple(notes), draws=True)
+    return replace(found, notes=tuple(notes))
 
 
 def _one_device(case: Case) -> tuple[Reference, bool]:
@@ -126,31 +147,45 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
     batch = cast(case.batch, case.dtype, case.device)
     start = _copies(model.named_parameters())
     optimizer = sgd(model.parameters())
-    losses, gradients, draws = [], {}, False
+    losses: list[float] = []
+    gradients: dict[str, Tensor | None] = {}
+    buffers, draws = [], False
+    torch.manual_seed(_first_seed(case))
     for step in range(case.steps):
-        torch.manual_seed(step)
-        before = _generators()
-        with widened(case.dtype):
-            loss = case.loss(called(model, batch))
-            draws |= _generators() != before
-            if loss.requires_grad:
-                loss.backward()
-        losses.append(loss.item())
-        report(step)  # a sign of life
-        if step == 0:
-            gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
+        for _ in range(forwards(step, case.steps)):
+            before = _generators()
+            with widened(case.dtype):
+                loss = case.loss(called(model, batch))
+                draws |= _generators() != before
+                if loss.requires_grad:
+                    loss.backward()
+            losses.append(loss.item())
+            report(step)  # a sign of life
+            if len(losses) == 1:
+                gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    facts = Facts(tuple(losses), gradients, _copies(model.named_parameters()), _copies(model.named_buffers()))
+        buffers.append(_copies(model.named_buffers()))
+    facts = Facts(tuple(losses), gradients, _copies(model.named_parameters()), tuple(buffers))
     notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
     return Reference(case, facts, start, notes), draws
+
+
+def forwards(step: int, steps: int) -> int:
+    """How many forwards and backwards a step has: two in one of them, whose gradients add up."""
+    return 2 if step == min(1, steps - 1) else 1
+
+
+def _first_seed(case: Case) -> int:
+    """Where the first data rank of a job starts to draw (run/apply.py). Nothing is seeded after that, as in training."""
+    return case.seed * 1_000_003 + 1
 
 
 def _model(case: Case) -> tuple[nn.Module, int]:
     seed_all(case.seed)
     model = case.build()
-    silenced = silence(model)
+    silenced = 0 if case.dropout else silence(model)
     replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -179,13 +214,13 @@ def _generators() -> tuple[Any, ...]:
 def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
     job = parallelize(
-        Quiet(case.build, case.training), plan, batch=case.batch, loss=case.loss, device=case.device,
+        Quiet(case.build, case.training, case.dropout), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype, transform=perturbed,
     )  # fmt: skip
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
     rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
     outcome = _trained(job, case, take_rows(everything, *rows))
-    others = _unlike(outcome.facts.buffers, job)
+    others = _unlike(outcome.facts.buffers[-1], job)
     return outcome if dist.get_rank() == 0 else others
 
 
@@ -202,25 +237,27 @@ def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
 
 def _trained(job: Job, case: Case, batch: Any) -> Outcome:
     optimizer = sgd(job.parameters())
-    losses, gradients = [], {}
+    losses: list[float] = []
+    gradients: dict[str, Tensor | None] = {}
     fallbacks: list[tuple[int, str]] = []
     collectives: dict[str, tuple[int, int]] = {}
+    buffers = []
     for step in range(case.steps):
-        torch.manual_seed(step)
-        with widened(case.dtype):
-            losses.append(job.step(batch).item())
-        report(step)
-        if step == 0:
-            gradients_as_planned(job)
-            gradients = {line.name: None if g is None else _copy(g) for line, g in job.whole_gradients()}
-            fallbacks = [(count, str(place)) for place, count in job.ledger.fallbacks.most_common()]
-            collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
+        for _ in range(forwards(step, case.steps)):
+            with widened(case.dtype):
+                losses.append(job.step(batch).item())
+            report(step)
+            if len(losses) == 1:
+                gradients_as_planned(job)
+                gradients = {line.name: None if g is None else _copy(g) for line, g in job.whole_gradients()}
+                fallbacks = [(count, str(place)) for place, count in job.ledger.fallbacks.most_common()]
+                collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
         job.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        buffers.append(_copies((name, value) for name, value in job.whole_buffers() if value is not None))
     parameters = _copies((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
-    buffers = _copies((name, value) for name, value in job.whole_buffers() if value is not None)
-    facts = Facts(tuple(losses), gradients, parameters, buffers)
+    facts = Facts(tuple(losses), gradients, parameters, tuple(buffers))
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives, job.notes)
 
 
@@ -258,13 +295,13 @@ def perturbed(name: str, whole: Tensor) -> Tensor:
 
 
 def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """Every floating or complex tensor in ``value`` in the type of the check, every tensor on the device."""
+    """A copy of ``value``: floating and complex tensors in the type of the check, all on the device."""
 
     def one(t: Tensor) -> Tensor:
         kind = dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex() else t.dtype
         return t.to(device, kind)
 
-    return pytree.tree_map_only(Tensor, one, value)
+    return one(value) if isinstance(value, Tensor) else mapped(one, copied(value))  # a model may write to its batch
 
 
 class Widening(FunctionMode):
@@ -305,14 +342,16 @@ def widened(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Quiet:
-    """A build whose model has no dropout, and is in eval mode where ``training`` is False."""
+    """A build whose model has no dropout, and is in eval mode where ``training`` is False; ``dropout``: it keeps that."""
 
     build: Callable[[], nn.Module]
     training: bool = True
+    dropout: bool = False
 
     def __call__(self) -> nn.Module:
         model = self.build()
-        silence(model)
+        if not self.dropout:
+            silence(model)
         return model if self.training else model.eval()
 
 
