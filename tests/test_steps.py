@@ -318,6 +318,48 @@ def feature(**batch: Tensor) -> BatchFeature:
     return BatchFeature(batch)
 
 
+class Weighed(nn.Module):
+    """Weights of classes, of which there are as many as rows; and positions, as many as rows too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.places = nn.Linear(DIM, 4), nn.Linear(1, DIM)
+
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor, places: Tensor) -> dict[str, Tensor]:
+        out = self.head(x + self.places(places[:, None]))
+        return {"loss": F.cross_entropy(out.flatten(0, 1), y.flatten(), weights)}
+
+
+def weighed(count: int, classes: int = 4) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(count, classes, DIM, generator=draw, dtype=torch.float64),
+        "y": torch.randint(0, classes, (count, classes), generator=draw),
+        "weights": torch.rand(classes, generator=draw, dtype=torch.float64),
+        "places": torch.arange(classes, dtype=torch.float64),
+    }
+
+
+def weighed_losses(samples: list[int]) -> list[float]:
+    """Of batches of 8 rows: 4 on each data rank, as many as there are classes."""
+    found = []
+    for rows in samples:
+        job = mw.parallelize(
+            Weighed, {"mesh": {"dp_shard": 2}, "microbatches": 2}, batch=weighed(rows), dtype=torch.float64
+        )
+        batch = weighed(8)
+        start = 4 * job.rank
+        mine = {k: v[start : start + 4] if k in "xy" else v for k, v in batch.items()}
+        found.append(float(job.step(mine)))
+    return found
+
+
+def test_a_tensor_that_all_rows_share_is_not_cut_where_it_has_as_many_entries_as_rows(workers: LocalWorkers) -> None:
+    torch.manual_seed(0)
+    loss = float(Weighed().double()(**weighed(8))["loss"])
+    assert workers.run(weighed_losses, [8, 4], ranks=2)[0] == pytest.approx([loss] * 2, rel=1e-9)
+
+
 def losses_of(cases: list[tuple[Any, Any, Any]]) -> list[float]:
     found = []
     for build, kind, batch in cases:

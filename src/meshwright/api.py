@@ -27,7 +27,9 @@ from meshwright.run.counts import LabelCounter
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
 from meshwright.run.job import Job, Loss, output_loss
+from meshwright.run.sharing import shared_inputs
 from meshwright.run.step import called
+from meshwright.run.untouched import random_numbers_kept
 
 Build = Callable[[], nn.Module]
 
@@ -105,9 +107,11 @@ class Planned:
             cast(self._model, dtype)
             batch = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         self._loss, self._precision, batch = loss, plan.precision, plain(batch)
-        self.recipe = resolve(
+        recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )
+        divided = recipe.mesh.data_size * recipe.microbatches > 1
+        self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
 
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""
@@ -117,6 +121,15 @@ class Planned:
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
             return replace(graph, rows=rows_of_batch(graph) or 0, by_rows=events_by_rows(self._model, run, graph))
+
+    def _runs(self, batch: Any) -> bool:
+        """Whether the forward runs on a batch, for its shapes."""
+        try:
+            with torch.no_grad(), Shadow(), Meeting(), random_numbers_kept():
+                self._loss(called(self._model, batch))
+        except Exception:  # whatever a model raises for shapes that do not fit
+            return False
+        return True
 
     def rows_apart(self, place: Place, graph: ModelGraph) -> bool:
         """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""

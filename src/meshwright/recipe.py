@@ -128,6 +128,7 @@ class Recipe:
         streams: module → the stream of each rank that it runs on, at the same time as those on others.
         placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
+        shared_inputs: tensors of a batch, by name, that all rows share: they are not cut by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         notes: what a person should know: what was left whole, what was not found.
         plan: what it was made from, as YAML.
@@ -149,6 +150,7 @@ class Recipe:
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
+    shared_inputs: tuple[str, ...] = ()
     seed: int = 0
     nonfinite: str = "stop"
     notes: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ forward besides a step (planning, trials, recordings, another stage of the same 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,33 @@ def _tensors(leaf: Any, depth: int) -> list[Tensor]:
     return [t for x in pytree.tree_leaves(list(vars(leaf).values())) for t in _tensors(x, depth - 1)]
 
 
+def names_in(batch: Any) -> list[str]:
+    """What each tensor of a batch is called: ``x``, ``1``, ``images.0``."""
+    found = []
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        found += [name] if isinstance(leaf, Tensor) else [f"{name}.{i}" for i in range(len(_tensors(leaf, _DEPTH)))]
+    return found
+
+
+def with_shared(batch: Any, names: Collection[str]) -> Any:
+    """A batch in which the tensors of these names are known to have no rows: all rows share them. Their memory is the same."""
+    if not names:
+        return batch
+    left = iter(names_in(batch))
+    return mapped(lambda t: _shared(t.view_as(t)) if next(left) in names else t, batch)
+
+
+def _shared(t: Tensor) -> Tensor:
+    t._mw_shared = True  # type: ignore[attr-defined]
+    return t
+
+
+def has_rows(t: Tensor, rows: int) -> bool:
+    """Whether a tensor of a batch of so many rows has a slice for each of them (dim 0), and is not shared by all."""
+    return t.dim() > 0 and t.shape[0] == rows and not getattr(t, "_mw_shared", False)
+
+
 def copied(batch: Any) -> Any:
     """A batch with memory of its own: what is written to it is not written to the other.
 
@@ -83,7 +110,8 @@ def _copied(sharing: Sequence[Tensor]) -> list[Tensor]:
         )
         memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
         made = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
-    return [m.requires_grad_(t.requires_grad) for m, t in zip(made, sharing, strict=True)]
+    made = [m.requires_grad_(t.requires_grad) for m, t in zip(made, sharing, strict=True)]
+    return [_shared(m) if getattr(t, "_mw_shared", False) else m for m, t in zip(made, sharing, strict=True)]
 
 
 def differs(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
-from meshwright.run.batch import copied, mapped, plain, versions
+from meshwright.run.batch import copied, mapped, plain, versions, with_shared
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter, Shares
@@ -128,7 +128,7 @@ class Job:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         self._agree_on_random()
-        batch = plain(batch)
+        batch = with_shared(plain(batch), self.recipe.shared_inputs)
         pieces = self._pieces(batch)
         before = versions(pieces.batches)
         self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before

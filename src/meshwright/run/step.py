@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.place import bounds
 from meshwright.private import python_body
-from meshwright.run.batch import copied, mapped, tensors_in, written
+from meshwright.run.batch import copied, has_rows, mapped, tensors_in, written
 from meshwright.run.counts import SLOTS, LabelCounter
 from meshwright.run.waiting import Waiting
 
@@ -38,9 +38,9 @@ def called(model: nn.Module, batch: Any) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    """Rows of a batch: dim 0 of its first tensor that has dims, and is not known to be shared by all rows."""
     for t in tensors_in(batch):
-        if t.dim():
+        if t.dim() and has_rows(t, t.shape[0]):
             return t.shape[0]
     raise ValueError("a batch needs at least one tensor with rows (dim 0)")
 
@@ -48,7 +48,7 @@ def rows_of(batch: Any) -> int:
 def take_rows(batch: Any, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
     rows = rows_of(batch)
-    return mapped(lambda t: t[start:stop] if t.dim() and t.shape[0] == rows else t, batch)
+    return mapped(lambda t: t[start:stop] if has_rows(t, rows) else t, batch)
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
@@ -62,9 +62,8 @@ def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
 
 
 def _with_own_rest(batch: Any, rows: int, start: int, stop: int) -> Any:
-    rest = copied([t for t in tensors_in(batch) if not (t.dim() and t.shape[0] == rows)])
-    others = iter(rest)
-    return mapped(lambda t: t[start:stop] if t.dim() and t.shape[0] == rows else next(others), batch)
+    others = iter(copied([t for t in tensors_in(batch) if not has_rows(t, rows)]))
+    return mapped(lambda t: t[start:stop] if has_rows(t, rows) else next(others), batch)
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,8 @@ def _rows_of_each(rows: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    if not t.dim() or t.shape[0] != rows:
-        return t.clone()
+    if not has_rows(t, rows):
+        return tensors_in(copied(t))[0]
     padded = torch.cat([t, t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
     chunks = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(chunks, padded.contiguous(), group=group)
@@ -167,5 +166,4 @@ def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: i
     """
     ours, theirs, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
     for i in written(gathered, before):
-        gathered_rows = ours[i].dim() and ours[i].shape[0] == rows
-        ours[i].copy_(theirs[i][first : first + rows] if gathered_rows else theirs[i])
+        ours[i].copy_(theirs[i][first : first + rows] if has_rows(ours[i], rows) else theirs[i])
