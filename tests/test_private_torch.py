@@ -40,8 +40,10 @@ from meshwright.private import (
     python_body,
     pytree,
     replace_tensors,
+    schema_aliases,
     storage_of,
     version,
+    without_any_mode,
     without_modes,
     without_subclasses,
     wrapper,
@@ -67,8 +69,9 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _distributed_c10d _get_default_store _make_wrapper_subclass \
-        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
+    "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
+        _get_default_store _jit_get_schemas_for_operator _make_wrapper_subclass _post_accumulate_grad_hooks \
+        _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "planning/capture.py": "_getframe",
     "planning/resolve.py": "_tp_plan",  # of transformers
@@ -115,6 +118,29 @@ def _private_names_in(file: Path) -> set[str]:
             ):
                 names.add(name)
     return {n for n in (names - own) | imported if n.startswith("_") and not n.startswith(("__", "_mw_"))}
+
+
+def test_schemas_say_what_can_share_memory_with_an_argument() -> None:
+    assert all(
+        map(schema_aliases, "view reshape transpose contiguous to flatten chunk tensor_split mH numpy_T".split())
+    )
+    assert not any(map(schema_aliases, "add add_ clone linear cat index_select no_such_operator".split()))
+
+
+def test_what_is_asked_on_the_side_is_seen_by_no_mode() -> None:
+    class Counts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as counts, Seen() as seen:
+        with without_any_mode():
+            torch.ones(2).add(1)
+        assert counts.seen == 0 and not seen.functions
+        torch.ones(2).add(1)
+        assert counts.seen > 0 and seen.functions
 
 
 class Seen(TorchFunctionMode):

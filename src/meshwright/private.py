@@ -11,13 +11,16 @@ import functools
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # batches and arguments nest; torch.utils has no public name for it
-from torch.utils._python_dispatch import TorchDispatchMode  # forwards without values, and builds without memory
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # forwards without values, and builds without memory
+    _disable_current_modes,
+)
 
 T = TypeVar("T", bound=Tensor)
 
@@ -26,6 +29,24 @@ without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorc
 
 # Subclasses are not asked, modes still are: facts of a View are those of its wrapper.
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+
+def without_any_mode() -> AbstractContextManager[Any]:
+    """Torch functions run plainly, and no dispatch mode sees their operations: what is asked of torch on the side."""
+    stack = ExitStack()
+    stack.enter_context(without_modes())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def schema_aliases(name: str) -> bool:
+    """Whether a result of the operator ``name`` (any overload) can share memory with an argument that it does not write to.
+
+    There is no public way to the alias annotations of all operators; composite ones (``reshape``, ``to``) have no
+    ``OpOverload`` that a dispatch mode would meet.
+    """
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)
 
 
 def wrapper(cls: type[T], like: Any, shape: Any, **options: Any) -> T:
@@ -161,8 +182,10 @@ __all__ = [
     "python_body",
     "pytree",
     "replace_tensors",
+    "schema_aliases",
     "storage_of",
     "version",
+    "without_any_mode",
     "without_modes",
     "without_subclasses",
     "wrapper",

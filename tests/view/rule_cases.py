@@ -1454,3 +1454,22 @@ def _(make: Make) -> Any:
         torch.poisson_nll_loss(x, y, True, False, 1e-8, 1),
         nn_.l1_loss(x, y, reduction=0),
     )
+
+
+@CASES.add("adjoint, H, mH, hsplit, vsplit, dsplit, as_strided")
+def _(make: Make) -> Any:
+    a, b, c = make.sizes(3)
+
+    def run(x: Tensor, m: Tensor) -> Any:
+        pieces = [*x.hsplit([1]), *x.vsplit([1]), *x.dsplit([1])]
+        return (
+            m.H,
+            m.mH * 2,
+            x.adjoint(),
+            x.mH,
+            *pieces,
+            m.as_strided((b, a), (1, b)),
+            m.T.as_strided((b, a), m.T.stride()),
+        )
+
+    return [make(a, b, c), make(a, b)], run

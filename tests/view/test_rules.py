@@ -53,6 +53,7 @@ UNREACHED = {
     "retain_grad": "tested below: its effect is seen after backward",
     "grad.get": "tested below: its effect is seen after backward",
     "backward": "tested below: its effect is seen after it",
+    **dict.fromkeys(("stride", "is_contiguous", "storage_offset", "data_ptr"), "a View answers; see test_alias"),
 }
 
 

@@ -152,13 +152,16 @@ class FunctionMode(TorchFunctionMode):
 
 Segment = Callable[..., Any]
 Again = Callable[[Segment, tuple[Any, ...]], tuple[Segment, tuple[Any, ...]]]
+Plain = Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 
 
 @contextmanager
-def recomputations(handler: Again) -> Iterator[None]:
+def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]:
     """While on, for a checkpointed ``function(*args)``, what is kept and run again is ``again(*kept)``.
 
-    ``again, kept = handler(function, args)``, before the function runs first. (The reentrant kind keeps ``args``.)
+    ``again, kept = handler(function, args)``, before the function runs first. The reentrant kind is a custom Function: it
+    keeps ``args``, unless ``plain`` says what to do with results that a custom Function cannot give. Then it keeps
+    ``kept``, also runs ``again`` the first time, and gives ``back(results)``, for ``results, back = plain(again(*kept))``.
     """
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,9 +176,21 @@ def recomputations(handler: Again) -> Iterator[None]:
 
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
         def applied(function: Segment, preserve: Any, *args: Any) -> Any:
-            again, _ = handler(function, args)
-            runs = iter([function])
-            return apply(lambda *given: next(runs, again)(*given), preserve, *args)
+            again, kept = handler(function, args)
+            if plain is None:
+                runs = iter([function])
+                return apply(lambda *given: next(runs, again)(*given), preserve, *args)
+            first: list[Callable[[Any], Any]] = []
+
+            def run(*given: Any) -> Any:
+                results, back = plain(again(*given))
+                first.append(back)
+                return results
+
+            found = apply(run, preserve, *kept)
+            back = first[0]
+            first.clear()
+            return back(found)
 
         return applied
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Cut, Layout
+from meshwright.layout import Cut
 from meshwright.private import pytree, storage_of
 from meshwright.view.functions import (
     FunctionMode,
@@ -200,7 +200,7 @@ class GlobalView(FunctionMode):
                 custom_functions(self._custom),
                 transforms(partial(self._whole, "a transform of torch.func")),
                 scripted_functions(partial(self._whole, "a scripted function")),
-                recomputations(_kept_local),
+                recomputations(_kept_local, _given_local),
             ):
                 yield
         finally:
@@ -231,16 +231,38 @@ def _lies(t: Tensor) -> tuple[Any, ...]:
 
 def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
     """What a checkpoint keeps of Views are their local tensors: of a wrapper, autograd would not keep the graph."""
-    kinds = [(x._mw_layout, x._mw_work, x._mw_parameter) if isinstance(x, View) else None for x in args]
+    kinds = [_kind(x) for x in args]
     if not any(kinds):
         return function, args
 
     def again(*given: Any, **named: Any) -> Any:
-        made = [x if kind is None else _view(x, *kind) for x, kind in zip(given, kinds, strict=True)]
-        return function(*made, **named)
+        return function(*map(_of_kind, given, kinds), **named)
 
     return again, tuple(map(local_of, args))
 
 
-def _view(local: Tensor, layout: Layout, work: Work, parameter: Any) -> View:
-    return View(local, layout, work, parameter=parameter)
+def _given_local(results: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The results of a reentrant checkpoint's segment as local tensors, and what makes Views of these again."""
+    given = results if isinstance(results, tuple) else (results,)
+    kinds, local, several = [_kind(x) for x in given], tuple(map(local_of, given)), isinstance(results, tuple)
+
+    def back(found: Any) -> Any:
+        return tuple(map(_of_kind, found, kinds)) if several else _of_kind(found, kinds[0])
+
+    return local if several else local[0], back
+
+
+def _kind(x: Any) -> tuple[Any, ...] | None:
+    """All that a View is but its local tensor, which would keep a graph alive."""
+    if not isinstance(x, View):
+        return None
+    return x._mw_layout, x._mw_work, x._mw_parameter, x._mw_strides, x._mw_offset
+
+
+def _of_kind(local: Any, kind: tuple[Any, ...] | None) -> Any:
+    if kind is None:
+        return local
+    layout, work, parameter, strides, offset = kind
+    made = View(local, layout, work, parameter=parameter)
+    made._mw_strides, made._mw_offset = strides, offset
+    return made

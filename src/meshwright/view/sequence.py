@@ -56,6 +56,9 @@ def cut_input(work: Work, x: Tensor) -> Tensor:
     layout = cut(DIM, x.shape[DIM], work.axis.size)
     with without_modes():  # none of this is the model's
         local = work.cut(x, layout)
-        found = work.view(local if isinstance(x, View) else local.clone(), layout)
+        # A slice of x itself, or of its sum, is not to be written to with it. (With a gradient it is a copy already.)
+        own = isinstance(x, View) and local.requires_grad
+        found = View(local if own else local.clone(), layout, work)
+        work.lay(found, x.stride())
     replaced(x, found)
     return found

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Cut, Layout
-from meshwright.private import pytree, without_subclasses, wrapper
+from meshwright.private import pytree, storage_of, without_subclasses, wrapper
+from meshwright.view.alias import Like, Memory, Strides, contiguous, placed
 
 if TYPE_CHECKING:
     from meshwright.view.work import Work
@@ -32,6 +33,11 @@ class View(Tensor):
         _mw_sources: planning only: the parameters whose cut this tensor's cut comes from.
         _mw_parameter: the parameter this is (or a slice of), and which of its dims each dim here is.
         _mw_origin: the tensor this is a slice of, made by a fallback, and how: writes go there too.
+        _mw_strides: of the whole tensor on one device (see ``alias``), if it is cut; None: contiguous.
+        _mw_offset: of the whole tensor in its storage on one device, if it is cut.
+        _mw_memory: shared with all Views of the same storage; None until there is a second one.
+        _mw_silent: whether this came from ``.data``: a write to it is none that autograd knows of.
+        _mw_apart: whether it shares memory with another View on one device, and not here: writes are refused.
     """
 
     _mw_local: Tensor
@@ -42,6 +48,11 @@ class View(Tensor):
     _mw_sources: frozenset[str]
     _mw_parameter: tuple[str, tuple[int, ...]] | None
     _mw_origin: tuple[View, Any] | None
+    _mw_strides: Strides | None = None
+    _mw_offset: int = 0
+    _mw_memory: Memory | None = None
+    _mw_silent: bool = False
+    _mw_apart: bool = False
 
     @staticmethod
     def __new__(
@@ -88,6 +99,47 @@ class View(Tensor):
     def numel(self) -> int:
         return self._mw_shape.numel()
 
+    # Where the whole tensor lies in memory, on one device.
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = self._mw_lies().strides or contiguous(self._mw_shape)
+        return strides if dim is None else strides[dim]
+
+    def storage_offset(self) -> int:
+        return self._mw_lies().offset
+
+    def data_ptr(self) -> int:
+        """A number that two Views share if they begin at one place on one device."""
+        memory = self._mw_local.untyped_storage()
+        return (memory.data_ptr() or storage_of(self._mw_local)) + self.storage_offset() * self._mw_local.element_size()
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        if memory_format == torch.contiguous_format:
+            return self._mw_strides is None if isinstance(self._mw_layout, Cut) else self._mw_local.is_contiguous()
+        found = placed(Tensor.contiguous, (self._mw_lies(),), (("memory_format", memory_format),))
+        return found is not None and found[0].source is not None
+
+    def _mw_lies(self) -> Like:
+        """How the whole tensor lies in memory on one device. A tensor that is not cut lies so here, too."""
+        if isinstance(self._mw_layout, Cut):
+            return Like(self._mw_shape, self._mw_strides, self._mw_offset, self._mw_local.dtype)
+        return lies(self._mw_local)
+
+    def _mw_twin(self) -> View:
+        """Another View of the same, which stays what it is when a function changes this one's shape or ``.data``."""
+        twin = View(self._mw_local, self._mw_layout, self._mw_work)
+        twin._mw_become(self)
+        return twin
+
+    def _mw_become(self, other: View) -> None:
+        """Takes over what ``other`` is, as functions do that change a tensor's shape in place."""
+        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_mw_")}
+        self.__dict__.clear()
+        self.__dict__.update(other.__dict__, **own)
+        self._mw_memo = {}
+        with without_subclasses():
+            Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # the wrapper's own shape
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,6 +175,16 @@ class View(Tensor):
 def local_of(t: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return t._mw_local if isinstance(t, View) else t
+
+
+def lies(t: Tensor) -> Like:
+    """How a tensor lies in memory on one device."""
+    if isinstance(t, View):
+        return t._mw_lies()
+    if t.layout != torch.strided:
+        return Like(tuple(t.shape), None, 0, t.dtype)
+    strides = None if t.is_contiguous() else t.stride()
+    return Like(tuple(t.shape), strides, int(t.storage_offset()), t.dtype)
 
 
 def first_view(value: Any) -> View | None:

@@ -24,11 +24,27 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
-from meshwright.private import python_body, pytree, version, without_subclasses
+from meshwright.private import python_body, pytree, storage_of, version, without_subclasses
 from meshwright.view import moves
+from meshwright.view.alias import (
+    Memory,
+    Placed,
+    Strides,
+    alike,
+    asked,
+    contiguous,
+    dense,
+    laid,
+    may_alias,
+    noted,
+    order,
+    overwrite,
+    share,
+)
 from meshwright.view.axis import Axis, Fallback, Ledger
-from meshwright.view.rules import FACTS, RULES, aliases, ordered, writes
-from meshwright.view.tensor import View
+from meshwright.view.rules import ELEMENTWISE, FACTS, RESHAPING, RULES, ordered, writes
+from meshwright.view.rules.registry import functions
+from meshwright.view.tensor import View, lies
 
 
 class Work:
@@ -52,20 +68,25 @@ class Work:
             with without_subclasses():
                 return func(*args, **kwargs)
         args, kwargs = ordered(func, args, kwargs)
-        target = args[0] if args and writes(func, args, kwargs) else None
-        if isinstance(target, View) and target._mw_origin is not None:
-            return self._write_through(func, target, args, kwargs)
-        for x in args:
-            if isinstance(x, View) and x._mw_origin is not None:
-                self._refresh(x)
-        if args and isinstance(args[0], View) and args[0]._mw_origin is not None and aliases(func):
+        if args and writes(func, args, kwargs):
+            return self._write(func, args, kwargs)
+        usual, sliced = True, False  # whether all operands are contiguous; whether one has an origin
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if type(x) is View:
+                usual = usual and x._mw_strides is None
+                if x._mw_origin is not None:
+                    self._refresh(x)
+                    sliced = True
+            elif usual and isinstance(x, Tensor):
+                usual = x.layout != torch.strided or x.is_contiguous()
+        if sliced and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
             return self.fallback(func, args, kwargs)  # a slice of a slice: a write to it goes all the way
         rule = RULES.get(func)
         if rule is not None and kwargs.get("out") is None:
             out = rule(self, func, args, kwargs)
             if out is not NotImplemented:
-                return out
-        if (body := python_body(func)) is not None and target is None and func not in self._running:
+                return self._settled(func, args, kwargs, out, usual)
+        if (body := python_body(func)) is not None and func not in self._running:
             # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
             self._running.add(func)
             try:
@@ -76,38 +97,54 @@ class Work:
 
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gathers every argument and runs ``func`` whole, on every rank the same."""
-        views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
-        gathered = [v for v in views if isinstance(v._mw_layout, Cut)]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        gathered = [v for v in leaves if isinstance(v, View) and isinstance(v._mw_layout, Cut)]
         if gathered:
             self.gathered(func, gathered)
-        target = args[0] if args and writes(func, args, kwargs) else None
-        out = kwargs.get("out")
-        plain_args, plain_kwargs = pytree.tree_map_only(View, self.whole, (args, kwargs))
-        if isinstance(target, View):
-            value = self.whole(target).clone()
-            result = func(value, *plain_args[1:], **plain_kwargs)
-            self.write(target, value)
-            return None if result is None else target
-        if isinstance(out, View):
-            plain_kwargs["out"] = self.whole(out).clone()
-            self.write(out, func(*plain_args, **plain_kwargs))
-            return out
+        written = _written(func, args, kwargs)
+        plain = [self.plain(v) if isinstance(v, View) else v for v in leaves]
+        if written:
+            fresh = {id(v): duplicate(self.plain(v)) for v in written}
+            plain = [fresh.get(id(v), p) for v, p in zip(leaves, plain, strict=True)]
+        plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
         result = func(*plain_args, **plain_kwargs)
-        if aliases(func) and isinstance(args[0], View):
-            # A later write to this slice (or to one of these pieces) must reach the tensor it is a slice of.
-            again = functools.partial(_apply, func, plain_args[1:], plain_kwargs)
-            if isinstance(result, Tensor):
-                return self._alias(result, args[0], again)
-            if isinstance(result, (tuple, list)):
-                pieces = [self._alias(r, args[0], functools.partial(_piece, again, i)) for i, r in enumerate(result)]
-                return type(result)(pieces)
-        return result
+        for v in written:
+            self.assign(v, fresh[id(v)])
+        return self._connected(func, leaves, spec, plain, result)
+
+    def _connected(self, func: Any, leaves: list[Any], spec: Any, plain: list[Any], result: Any) -> Any:
+        """What a fallback gave, where that shares memory with what was gathered, as slices of the gathered Views.
+
+        A later write to such a slice must reach the tensor that it is a slice of.
+        """
+        bases = {storage_of(p): i for i, (v, p) in enumerate(zip(leaves, plain, strict=True)) if isinstance(v, View)}
+        found, result_spec = pytree.tree_flatten(result)
+        given = {id(p): v for v, p in zip(leaves, plain, strict=True) if isinstance(v, View)}
+        for number, piece in enumerate(found):
+            if not isinstance(piece, Tensor):
+                continue
+            if id(piece) in given:
+                found[number] = given[id(piece)]
+            elif piece.layout == torch.strided and (i := bases.get(storage_of(piece))) is not None:
+                again = functools.partial(_again, func, tuple(plain), spec, i, number)
+                found[number] = self._alias(piece, leaves[i], again)
+                found[number]._mw_silent |= func == _DATA
+        return pytree.tree_unflatten(found, result_spec)
 
     def _alias(self, local: Tensor, base: View, select: Callable[[Tensor], Tensor]) -> View:
         alias = View(local, WHOLE, self)
-        alias._mw_origin = (base, select)
-        alias._mw_memo["origin"] = version(base._mw_local)
+        alias._mw_memory = base._mw_memory = base._mw_memory or Memory()
+        base = base._mw_twin()
+        alias._mw_origin, alias._mw_silent = (base, select), base._mw_silent
+        alias._mw_memo["origin"] = self._state(base)
         return alias
+
+    def _state(self, x: View) -> Any:
+        """Changes with every write to a View; None if that cannot be known."""
+        while x._mw_origin is not None:
+            x = x._mw_origin[0]
+        written = version(x._mw_local)
+        return None if written is None else (written, x._mw_memory.written if x._mw_memory is not None else 0)
 
     def _refresh(self, alias: View) -> None:
         """Takes the slice that a fallback made again, where the tensor it is a slice of has been written since."""
@@ -115,23 +152,149 @@ class Work:
         base, select = alias._mw_origin
         if base._mw_origin is not None:
             self._refresh(base)
-        written = version(base._mw_local)
-        if written is None or alias._mw_memo.get("origin") != written:
-            alias._mw_local, alias._mw_memo = select(self.whole(base)), {"origin": written}
+        state = self._state(base)
+        if state is None or alias._mw_memo.get("origin") != state:
+            alias._mw_local, alias._mw_memo = select(self.plain(base)), {"origin": state}
+
+    # --- writes ------------------------------------------------------------------------------------------------------
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that writes to its first argument: to all that shares the memory, as on one device."""
+        for x in args:
+            if isinstance(x, View) and x._mw_origin is not None:
+                self._refresh(x)
+        target = args[0]
+        if not isinstance(target, View):
+            rule = RULES.get(func)
+            out = NotImplemented if rule is None else rule(self, func, args, kwargs)
+            return self.fallback(func, args, kwargs) if out is NotImplemented else out
+        if (anew := RESHAPING.get(func)) is not None:
+            shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
+            target._mw_become(shaped if isinstance(shaped, View) else View(shaped, WHOLE, self))
+            return target
+        if func == _SET_DATA:
+            return self._set_data(target, args[1])
+        if target._mw_apart:
+            raise RuntimeError(
+                f"{func.__name__} writes to a tensor of which two names stand for one memory on one device, and for two here"
+            )
+        if target._mw_origin is not None:
+            out = self._write_through(func, target, args, kwargs)
+        else:
+            rule = RULES.get(func)
+            out = NotImplemented if rule is None else rule(self, func, args, kwargs)
+            if out is NotImplemented:
+                out = self.fallback(func, args, kwargs)
+        if target._mw_memory is not None:
+            target._mw_memory.written += 1
+        return out
+
+    def _set_data(self, x: View, value: Tensor) -> None:
+        """``x.data = value``: x is of the memory of value from now on; other names of its memory are not."""
+        if x.shape != value.shape:
+            raise NotImplementedError(f"x.data = value of another shape, where x is cut: {x.shape} and {value.shape}")
+        layout, local = x._mw_layout, x._mw_local.clone()  # another tensor, of the same gradient
+        with torch.no_grad():
+            if isinstance(value, View) and value._mw_layout == layout and value._mw_origin is None:
+                new = value
+            elif isinstance(layout, Cut):
+                new = View(self.cut(self.whole(value), layout).clone(), layout, self)
+                self.lay(new, value.stride())
+            else:
+                held = moves.hold(self.plain(value), self.axis) if isinstance(layout, Partial) else self.plain(value)
+                new = View(held, layout, self)
+        local.data = new._mw_local.data
+        x._mw_become(new)
+        x._mw_local, x._mw_silent = local, False
 
     def _write_through(self, func: Any, target: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
         assert target._mw_origin is not None
         base, select = target._mw_origin
-        plain_args, plain_kwargs = pytree.tree_map_only(View, self.whole, (args[1:], kwargs))
+        plain_args, plain_kwargs = pytree.tree_map_only(View, self.plain, (args[1:], kwargs))
         result = func(target._mw_local, *plain_args, **plain_kwargs)
-        value = self.whole(base).clone()
-        select(value).copy_(target._mw_local)
-        if base._mw_origin is not None:
-            self._write_through(torch.Tensor.copy_, base, (base, value), {})
-        else:
-            self.write(base, value)
+        value = duplicate(self.plain(base))
+        overwrite(select(value), target._mw_local)
+        self.assign(base, value, silent=target._mw_silent)
         return None if result is None else target
+
+    def assign(self, target: View, value: Tensor, *, silent: bool = False) -> None:
+        """Makes ``value`` (whole) the value of ``target``, in place: its aliases, and what it is a slice of, see it.
+
+        ``silent``: autograd is not to know of it, as of a write to ``.data``.
+        """
+        if target._mw_origin is not None:
+            silent = silent or target._mw_silent
+            self._refresh(target)
+            base, select = target._mw_origin
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
+                whole = duplicate(self.plain(base))
+                overwrite(select(whole), value)
+            self.assign(base, whole, silent=silent)
+        elif silent:
+            with torch.no_grad():
+                self.write(target, value)
+        else:
+            self.write(target, value)
+        if target._mw_memory is not None:
+            target._mw_memory.written += 1
+
+    # --- where results lie --------------------------------------------------------------------------------------------
+
+    def _settled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, usual: bool) -> Any:
+        """What a rule gave, each View of it with what it aliases, and how it lies, on one device (see ``alias``)."""
+        aliasing = may_alias(func)
+        if type(out) is View:
+            if (args and out is args[0]) or (usual and not aliasing and _as_usual(func, out._mw_local)):
+                return out
+            pieces: Any = (out,)
+        elif isinstance(out, (tuple, list)):
+            pieces = out
+        else:
+            return out
+        places = asked(func, args, kwargs, lies) if aliasing or (not usual and func not in _BY_DEVICE) else None
+        if places is None or len(places) != len(pieces):
+            places = (None,) * len(pieces)
+        if type(out) is View and places[0] is not None and places[0].itself:
+            return args[places[0].source]
+        for piece, place in zip(pieces, places, strict=True):
+            if type(piece) is View and piece._mw_origin is None:
+                self._settle(func, args, piece, place)
+        return out
+
+    def _settle(self, func: Any, args: tuple[Any, ...], piece: View, place: Placed | None) -> None:
+        """Notes where a View lies; what shares memory on one device shares it here, and nothing else."""
+        source = None if place is None or place.source is None else args[place.source]
+        if type(source) is View:
+            assert place is not None
+            if isinstance(piece._mw_layout, Cut):
+                piece._mw_strides, piece._mw_offset = place.laid, place.offset
+            memory = source._mw_memory
+            if memory is None:
+                memory = source._mw_memory = Memory()
+            piece._mw_memory = memory
+            if source._mw_silent or func == _DATA:
+                piece._mw_silent = True
+            if source._mw_apart or (func in SOMETIMES and not _begin_alike(piece._mw_local, source._mw_local)):
+                piece._mw_apart = source._mw_apart = True
+            return
+        if may_alias(func) and any(isinstance(x, View) and share(piece._mw_local, x._mw_local) for x in args):
+            piece._mw_local = piece._mw_local.clone()
+        self.lay(piece, None if place is None else place.strides)
+
+    def lay(self, piece: View, strides: Strides | None) -> None:
+        """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known, is
+        that of the local tensor."""
+        local, shape = piece._mw_local, tuple(piece._mw_shape)
+        if strides is None:
+            dims = order(tuple(local.shape), local.stride())
+            strides = contiguous(shape) if dims is None else dense(shape, dims)
+        dims = order(shape, strides) or tuple(range(len(shape)))
+        wanted = dense(tuple(local.shape), dims)
+        if not alike(local.shape, local.stride(), wanted):
+            piece._mw_local = laid(local, wanted)
+        if isinstance(piece._mw_layout, Cut):
+            piece._mw_strides = noted(shape, strides)
 
     def gathered(self, func: Any, views: list[View]) -> None:
         """Counts a fallback at the model's line that caused it."""
@@ -171,6 +334,16 @@ class Work:
             return self._once(x, "whole", lambda t: moves.reduce(t, self.axis))
         return x._mw_local
 
+    def plain(self, x: Any) -> Any:
+        """``whole``, in memory as on one device: for functions that can alias, or whose result lies as their operands do."""
+        value = self.whole(x)
+        if not isinstance(x, View) or x._mw_origin is not None or x._mw_layout == WHOLE:
+            return value
+        strides = x.stride()
+        if alike(value.shape, value.stride(), strides):
+            return value
+        return self._once(x, "laid", lambda _: laid(value, strides))
+
     def varying(self, x: Any) -> Any:
         """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
         if not isinstance(x, Tensor):
@@ -205,13 +378,12 @@ class Work:
 
     def write(self, target: View, value: Tensor) -> None:
         """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it."""
-        layout = target._mw_layout
+        layout, local = target._mw_layout, target._mw_local
         if isinstance(layout, Cut):
-            target._mw_local.copy_(moves.take(value, self.axis, layout))
+            value = moves.take(value, self.axis, layout)
         elif isinstance(layout, Partial):
-            target._mw_local.copy_(moves.hold(value, self.axis))
-        else:
-            target._mw_local.copy_(value)
+            value = moves.hold(value, self.axis)
+        overwrite(local, value)
 
     def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
         """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
@@ -219,6 +391,8 @@ class Work:
         local = x._mw_local if isinstance(x, View) else x
         if (written := version(local)) is None:
             return move(local)
+        if isinstance(x, View) and x._mw_memory is not None:
+            written += x._mw_memory.written  # both only grow
         key = (written, torch.is_grad_enabled() and local.requires_grad)
         memo = memos.get(kind)
         if memo is None or memo[:2] != key:
@@ -273,13 +447,46 @@ def whole(x: Any) -> Any:
     return x._mw_work.whole(x) if isinstance(x, View) else x
 
 
-def _piece(select: Callable[[Tensor], Any], i: int, value: Tensor) -> Tensor:
-    piece: Tensor = select(value)[i]
-    return piece
+# Functions that give a view or a copy, by how their argument lies.
+SOMETIMES = frozenset(
+    f for n in "reshape view flatten unflatten ravel view_as reshape_as contiguous".split() for f in functions(n)
+)
+# How the result lies depends on the kernel, and meta's is another.
+_BY_DEVICE = frozenset([torch.nn.functional.scaled_dot_product_attention])
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Any:
-    return func(value, *args, **kwargs)
+def _as_usual(func: Any, local: Tensor) -> bool:
+    """Whether the result of contiguous operands is contiguous, by the local result.
+
+    The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
+    """
+    return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(local.shape)
+
+
+def _begin_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same elements share memory; without storages, to which the way is long."""
+    return a.data_ptr() == b.data_ptr() or not a.numel()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
+    """The Views that a call writes: its first argument, or what stands in that (``torch._foreach_add_``), and ``out=``."""
+    first = args[:1] if args and writes(func, args, kwargs) else ()
+    return [v for v in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(v, View)]
+
+
+def _again(func: Any, plain: tuple[Any, ...], spec: Any, place: int, number: int, value: Tensor) -> Tensor:
+    """Result ``number`` of a call whose argument number ``place``, of all leaves, is ``value``."""
+    args, kwargs = pytree.tree_unflatten([*plain[:place], value, *plain[place + 1 :]], spec)
+    found: Tensor = pytree.tree_leaves(func(*args, **kwargs))[number]
+    return found
+
+
+def duplicate(value: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    copy = value.clone()
+    return copy if copy.stride() == value.stride() else laid(copy, value.stride())
 
 
 __all__ = ["PARTIAL", "Work", "whole"]

@@ -203,6 +203,8 @@ def einsum(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         target = [n for part in out.replace("...", ".") for n in (dots if part == "." else [part])]
     else:
         target = [*dots, *sorted(n for n in set(every) - set(dots) if every.count(n) == 1)]
+    if len(operands) == 1 and len(target) == len(labels[0] or ()):
+        return operands[0].permute([(labels[0] or []).index(name) for name in target])
     if _sizes_differ(labels, operands) or _another_way(work, labels, operands, target):
         return NotImplemented
     run = lambda *locals_: torch.einsum(equation, *locals_)  # noqa: E731

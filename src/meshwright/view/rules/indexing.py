@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,11 +14,36 @@ from meshwright.view.rules.shape import moved
 from meshwright.view.tensor import View
 
 
-@rule("split", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "split_with_sizes")
+@rule("tensor_split", "hsplit", "vsplit", "dsplit")
+def tensor_split(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By borders, or into so many pieces, of which the first have one more."""
+    x, given = args[0], [*args[1:], *kwargs.values()]
+    if not isinstance(x, View) or isinstance(given[0], Tensor):
+        return NotImplemented
+    if func.__name__ == "tensor_split":
+        dim = (given[1] if len(given) > 1 else 0) % x.dim()
+    else:
+        dim = {"vsplit": 0, "hsplit": min(1, x.dim() - 1), "dsplit": 2}[func.__name__]
+    n = x.shape[dim]
+    if isinstance(given[0], int):
+        count = given[0]
+        borders = list(accumulate([n // count + (i < n % count) for i in range(count)], initial=0))
+    else:
+        borders = [0, *(slice(b).indices(n)[1] for b in given[0]), n]
+    pieces = []
+    for start, stop in pairwise(borders):
+        piece = _index(work, x, (slice(None),) * dim + (slice(start, max(start, stop)),))
+        if piece is NotImplemented:
+            return NotImplemented
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+@rule("split", "chunk", "unsafe_split", "unsafe_chunk", "split_with_sizes")
 def split(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, given = args[0], [*args[1:], *kwargs.values()]
     dim = (given[1] if len(given) > 1 else kwargs.get("dim", 0)) % x.dim()
-    if not isinstance(x, View) or func.__name__ == "tensor_split":
+    if not isinstance(x, View):
         return NotImplemented
     layout, n = x._mw_layout, x.shape[dim]
     if not isinstance(layout, Cut) or layout.dim != dim:
@@ -26,7 +51,7 @@ def split(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             moved(work, x, piece, [*range(x.dim())]) if layout != WHOLE else piece for piece in r
         )
     size = -(-n // given[0]) if "chunk" in func.__name__ else given[0]
-    sizes = [min(size, n - i) for i in range(0, n, size)] if isinstance(size, int) else list(size)
+    sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(size)
     found = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in found):
         work.blocks(x, tuple(sizes))
@@ -223,7 +248,12 @@ def setitem(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if layout is None:
         return NotImplemented
     place = x._mw_local[local_index]
-    work.view(place, layout).copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+    if isinstance(value, Tensor):
+        while value.dim() > place.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)  # dims of size 1 in front count for nothing here, other than in copy_
+        work.view(place, layout).copy_(value)
+    else:
+        place.fill_(value)
     return None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial
 from meshwright.view.rules.registry import RULES, functions, rule, writes
-from meshwright.view.tensor import View
+from meshwright.view.tensor import View, local_of
 
 _UNARY = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh tanh
@@ -62,17 +62,19 @@ def pointwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     if writes(func, args, kwargs):
         return _in_place(work, func, args, kwargs)
-    if func in _MOVING and isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
-        return args[0].to(other.dtype)  # of the other tensor only the dtype counts, not its shape or layout
+    if func in _MOVING:
+        return _moved(work, func, args, kwargs)
+    if func in _CONTIGUOUS:
+        return _contiguous(func, args[0], *args[1:], **kwargs)
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     layouts = [work.layout(t) for t in tensors]
     if any(isinstance(t, Partial) for t in layouts) and _linear(func, args, kwargs, tensors, layouts):
         return work.view(_local(func, args, kwargs), PARTIAL)
     target = cut_of_result(tensors, layouts, func)
     if target is None:
-        if all(layout == WHOLE for layout in layouts) and func in _COPYING | _MOVING:
+        if all(layout == WHOLE for layout in layouts) and func in _COPYING:
             return _same_parameter(work, func, args, kwargs)
-        return func(*map(work.whole, args), **{k: work.whole(v) for k, v in kwargs.items()})
+        return func(*map(work.plain, args), **{k: work.plain(v) for k, v in kwargs.items()})
     if func in _FROM_THE_FRONT:
         if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
             return NotImplemented  # the real and the imaginary parts are on different ranks
@@ -85,7 +87,40 @@ def pointwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return work.view(local, target)
 
 
-_MOVING = {f for n in "to float double half bfloat16 type type_as".split() for f in functions(n)}
+def _moved(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another type, device or order of memory: the tensor itself, if it is so already."""
+    if isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
+        # Of the other tensor only dtype and device count, not its shape or layout.
+        named = {**dict(zip(("non_blocking", "copy"), args[2:], strict=False)), **kwargs}
+        named.pop("other", None)
+        return args[0].to(dtype=other.dtype, device=other.device, **named)
+    x = args[0]
+    if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
+        plain = func(x, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+        return _contiguous(func, plain, memory_format)
+    local = func(x._mw_local, *args[1:], **kwargs)
+    if local is x._mw_local:
+        return x
+    if not isinstance(local, Tensor):
+        return local  # ``type()`` says a type's name
+    if isinstance(x._mw_layout, Cut):
+        return work.view(local, x._mw_layout)
+    if x._mw_layout == WHOLE:
+        return _same_parameter(work, func, args, kwargs)
+    return func(work.plain(x), *args[1:], **kwargs)
+
+
+def _contiguous(func: Any, x: View, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """The tensor itself, if its memory on one device is in that order; else a copy."""
+    return x if x.is_contiguous(memory_format) else x.clone(memory_format=memory_format)
+
+
+_CONTIGUOUS = set(functions("contiguous"))
+_MOVING = {
+    f
+    for n in "to float double half bfloat16 int long short bool byte type type_as cpu cuda".split()
+    for f in functions(n)
+}
 
 
 class Aligner:
@@ -120,9 +155,15 @@ def _rank(tensors: list[Tensor]) -> int:
     return max(t.dim() for t in tensors)
 
 
+# Other functions that give, of a sum, the sum of what they give of each summand, and that can alias.
+_LINEAR_ALIASES = {
+    f for n in "conj resolve_conj resolve_neg view_as_real view_as_complex".split() for f in functions(n)
+} | {getattr(Tensor, n).__get__ for n in ("real", "imag")}
+
+
 def _linear(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], layouts: list[Any]) -> bool:
     """Whether the result, for partial operands, is the sum over ranks of what each computes from its summands."""
-    if func in _COPYING:
+    if func in _COPYING or func in _LINEAR_ALIASES:
         return True
     if func in _ADDITIVE:  # a number added on every rank would count once a rank
         return all(isinstance(a, Tensor) for a in args[:2]) and all(isinstance(t, Partial) for t in layouts)
@@ -169,15 +210,20 @@ def copy_(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _in_place(work, func, args, kwargs)
 
 
+def _of_view(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Facts of memory: those of one device, which the View knows."""
+    return getattr(View, func.__name__)(*args, **kwargs)
+
+
 def _of_local(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Facts in which the wrapper and the local tensor differ: autograd's, and those of memory."""
+    """Facts of autograd, in which the wrapper and the local tensor differ."""
     return func(args[0]._mw_local, *args[1:], **kwargs)
 
 
 for _name in ("requires_grad", "is_leaf", "grad_fn", "_version", "output_nr"):
     RULES[getattr(Tensor, _name).__get__] = _of_local
-for _name in ("stride", "is_contiguous", "storage_offset"):
-    RULES[getattr(Tensor, _name)] = _of_local
+for _name in ("stride", "is_contiguous", "storage_offset", "data_ptr"):
+    RULES[getattr(Tensor, _name)] = _of_view
 for _name in ("real", "imag", "data"):
     RULES[getattr(Tensor, _name).__get__] = pointwise
 _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)
@@ -186,4 +232,8 @@ _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fresh tensor of a given shape: whole, on every rank the same."""
-    return func(args[0]._mw_local, *map(work.whole, args[1:]), **kwargs)
+    kwargs = {k: work.whole(v) for k, v in kwargs.items()}  # a value to fill with may be the View, and not the tensor
+    return func(local_of(args[0]), *map(work.whole, args[1:]), **kwargs)
+
+
+ELEMENTWISE = frozenset(func for func, its_rule in RULES.items() if its_rule is pointwise)

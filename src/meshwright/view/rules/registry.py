@@ -66,12 +66,6 @@ def _facts() -> frozenset[Any]:
 
 FACTS = _facts()
 
-_ALIASES = frozenset(
-    f
-    for name in "__getitem__ select narrow unbind split chunk view reshape transpose permute squeeze unsqueeze \
-        diagonal expand movedim swapaxes flatten unflatten view_as detach t real imag unfold as_strided".split()
-    for f in functions(name)
-)
 _WRITES = (
     frozenset(
         f
@@ -89,6 +83,13 @@ _WRITES = (
     | frozenset([Tensor.data.__set__])  # type: ignore[attr-defined]
     | frozenset(getattr(functional, n) for n in dir(functional) if n.endswith("_") and not n.startswith("_"))
 )
+
+
+# Functions that change a tensor's shape in place, and what gives the same as a new tensor.
+RESHAPING = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in "squeeze unsqueeze transpose t swapaxes swapdims as_strided".split()
+} | {torch.as_strided_: Tensor.as_strided}
 
 
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
@@ -121,11 +122,6 @@ def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         given = dict(zip(order, args[1:], strict=False)) | kwargs
         args, kwargs = (args[0], *(given.get(k, default) for k, default in order.items())), {}
     return args, kwargs
-
-
-def aliases(func: Any) -> bool:
-    """Whether the result of ``func`` shares memory with its first argument, on one device."""
-    return func in _ALIASES
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial, regroup, reshape_group
+from meshwright.view.alias import order
 from meshwright.view.rules.registry import RULES, named, rule
 from meshwright.view.tensor import View
 
@@ -66,11 +67,21 @@ def t(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _matrix_t(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return transpose(work, func, (args[0], -2, -1), {})
+    return transpose(work, func, (args[0], -2, -1), {}) if args[0].dim() > 1 else NotImplemented
+
+
+@rule("adjoint")
+def adjoint(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if x.dim() < 2:
+        return NotImplemented
+    return transpose(work, func, (x, -2, -1), {}).conj()  # of real numbers, conj is the tensor itself
 
 
 RULES[Tensor.T.__get__] = t  # type: ignore[attr-defined]
 RULES[Tensor.mT.__get__] = _matrix_t  # type: ignore[attr-defined]
+RULES[Tensor.H.__get__] = adjoint  # type: ignore[attr-defined]
+RULES[Tensor.mH.__get__] = adjoint  # type: ignore[attr-defined]
 
 
 @rule("unsqueeze")
@@ -88,6 +99,8 @@ def squeeze(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = [*args[1:], *kwargs.values()]
     chosen = [d % x.dim() for d in _sizes((given[0],))] if given else list(range(x.dim()))
     gone = [d for d in chosen if x.shape[d] == 1]  # of the whole shape: a slice of size 1 stays
+    if isinstance(x._mw_layout, Cut) and x._mw_layout.dim in gone:
+        return NotImplemented  # one rank has it all
     return moved(work, x, x._mw_local.squeeze(gone), [d for d in range(x.dim()) if d not in gone])
 
 
@@ -176,6 +189,38 @@ def expand(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return NotImplemented
     sizes[layout.dim + added] = -1
     return work.view(x._mw_local.expand(sizes), layout.on(layout.dim + added))
+
+
+@rule("broadcast_tensors")
+def broadcast_tensors(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+    shape = torch.broadcast_shapes(*[t.shape for t in tensors])
+    return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
+
+
+@rule("as_strided")
+def as_strided(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By the strides of one device: of the whole tensor, whose own elements are all that there is."""
+    names = named("input size stride storage_offset", args, kwargs)
+    x, size, stride, first = names["input"], names["size"], names["stride"], names.get("storage_offset")
+    if not isinstance(x, View):
+        return NotImplemented
+    if isinstance(x._mw_layout, Partial):
+        return work.view(x._mw_local.as_strided(size, stride, first), PARTIAL)
+    first = 0 if first is None else first - x.storage_offset()
+    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    dense = order(tuple(x.shape), x.stride()) is not None and last < x.numel()
+    itself = first == 0 and (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride())
+    if first < 0 or not (dense or itself or 0 in size):
+        raise NotImplementedError("as_strided of a tensor that is cut, to elements that are not its own")
+    return work.fallback(_strided_from, (x, size, stride, first), {})
+
+
+def _strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + first)
+
+
+_strided_from.__name__ = "as_strided"  # as a fallback is counted
 
 
 @rule("repeat", "tile")
