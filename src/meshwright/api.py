@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
@@ -23,7 +22,7 @@ from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
 from meshwright.run.apply import Transform, apply, cast
 from meshwright.run.batch import copied, mapped, plain
-from meshwright.run.counts import LabelCounter
+from meshwright.run.counts import LabelCounter, Recorder
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
 from meshwright.run.job import Job, Loss, output_loss
@@ -135,9 +134,9 @@ class Planned:
         """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
         return rows_apart(self._model, place, graph)
 
-    def record(self, batch: Any, recorder: TorchFunctionMode) -> None:
+    def record(self, batch: Any, recorder: Recorder) -> None:
         """Runs the forward for its shapes under ``recorder``."""
-        with Shadow(), Meeting(), recorder:
+        with Shadow(), Meeting(), computing_in(self._model, self._precision), recorder.on(self._model):
             self._loss(called(self._model, batch))
 
 

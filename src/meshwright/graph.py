@@ -134,6 +134,7 @@ class ModelGraph:
         outputs: what each event gave, without values.
         rows: of the batch, where data ranks of branches can each run their own of them; else 0.
         by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
+        resized: whether values are of another length than what calls and events gave when they were recorded.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -145,6 +146,14 @@ class ModelGraph:
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)
     rows: int = 0
     by_rows: frozenset[int] = frozenset()
+    resized: bool = False
+
+    def like(self, number: int, t: Any) -> Any:
+        """A tensor that stood for a value when it was recorded, of the size that the value has."""
+        if not self.resized:
+            return t
+        value = self.values[number]
+        return t.new_empty_strided(value.shape, value.stride, device="meta").requires_grad_(value.requires_grad)
 
     @cached_property
     def signature(self) -> int:
@@ -162,14 +171,6 @@ class ModelGraph:
         event = self.events[position]
         given = (n for n in (*event.outputs, event.written) if n is not None)
         return [n for n in dict.fromkeys(given) if self.values[n].position == position]
-
-    @cached_property
-    def losses_before(self) -> list[int]:
-        """For each position, and the end: how many mean losses come before it."""
-        found = [0]
-        for event in self.events:
-            found.append(found[-1] + event.mean_loss)
-        return found
 
     @cached_property
     def consumers(self) -> dict[int, list[int]]:

@@ -63,9 +63,10 @@ class Shadow(TorchDispatchMode):
             return _NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
+        given = args
         args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
-            args = (args[0], [_positions(i) for i in args[1]], *args[2:])
+            args = (args[0], [_positions(i) for i in given[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return func(*args, **kwargs)
 
@@ -76,10 +77,14 @@ def _to_meta(t: Tensor) -> Tensor:
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
-    """A mask as the positions it holds, all of them: meta kernels cannot count."""
+    """A mask as the positions it holds; all of them, if it has no values: meta kernels cannot count."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
-    return [torch.empty(index.numel(), dtype=torch.int64, device=META) for _ in range(index.dim())]
+    return [torch.empty(_held(index), dtype=torch.int64, device=META) for _ in range(index.dim())]
+
+
+def _held(mask: Tensor) -> int:
+    return mask.numel() if mask.is_meta else int(mask.count_nonzero())
 
 
 def _item(x: Tensor) -> Any:
@@ -91,7 +96,8 @@ def _nonzero(x: Tensor) -> Tensor:
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.empty(torch.broadcast_shapes(x.shape, mask.shape).numel(), dtype=x.dtype, device=META)
+    held = _held(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)))
+    return torch.empty(held, dtype=x.dtype, device=META)
 
 
 _ASSUMED: dict[Any, Any] = {

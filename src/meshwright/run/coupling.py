@@ -7,6 +7,8 @@ whole has drawn for their rows, and compared:
 
     mean       the whole is the weighed mean of the parts       each rank runs its rows
     sum        the whole is the sum of the parts                each rank runs its rows; losses are added
+    ratio      the same as mean, for a mean that is divided     each rank runs its rows
+               by another, of the mask (run/counts.py)
     coupled    neither, or the parts cannot be run              every rank runs all rows: right, though no faster
 
 The trial computes in float64, at weights moved off their values (run/wide.py): at initial weights, in the precision of the
@@ -29,12 +31,13 @@ from torch.nn import functional
 
 import meshwright
 from meshwright.private import python_body, pytree
+from meshwright.run.counts import MEAN, RATIO, SUM
 from meshwright.run.step import rows_of, take_rows
 from meshwright.run.untouched import Slot, untouched
 from meshwright.run.wide import wide
 from meshwright.view.functions import FunctionMode
 
-MEAN, SUM, COUPLED = "mean", "sum", "coupled"
+COUPLED = "coupled"
 MOST_ROWS = 8
 
 # By how much two ways to the same loss may differ, of the loss, by the type that it is computed in; and by how much at
@@ -44,7 +47,7 @@ _TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
 _HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
-Losses = Callable[[list[Any], Trial], tuple[list[float], list[float]]]
+Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float]]]
 Agreed = Callable[[int], tuple[int, int]]
 
 
@@ -57,8 +60,8 @@ class Verdict:
 
 
 # What an attempt comes to, the worst last.
-_KINDS = (MEAN, SUM, COUPLED)
-_NOT_FINITE, _FAILED = 3, 4
+_KINDS = (MEAN, SUM, RATIO, COUPLED)
+_NOT_FINITE, _FAILED = 4, 5
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def how_rows_combine(
     Args:
         batch: at least two rows; as many on every rank.
         changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
-        losses: pieces of a batch, and a context for each forward → (the loss of each piece, its weight in their mean).
+        losses: pieces of a batch, how they combine, and a context for each forward → (the loss of each piece, what it is
+            multiplied by).
         dtype: what the model computes in.
         agreed: a number → the smallest and the largest of all ranks.
     """
@@ -90,7 +94,9 @@ def how_rows_combine(
         _Computing(dtype, nullcontext, wide=False),
     ):
         attempt = _Attempt(rows, model, changed, losses, computing)
-        for compared in (attempt.compared, attempt.compared_by_noise):
+        ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
+        # Agreed on after each: every rank runs as many forwards, which have collectives.
+        for compared in (*ways, attempt.compared_by_noise):
             try:
                 found = _KINDS.index(compared())
             except _NotFiniteError:
@@ -141,25 +147,28 @@ class _Attempt:
         self._rows, self._count = rows, rows_of(rows)
         self._model, self._changed, self._losses, self._computing = model, changed, losses, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
-        self._whole, self._parts = _Found(), _Found()
+        self._whole, self._parts, self._draws = _Found(), dict[str, _Found](), Draws(self._count)
 
-    def compared(self) -> str:
-        """mean, sum or coupled, by the tolerance of the type. Raises _NotFiniteError."""
-        self._whole, self._parts = self._without_gradients(self._whole_and_parts)
-        if not all(map(isfinite, (*self._whole.losses, *self._parts.losses))):
+    def compared(self, way: str) -> str:
+        """The way, if the parts make the whole in it, by the tolerance of the type; else coupled. Raises _NotFiniteError."""
+        self._without_gradients(partial(self._try, way))
+        if not all(map(isfinite, (*self._whole.losses, *self._parts[way].losses))):
             raise _NotFiniteError
-        return self._compared(self._tolerance)
+        return way if self._agrees(way, self._tolerance) else COUPLED
 
     def compared_by_noise(self) -> str:
         """The same, if what seemed coupled may be noise, with that measured."""
         noise = min(self._without_gradients(self._noise), self._largest)
-        return self._compared(max(noise, self._tolerance))
+        ways = (way for way in self._parts if self._agrees(way, max(noise, self._tolerance)))
+        return next(ways, COUPLED)
 
-    def _whole_and_parts(self) -> tuple[_Found, _Found]:
-        count, draws = self._count, Draws(self._count)
-        whole = self._tried([(0, count)], [self._rows], draws)
-        spans = [(0, count // 2), (count // 2, count)]
-        return whole, self._tried(spans, [take_rows(self._rows, *span) for span in spans], draws)
+    def _try(self, way: str) -> None:
+        if not self._whole.losses:
+            self._whole = self._tried([(0, self._count)], [self._rows], MEAN, self._draws)
+        middle = self._count // 2 - (self._count > 5)  # uneven, as even halves may happen to be alike
+        spans = [(0, middle), (middle, self._count)]
+        pieces = [take_rows(self._rows, *span) for span in spans]
+        self._parts[way] = self._tried(spans, pieces, way, self._draws)
 
     def _noise(self) -> float:
         """By how much a loss differs, of itself, for the same rows once and twice: rounding alone, for a model whose rows
@@ -167,15 +176,15 @@ class _Attempt:
         count = self._count // 2
         once, draws = take_rows(self._rows, 0, count), Draws(count)
         twice = pytree.tree_map(lambda t: torch.cat([t, t]) if _has_rows(t, count) else t, once)
-        a = self._tried([(0, count)], [once], draws).losses[0]
-        b = self._tried([(0, 2 * count)], [twice], draws).losses[0]
+        a = self._tried([(0, count)], [once], MEAN, draws).losses[0]
+        b = self._tried([(0, 2 * count)], [twice], MEAN, draws).losses[0]
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
 
-    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], draws: Draws) -> _Found:
+    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Found:
         found = _Found()
         trials = (self._trial(_Trial(draws, *span), found.left) for span in spans)
         pieces = [pytree.tree_map_only(Tensor, torch.clone, piece) for piece in pieces]  # a model may write to them
-        found.losses, found.weights = self._losses(pieces, partial(next, trials))
+        found.losses, found.weights = self._losses(pieces, way, partial(next, trials))
         return found
 
     @contextmanager
@@ -191,14 +200,13 @@ class _Attempt:
             with torch.enable_grad():
                 return run()
 
-    def _compared(self, tolerance: float) -> str:
-        whole, parts = self._whole, self._parts
-        if any(not _alike(a, b, tolerance) for a, b in zip(parts.left[0], parts.left[1], strict=True)):
-            return COUPLED  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
-        loss, scale = whole.losses[0], tolerance * max(1.0, abs(whole.losses[0]))
-        if abs(loss - sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))) <= scale:
-            return MEAN
-        return SUM if abs(loss - sum(parts.losses)) <= scale else COUPLED
+    def _agrees(self, way: str, tolerance: float) -> bool:
+        """Whether the parts make the whole."""
+        whole, parts = self._whole, self._parts[way]
+        if any(not _alike(a, b, tolerance) for a, b in zip(whole.left[0], parts.left[0], strict=True)):
+            return False  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+        together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
+        return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
 
 
 def _has_rows(t: Any, count: int) -> bool:
@@ -321,4 +329,4 @@ def note(found: Verdict) -> str:
     )
 
 
-__all__ = ["COUPLED", "MEAN", "SUM", "Trial", "Verdict", "how_rows_combine", "line_of", "note"]
+__all__ = ["COUPLED", "MEAN", "RATIO", "SUM", "Trial", "Verdict", "how_rows_combine", "line_of", "note"]

@@ -18,8 +18,8 @@ from meshwright.run import streams
 from meshwright.run.batch import copied, mapped, plain, versions, with_shared
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
-from meshwright.run.counts import LabelCounter, Shares
-from meshwright.run.coupling import COUPLED, MEAN, SUM, Trial, Verdict, how_rows_combine, note
+from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
+from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.modulestate import ModuleState, make_whole
@@ -98,6 +98,8 @@ class Job:
     ) -> None:
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         self._view, self._loss, self._counter, self._routed = view, loss, counter, routed
+        if counter is not None:
+            counter.model = module
         self._pipeline = pipeline
         self._own_sums = OwnSums(module, recipe, groups)
         self.random, self._out_of_step = random, 0
@@ -144,7 +146,7 @@ class Job:
         if pieces.gathered is not None:
             write_back(pieces.batches[0], before, batch, pieces.gathered)
         self._settle_modules()
-        return self._summed(losses)
+        return self._summed(losses, pieces.shares)
 
     def _losses(self, pieces: Pieces, *, backward: bool) -> list[Tensor]:
         """The scaled losses of all microbatches, on the ranks that have them."""
@@ -155,23 +157,32 @@ class Job:
         for i, piece in enumerate(pieces.batches):
             self._sync(last=i == len(pieces.batches) - 1)
             with self._on():
-                with Shares(pieces.shares[i]).on():
+                with Shares(pieces.shares[i]).on(self.module):
                     loss = whole(self._loss(called(self.module, piece))) * pieces.scale[i]
                 if backward and loss.requires_grad:
                     BACKWARD(loss)
             found.append(loss.detach())
         return found
 
-    def _summed(self, losses: list[Tensor]) -> Tensor:
+    def _summed(self, losses: list[Tensor], shares: list[Share | None]) -> Tensor:
         """The sum over data ranks, each of which has it once for each of its tp ranks, on the last stage."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
+        found = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         for loss in losses:
             found[0] += loss.double()
             found[1] += loss.dtype == torch.float64
+        uncounted = {line for share in shares if share is not None for line in share.counted.program.lines}
+        for ignored in (n for share in shares if share is not None for n in share.ignored):
+            found[2] += ignored
         if self.recipe.mesh.data_size * self.recipe.mesh.axis_size("pp") > 1:
             with self.waiting.on():
                 dist.all_reduce(found)
             found[0] /= self.recipe.mesh.axis_size("tp")
+        if uncounted and found[2]:
+            raise RuntimeError(
+                f"the mean at {', '.join(sorted(uncounted))} ignores {int(found[2])} labels, and how many it counts does not "
+                "follow from the batch alone: data ranks and microbatches cannot be weighed, and the gradients of this step "
+                "are not those of the batch. rows: whole in the plan runs all rows on every data rank"
+            )
         return found[0].to(torch.float64 if found[1] else torch.float32)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +358,8 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        found = [note(replace(self._verdict, kind=self.rows)), streams.note(self.recipe, self.groups.device)]
+        counts = self._counter.notes if self._counter is not None and self.rows not in (COUPLED, "whole") else ()
+        found = [*counts, note(replace(self._verdict, kind=self.rows)), streams.note(self.recipe, self.groups.device)]
         if self._out_of_step:
             found.append(
                 "something draws random numbers on some ranks only (if rank == 0: torch.rand(1), say), seen before step "
@@ -435,9 +447,8 @@ class Job:
             return Pieces([everything], [1 / data], [None], first)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
-        scale, shares = weights(split, self._counter, self._copies, self.groups.device, waiting=self.waiting)
-        if self.rows == SUM:
-            scale = [1.0 if rows_of(p) else 0.0 for p in split]
+        way = self.rows if self.rows in (SUM, RATIO, SPLIT) else MEAN
+        scale, shares = weights(split, self._counter, self._copies, self.groups.device, way=way, waiting=self.waiting)
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
@@ -449,8 +460,8 @@ class Job:
             return Verdict(MEAN)
         rows = take_rows(rows, 0, max(fewest, 4))
 
-        def losses(pieces: list[Any], trial: Trial) -> tuple[list[float], list[float]]:
-            scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, alone=True)
+        def losses(pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float]]:
+            scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, way=way, alone=True)
             if self._pipeline is not None:
                 for piece in pieces:  # what is recorded draws no numbers in the trial
                     self._pipeline.program(piece, called, self._loss)
@@ -489,14 +500,14 @@ class Job:
             slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
         return slots
 
-    def _loss_alone(self, batch: Any, shares: list[float] | None) -> float:
+    def _loss_alone(self, batch: Any, share: Share | None) -> float:
         batch = copied(batch)  # the model may write to it
         if self._pipeline is not None:
-            found = self._pipeline.run([batch], [1.0], [shares], backward=False)
+            found = self._pipeline.run([batch], [1.0], [share], backward=False)
             value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
             dist.all_reduce(value, group=self.groups.pipeline)
             return float(value)
-        with self._on(), Shares(shares).on():
+        with self._on(), Shares(share).on(self.module):
             return float(whole(self._loss(called(self.module, batch))))
 
     def _data_groups(self) -> list[dist.ProcessGroup]:

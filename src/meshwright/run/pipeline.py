@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.graph import ROOT, ModelGraph, spelled
-from meshwright.private import pytree, without_modes
+from meshwright.graph import ModelGraph, spelled
+from meshwright.private import without_modes
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, differs, tensors_in, versions
 from meshwright.run.branch import Branching, as_recorded
-from meshwright.run.counts import Shares
+from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
+from meshwright.run.recent import Lengths, Points, Recent, sizes_of
+from meshwright.run.resized import graphs_between
 from meshwright.run.step import BACKWARD, called
 from meshwright.run.streams import Streams
 from meshwright.run.untouched import random_numbers_kept
@@ -122,9 +124,9 @@ class Pipeline:
         self.rank = groups.pp_rank
         self.stages = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.has_loss = recipe.stage_rank[-1] == self.rank
-        self._programs: dict[Any, Program] = {}
-        self._paths: dict[Any, Program] = {}
-        self._schedules: dict[Any, Schedule] = {}
+        self._programs = Lengths(self._programs_between)
+        self._paths = Recent[Program]()
+        self._schedules = Recent[Schedule]()
         self.bytes_sent = self.sends = 0
         self.waiting = Waiting(groups.device)
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
@@ -138,7 +140,7 @@ class Pipeline:
         self,
         pieces: list[Any],
         scale: list[float],
-        shares: list[list[float] | None],
+        shares: list[Share | None],
         *,
         backward: bool,
     ) -> list[Tensor]:
@@ -146,7 +148,7 @@ class Pipeline:
 
         Args:
             scale: for each microbatch, what its loss is multiplied by.
-            shares: for each microbatch, the shares of its mean losses.
+            shares: for each microbatch, what its means are to be.
         """
         step = _Step(self, pieces, called, self._loss, scale, shares, backward=backward)
         step.perform()
@@ -177,30 +179,44 @@ class Pipeline:
 
     def program(self, batch: Any, call: Call, loss: Loss | None) -> Program:
         """The forward for a microbatch of these shapes; ``loss``: None where the output itself is wanted."""
-        leaves, spec = pytree.tree_flatten(batch)
-        key = (
-            spec,
-            loss is None,
-            tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
-        )
-        known = self._programs.get(key)
-        if known is None or known.graph.of_this_batch:
-            writes: set[int] = set()
+        sizes = sizes_of(batch, loss is None)
+        recorded: list[Program] = []
+
+        def record() -> Program:
+            runs: list[tuple[Any, list[int | None]]] = []
 
             def run(model: nn.Module) -> Any:
                 own = copied(batch)
-                before = versions(own)
+                runs.append((own, versions(own)))
                 output = call(model, own)
-                result = loss(output) if loss else output
-                writes.update(differs(own, batch, before))
-                return result
+                return loss(output) if loss else output
 
             with random_numbers_kept():
                 graph = self._graph(run)
-            same = self._paths.get((key, graph.signature))
-            found = same or self._program(graph, frozenset(writes), loss is None)
-            self._programs[key] = self._paths[key, graph.signature] = found
-        return self._programs[key]
+            # Not within: a look at values would seem to be the forward's own.
+            writes = {i for own, before in runs for i in differs(own, batch, before)}
+            path = (sizes, graph.signature) if sizes is not None else object()
+            recorded.append(self._paths.made(path, lambda: self._program(graph, frozenset(writes), loss is None)))
+            return recorded[-1]
+
+        known = self._programs.made(sizes, record)
+        return record() if known.graph.of_this_batch and not recorded else known
+
+    def _programs_between(self, points: Points[Program]) -> Callable[[int], Program] | None:
+        """A program for lengths between those that were recorded, if nothing but sizes differs."""
+        lengths, programs = zip(*points, strict=True)
+        first = programs[0]
+        same = all((p.crossing.values, p.writes) == (first.crossing.values, first.writes) for p in programs)
+        graph = graphs_between(lengths, [p.graph for p in programs]) if same and not self.recipe.branches else None
+        if graph is None:
+            return None
+
+        def between(length: int) -> Program:
+            found = graph(length)
+            stages = {s: stage.of(found) for s, stage in first.stages.items()}
+            return Program(found, first.crossing, stages, first.writes)
+
+        return between
 
     def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
         cuts = [graph.positions.get(s.first, -1) for s in self.recipe.stages[1:]]
@@ -223,11 +239,13 @@ class Pipeline:
         self, microbatches: int, edges: tuple[Edge, ...], back: tuple[Edge, ...], *, backward: bool
     ) -> Schedule:
         key = (microbatches, edges, back, backward)
-        if key not in self._schedules:
+
+        def make() -> Schedule:
             ranks, stages = self.recipe.mesh.axis_size("pp"), len(self.recipe.stage_rank)
             plain = make_schedule(self.recipe.schedule, ranks, stages, microbatches, backward=backward)
-            self._schedules[key] = with_transfers(plain, edges, back)
-        return self._schedules[key]
+            return with_transfers(plain, edges, back)
+
+        return self._schedules.made(key, make)
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""
@@ -247,7 +265,7 @@ class _Step:
         call: Call,
         loss: Loss | None,
         scale: list[float],
-        shares: list[list[float] | None],
+        shares: list[Share | None],
         *,
         backward: bool,
     ) -> None:
@@ -402,14 +420,13 @@ class _Step:
         for n, value in self._inputs(action, flight):
             flight.received[n] = leaf = value.requires_grad_(self.backward and program.graph.values[n].requires_grad)
             received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
-        shares, before = Shares(self.shares[m]), program.graph.losses_before
+        shares = Shares(self.shares[m])
         walk = StageWalk(
             stage,
             received,
             device=self.p.groups.device,
             name=self.p.describe,
             send=whole,
-            at_position=lambda position: shares.at(before[position]),
             exchange=self.p.branching,
             streams=None if self.split else self.p.streams,
         )
@@ -422,7 +439,12 @@ class _Step:
             piece = copied(piece)
             if stage.last:
                 self.written[m] = piece
-        with torch.set_grad_enabled(self.backward), flight.later or nullcontext(), self.p.view(), shares.on():
+        with (
+            torch.set_grad_enabled(self.backward),
+            flight.later or nullcontext(),
+            self.p.view(),
+            shares.on(self.p.forwards.model),
+        ):
             with self.p.forwards.followed(walk):
                 output = self.call(self.p.forwards.model, piece)
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
@@ -430,7 +452,6 @@ class _Step:
             elif self.loss is None:
                 self.result = map_tensors(whole, output)
             else:
-                shares.at(before[program.graph.calls[ROOT].stop])
                 flight.loss = whole(self.loss(output)) * self.scale[m]
                 self.losses.append(flight.loss.detach())
         if not self.backward:

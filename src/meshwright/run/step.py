@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isnan, nan
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from meshwright.place import bounds
 from meshwright.private import python_body
 from meshwright.run.batch import copied, has_rows, mapped, tensors_in, written
-from meshwright.run.counts import SLOTS, LabelCounter
+from meshwright.run.counts import MEAN, SUM, Counted, LabelCounter, Share, Slot
 from meshwright.run.waiting import Waiting
 
 # backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
@@ -79,7 +78,7 @@ class Pieces:
 
     batches: list[Any]
     scale: list[float]
-    shares: list[list[float] | None]
+    shares: list[Share | None]
     gathered: int | None = None
 
 
@@ -89,37 +88,68 @@ def weights(
     copies: int,
     device: torch.device,
     *,
+    way: str = MEAN,
     alone: bool = False,
     waiting: Waiting | None = None,
-) -> tuple[list[float], list[list[float] | None]]:
-    """Each microbatch's weight in the mean, and the shares of its mean losses where that weight is not enough.
+) -> tuple[list[float], list[Share | None]]:
+    """What each microbatch's loss is multiplied by, and what its means are to be where that is not enough.
 
     Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
+
+    Args:
+        way: how the losses of pieces make that of the batch (run/counts.py).
     """
-    unknown, none = [nan] * SLOTS, [0.0] * SLOTS
-
-    def counted(piece: Any) -> list[float]:
-        return none if not rows_of(piece) else counter.counts(piece) if counter else unknown
-
-    local = [[float(rows_of(p)), *counted(p)] for p in pieces]
-    total = torch.tensor(local, dtype=torch.float64, device=device).sum(0)
-    if dist.get_world_size() > 1 and not alone:
-        with waiting.on() if waiting is not None else nullcontext():
-            dist.all_reduce(total)
-        total = total / copies
-    rows, *counts = total.tolist()
-    found, shares = [], []
-    for own_rows, *own in local:
-        weight = own_rows / rows
-        ratios = [_ratio(n, of, weight) for n, of in zip(own, counts, strict=True)]
-        found.append(weight)
-        shares.append(ratios if any(abs(r - 1) > 1e-12 for r in ratios) else None)
-    return found, shares
+    counted = [counter.counted(p, n) if counter is not None and (n := rows_of(p)) else None for p in pieces]
+    slots, total = _totals([rows_of(p) for p in pieces], counted, counter, device, alone=alone, waiting=waiting)
+    rows, *_ = sums = (total if alone else total / copies).split([1, 1, *(size for _, _, size in slots)])
+    totals, every = dict(zip(slots, sums[2:], strict=True)), float(rows)
+    scale, shares = [], []
+    for piece, found in zip(pieces, counted, strict=True):
+        weight = rows_of(piece) / every
+        scale.append(weight if way != SUM else float(weight > 0))
+        share = None if found is None or not found.program.matters else Share(found, totals, every, weight, way)
+        shares.append(None if share is None or share.even else share)
+    return scale, shares
 
 
-def _ratio(count: float, total: float, weight: float) -> float:
-    """By how much a loss over ``count`` of ``total`` labels must be scaled for its weight by rows to be right."""
-    return 1.0 if isnan(total) or not total or not weight else count / total / weight
+def _totals(
+    rows: list[int],
+    counted: list[Counted | None],
+    counter: LabelCounter | None,
+    device: torch.device,
+    *,
+    alone: bool,
+    waiting: Waiting | None,
+) -> tuple[tuple[Slot, ...], Tensor]:
+    """Sums over pieces of all ranks: rows, ranks that have slots of their own, and each slot; and which slots these are."""
+    own: dict[Slot, Tensor] = {}
+    for slot, value in (pair for c in counted if c is not None for pair in c.sums.items()):
+        value = value.flatten()
+        own[slot] = own[slot] + value if slot in own else value
+
+    def summed(slots: tuple[Slot, ...]) -> Tensor:
+        zeros = (torch.zeros(size, dtype=torch.float64) for _, _, size in slots)
+        head = torch.tensor([sum(rows), not own.keys() <= set(slots)], dtype=torch.float64)
+        found = torch.cat([head, *(own.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
+        if dist.get_world_size() > 1 and not alone:
+            with waiting.on() if waiting is not None else nullcontext():
+                dist.all_reduce(found)
+        return found.cpu()
+
+    if alone or counter is None:
+        return tuple(sorted(own)), summed(tuple(sorted(own)))
+    found = summed(counter.slots)
+    if found[1]:  # some rank's forward counts what not all know of
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, sorted(own))
+        counter.slots = tuple(sorted({slot for slots in everywhere for slot in map(_as_slot, slots)}))
+        found = summed(counter.slots)
+    return counter.slots, found
+
+
+def _as_slot(slot: Any) -> Slot:
+    line, before, size = slot
+    return line, before, size
 
 
 def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> tuple[Any, int]:

@@ -166,6 +166,12 @@ class StageProgram:
             for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
         }  # fmt: skip
 
+    def of(self, graph: ModelGraph) -> StageProgram:
+        """The same for a forward that differs in sizes alone."""
+        found = copy.copy(self)
+        found.graph = graph
+        return found
+
     def place(self, position: int) -> int:
         """The place of an event."""
         return self._places[position] if self._places else 0
@@ -222,7 +228,6 @@ class StageWalk(Walk):
         device: of this rank.
         name: a stage → how errors call it.
         send: what the model calls a value → the tensor that is sent (a cut one made whole).
-        at_position: called before each part of the forward that runs here, with its position.
         exchange: what forks and joins, where there are branches.
         streams: what runs blocks at the same time on this rank.
     """
@@ -235,13 +240,12 @@ class StageWalk(Walk):
         device: torch.device,
         name: Callable[[int], str],
         send: Callable[[Tensor], Tensor],
-        at_position: Callable[[int], None],
         exchange: Exchange | None = None,
         streams: Streams | None = None,
     ) -> None:
         super().__init__()
         self.program, self.graph, self.device = program, program.graph, device
-        self._name, self._send, self._at, self._exchange = name, send, at_position, exchange
+        self._name, self._send, self._exchange = name, send, exchange
         self._values: dict[int, Tensor] = {}
         self._streams = streams
         self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
@@ -394,7 +398,7 @@ class StageWalk(Walk):
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
-            return Elsewhere(like, self, number, self.device)
+            return Elsewhere(self.graph.like(number, like), self, number, self.device)
         return self._values[number]
 
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
@@ -439,7 +443,6 @@ class StageWalk(Walk):
         self._reach(call.stop - 1)
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
-        self._at(call.start)
         place = self.program.place(call.start)
         given = args, kwargs
         args, kwargs = map_tensors(lambda t: self._had(t, place), given)
@@ -567,7 +570,6 @@ class StageWalk(Walk):
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.graph.positions[event.path, event.index]
-        self._at(position)
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
         place = place if place in self.program.mine else 0  # (a parameter that is handed on)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
