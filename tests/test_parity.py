@@ -506,3 +506,25 @@ def test_what_is_switched_off_is_on_again_where_one_device_cannot_do_without(wor
     assert report, report
     assert any("compared with dropout" in note for note in report.notes)
     assert any("not compared in eval mode" in note for note in report.notes)
+
+
+class Extreme(nn.Module):
+    """Writes the smallest number of its activations' type into a table that it makes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.second(self.first(x).relu())
+        table = torch.full((4, 4), torch.finfo(h.dtype).min, dtype=torch.float32).triu(1)
+        return {"loss": self.third((h @ h.T + table).softmax(-1).to(x.dtype) @ h).square().mean()}
+
+
+def test_planning_is_as_wide_as_the_check(workers: LocalWorkers) -> None:
+    report = mw.check(Extreme, fresh_batch(), "tp=2", workers=workers)
+    assert report, report
+    assert (
+        report.recipe is not None and report.recipe.by_name["first.weight"].tp != report.recipe.by_name["third.bias"].tp
+    )
+    assert mw.check(Extreme, fresh_batch(), {"mesh": {"pp": 2}, "microbatches": 1}, workers=workers)

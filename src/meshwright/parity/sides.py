@@ -12,6 +12,7 @@ to float32 casts to float64, which both sides run under and which computes nothi
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import random
 import zlib
@@ -214,7 +215,7 @@ def _generators() -> tuple[Any, ...]:
 def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
     job = parallelize(
-        Quiet(case.build, case.training, case.dropout), plan, batch=case.batch, loss=case.loss, device=case.device,
+        Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype, transform=perturbed,
     )  # fmt: skip
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
@@ -342,16 +343,33 @@ def widened(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Quiet:
-    """A build whose model has no dropout, and is in eval mode where ``training`` is False; ``dropout``: it keeps that."""
+    """A build of the model as it is compared.
+
+    Attributes:
+        training: False: the model is in eval mode.
+        dropout: whether it keeps its dropout.
+        dtype: of the check. The forward is ``widened`` wherever it runs, in planning too: what does not fit into float32 there
+            (``finfo(x.dtype).min``) would else keep it from being followed.
+    """
 
     build: Callable[[], nn.Module]
     training: bool = True
     dropout: bool = False
+    dtype: torch.dtype = torch.float32
 
     def __call__(self) -> nn.Module:
         model = self.build()
         if not self.dropout:
             silence(model)
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def wide(*args: Any, **kwargs: Any) -> Any:
+            with widened(self.dtype):
+                return forward(*args, **kwargs)
+
+        if self.dtype is torch.float64:
+            model.forward = wide
         return model if self.training else model.eval()
 
 
