@@ -528,3 +528,26 @@ def test_planning_is_as_wide_as_the_check(workers: LocalWorkers) -> None:
         report.recipe is not None and report.recipe.by_name["first.weight"].tp != report.recipe.by_name["third.bias"].tp
     )
     assert mw.check(Extreme, fresh_batch(), {"mesh": {"pp": 2}, "microbatches": 1}, workers=workers)
+
+
+class WrongInHalf(nn.Module):
+    """Its gradient is twice one device's, in bfloat16 on several ranks, if told so."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.wrong = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4), wrong
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        loss = self.second(self.norm(self.first(x)).relu()).square().mean()
+        wrong = self.wrong and x.dtype is torch.bfloat16 and dist.get_world_size() > 1
+        return {"loss": 2 * loss - loss.detach() if wrong else loss}
+
+
+def test_a_job_in_half_precision_is_judged_in_it_too(workers: LocalWorkers) -> None:
+    plan = {"mesh": {"tp": 2}, "precision": "bfloat16"}
+    right = mw.check(partial(WrongInHalf, False), fresh_batch(), plan, workers=workers)
+    assert right and right.dtype == "float64" and right.tolerance == 1e-9
+    assert any("compared in bfloat16 too" in note for note in right.notes)
+    wrong = mw.check(partial(WrongInHalf, True), fresh_batch(), plan, workers=workers)
+    assert not wrong and wrong.dtype == "bfloat16"
+    assert wrong.errors["loss"] <= wrong.tolerance < max(wrong.errors["gradients"].values())

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import Findings
 from meshwright.parity.compare import KINDS, compare
+from meshwright.parity.half import HALF, half_reference
 from meshwright.parity.report import Report
 from meshwright.parity.sides import Case, Outcome, Reference, digest, distributed, reference
 from meshwright.plan import Plan, PlanLike
@@ -65,7 +66,8 @@ def check(
     Args:
         build: makes the model; a function or class of a module, or a ``functools.partial`` of one.
         batch: the global batch: a dict of keyword arguments, or a tuple. Floats are cast to the type of the check.
-        plan: as for ``parallelize``. Its precision is replaced by the type of the check.
+        plan: as for ``parallelize``. Its precision is replaced by the type of the check; where it is a half type, a job that
+            is right is run in it too, against one device in the same types (``meshwright.parity.half``).
         loss: the loss of the model's output; default ``output.loss``. Like ``build``, of a module.
         workers: a pool of at least as many workers as the mesh has ranks; it keeps the references of the last checks.
             Default: workers are started for this check.
@@ -94,7 +96,11 @@ def check(
         try:
             one = _reference(pool, case, narrow=dtype is None, timeout=timeout)
             case, notes, side = one.case, (*one.notes, *_notes(plan, one.case)), "the job"
-            outcome = _outcome(pool, case, plan, timeout)
+            outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
+            judged = _judge(one, outcome, plan, notes, _tolerance(tolerance, case), started)
+            if plan.precision not in HALF or not judged:
+                return judged
+            return _in_half(pool, case, plan, judged, timeout, started)
         except WorkerError as error:
             if error.plan_error is not None:
                 raise error.plan_error from None
@@ -102,7 +108,22 @@ def check(
                 passed=False, plan=plan, tolerance=_tolerance(tolerance, case), dtype=_name(case.dtype),
                 steps=steps, seconds=time.monotonic() - started, notes=notes, failure=f"{side}: {error}",
             )  # fmt: skip
-    return _judge(one, outcome, plan, notes, _tolerance(tolerance, case), started)
+
+
+def _in_half(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout: float, started: float) -> Report:
+    """The verdict in the plan's own types, for a job that is right in the type of the check."""
+    try:
+        one, tolerance = pool.run(half_reference, case, plan.precision, ranks=1, timeout=timeout)[0]
+    except WorkerError as error:
+        said = f"not compared in {plan.precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
+        return replace(judged, notes=(*judged.notes, said))
+    outcome = _outcome(pool, replace(case, dtype=torch.float32), plan, timeout)
+    found = _judge(one, outcome, plan, judged.notes, tolerance, started)
+    if not found:
+        return replace(found, dtype=plan.precision)
+    worst = found.worst[2]
+    said = f"compared in {plan.precision} too: off by {worst:.1e}; rounding in another order may make {tolerance:.1e}"
+    return replace(judged, notes=(*judged.notes, said))
 
 
 def _judge(
@@ -129,8 +150,6 @@ def _judge(
 
 def _notes(plan: Plan, case: Case) -> tuple[str, ...]:
     notes = []
-    if plan.precision not in ("float32", _name(case.dtype)):
-        notes.append(f"compared in {_name(case.dtype)}, not in the plan's precision, {plan.precision}")
     if case.dtype is torch.float64:
         notes.append("casts to float32 inside the model were casts to float64, on both sides")
     return tuple(notes)
@@ -174,7 +193,6 @@ def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) 
 
 
 def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outcome:
-    plan = plan.replace(precision=_name(case.dtype))
     outcome, *others = pool.run(distributed, case, plan, ranks=plan.mesh.size, timeout=timeout)
     return replace(outcome, buffers={rank: found for rank, found in enumerate(others, 1) if found})
 

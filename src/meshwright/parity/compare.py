@@ -45,8 +45,20 @@ class Findings:
 
 def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Findings:
     """What differs between one device and the job."""
-    one, job = reference.facts, outcome.facts
-    moved = [one.parameters[name] - start for name, start in reference.start.items()]
+    errors, words = differences(reference.start, reference.facts, outcome.facts)
+    for rank, found in sorted(outcome.buffers.items()):
+        wanted = {n: b for n, b in reference.facts.buffers[-1].items() if n in found}
+        _worse(f"on rank {rank}", found, wanted, errors["buffers"], words)
+    return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
+
+
+def differences(start: Mapping[str, Tensor], one: Facts, job: Facts) -> tuple[Errors, dict[tuple[str, str], str]]:
+    """The errors of one side's facts against another's, and words for what a number does not tell.
+
+    Args:
+        start: parameters before the first step.
+    """
+    moved = [one.parameters[name] - value for name, value in start.items()]
     words: dict[tuple[str, str], str] = {}
     errors = Errors(
         loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
@@ -56,13 +68,10 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
     )
     for step, (found, wanted) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
         _worse(f"after step {step}", found, wanted, errors["buffers"], words)
-    for rank, found in sorted(outcome.buffers.items()):
-        wanted = {n: one.buffers[-1][n] for n in found if n in one.buffers[-1]}
-        _worse(f"on rank {rank}", found, wanted, errors["buffers"], words)
     if (names := list(job.buffers[-1])) != list(one.buffers[-1]) and names:
         errors["buffers"][names[0]] = inf
         words["buffers", names[0]] = f"in another order: {', '.join(names[:8])}"
-    return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
+    return errors, words
 
 
 def _loss_error(loss: float, wanted: float) -> float:

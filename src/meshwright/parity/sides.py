@@ -147,30 +147,46 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
     model, silenced = _model(case)
     batch = cast(case.batch, case.dtype, case.device)
     start = _copies(model.named_parameters())
+    draws = False
+
+    def step() -> Tensor:
+        nonlocal draws
+        before = _generators()
+        with widened(case.dtype):
+            loss = case.loss(called(model, batch))
+            draws |= _generators() != before
+            if loss.requires_grad:
+                loss.backward()
+        return loss.detach()
+
+    starting(case)
+    facts = trained(model, model, case, step)
+    notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
+    return Reference(case, facts, start, notes), draws
+
+
+def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Tensor]) -> Facts:
+    """What one device finds in the steps of a case.
+
+    Args:
+        model: whose parameters are trained; ``run``: whose forward is run, with the buffers.
+        step: one forward and backward; gives the loss.
+    """
     optimizer = sgd(model.parameters())
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
-    buffers, draws = [], False
-    torch.manual_seed(_first_seed(case))
-    for step in range(case.steps):
-        for _ in range(forwards(step, case.steps)):
-            before = _generators()
-            with widened(case.dtype):
-                loss = case.loss(called(model, batch))
-                draws |= _generators() != before
-                if loss.requires_grad:
-                    loss.backward()
-            losses.append(loss.item())
-            report(step)  # a sign of life
+    buffers = []
+    for i in range(case.steps):
+        for _ in range(forwards(i, case.steps)):
+            losses.append(step().item())
+            report(i)  # a sign of life
             if len(losses) == 1:
                 gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        buffers.append(_copies(model.named_buffers()))
-    facts = Facts(tuple(losses), gradients, _copies(model.named_parameters()), tuple(buffers))
-    notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
-    return Reference(case, facts, start, notes), draws
+        buffers.append(_copies(run.named_buffers()))
+    return Facts(tuple(losses), gradients, _copies(model.named_parameters()), tuple(buffers))
 
 
 def forwards(step: int, steps: int) -> int:
@@ -178,9 +194,14 @@ def forwards(step: int, steps: int) -> int:
     return 2 if step == min(1, steps - 1) else 1
 
 
-def _first_seed(case: Case) -> int:
-    """Where the first data rank of a job starts to draw (run/apply.py). Nothing is seeded after that, as in training."""
-    return case.seed * 1_000_003 + 1
+def starting(case: Case) -> None:
+    """Seeds where the first data rank of a job starts to draw (run/apply.py). Nothing is seeded after that, as in training."""
+    torch.manual_seed(case.seed * 1_000_003 + 1)
+
+
+def made(case: Case) -> nn.Module:
+    """The model of a case, on one device."""
+    return _model(case)[0]
 
 
 def _model(case: Case) -> tuple[nn.Module, int]:
@@ -216,7 +237,7 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
     job = parallelize(
         Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
-        dtype=case.dtype, transform=perturbed,
+        dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
     )  # fmt: skip
     mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
     rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
