@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,6 +169,16 @@ def test_a_function_may_join_by_the_environment(workers: LocalWorkers) -> None:
 def test_meshes_of_earlier_runs_are_forgotten(workers: LocalWorkers) -> None:
     for groups_before in (0, 2, 1):
         assert workers.run(sum_over_a_mesh, groups_before, ranks=2) == [True, True]
+
+
+def drawn() -> tuple[float, float]:
+    return random.random(), float(numpy.random.rand())
+
+
+def test_numbers_that_are_drawn_do_not_depend_on_earlier_runs_and_differ_by_rank(workers: LocalWorkers) -> None:
+    first = workers.run(drawn, ranks=2)
+    assert workers.run(drawn, ranks=2) == first
+    assert not set(first[0]) & set(first[1])
 
 
 def test_big_values_pass_both_ways(workers: LocalWorkers) -> None:

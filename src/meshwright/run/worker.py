@@ -19,6 +19,7 @@ import functools
 import gc
 import os
 import queue
+import random
 import select
 import signal
 import socket
@@ -207,6 +208,10 @@ def _fresh_torch(task: Task) -> None:
     torch.set_num_threads(task.threads)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device
+    # Other numbers on each rank, as in processes that were started apart: what needs them alike has to see to it.
+    random.seed(task.rank + 1)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(task.rank + 1)
 
 
 def _forget_meshes() -> None:
