@@ -16,6 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.place import Place
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.memory import undisturbed
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
@@ -119,7 +120,7 @@ class Planned:
             graph = capture(self._model, run)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
-            return replace(graph, rows=rows_of_batch(graph) or 0, by_rows=events_by_rows(self._model, run, graph))
+            return replace(graph, rows=rows_of_batch(graph) or 0, by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph))
 
     def _runs(self, batch: Any) -> bool:
         """Whether the forward runs on a batch, for its shapes."""
@@ -136,8 +137,9 @@ class Planned:
 
     def record(self, batch: Any, recorder: Recorder) -> None:
         """Runs the forward for its shapes under ``recorder``."""
+        run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
         with Shadow(), Meeting(), computing_in(self._model, self._precision), recorder.on(self._model):
-            self._loss(called(self._model, batch))
+            run(self._model)
 
 
 def _agreed(recipe: Recipe) -> Recipe:

@@ -25,9 +25,10 @@ INTENSITY = 100  # operations that take as long as moving a byte: an accelerator
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between events: shape, strides and type; the position of the event that gave it (or last wrote to it).
+    """A tensor between events: shape, strides and type; the position of the event that gave it, or last wrote to its memory.
 
-    ``storage`` is the same for values that share memory on one device.
+    ``storage`` is the same for values that share memory on one device; ``name`` for those that are one tensor, which gets
+    another number whenever something is written to its memory.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Value:
     requires_grad: bool
     position: int
     storage: int
+    name: int
 
     @property
     def bytes(self) -> int:
@@ -54,6 +56,9 @@ class Event:
         inputs: numbers of the values that it takes.
         outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
         written: the number of the value that its first argument has become, where it writes to it.
+        named: (which of its tensors, number) for those that it takes in shared memory (view/walk.py) and that are met for the
+            first time; their numbers are among ``inputs``.
+        renamed: (number, number) of other names of the memory that it writes to: what they were, and are now.
         parameters: names of the parameters that it takes, and ``buffers``.
         flops: floating-point operations, of the forward.
         moved: bytes read and written, of the forward.
@@ -75,6 +80,8 @@ class Event:
     reads: bool
     mean_loss: bool
     line: str
+    named: tuple[tuple[int, int], ...] = ()
+    renamed: tuple[tuple[int, int], ...] = ()
 
     @property
     def plain(self) -> bool:
@@ -92,6 +99,15 @@ class Event:
         return self.flops + INTENSITY * self.moved
 
 
+@dataclass(frozen=True)
+class Grown:
+    """What a call appended to a list that it was given: the how-manieth list, what it appended, the values in that."""
+
+    which: int
+    items: list[Any]
+    values: tuple[int | None, ...]
+
+
 @dataclass
 class Call:
     """One call of a module: its events are ``start`` to ``stop``; those of the calls within it are among them.
@@ -102,8 +118,11 @@ class Call:
         given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
         fresh: whether a tensor in what it returned follows from the batch, and was made within.
         stashed: values that it left on the module, or in what it was called with.
+        visible: whether it changes something that was there before and is used after it: memory that follows from the
+            batch, a list that it was given, an attribute. So every stage looks into it.
+        grown: what it appended to lists that it was given.
+        acts: whether it reads a value, on which what it does next may follow.
         leaf: whether the module has no modules within.
-        writes: whether it wrote to a tensor that follows from the batch alone, which every rank has, and writes to.
     """
 
     module: str
@@ -115,12 +134,26 @@ class Call:
     returned: Any = None
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
+    visible: bool = False
+    grown: tuple[Grown, ...] = ()
+    acts: bool = False
     leaf: bool = False
-    writes: bool = False
 
 
 ROOT: Path = (("", 0),)
 """The call of the model itself."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions between which a forward is not cut: no stage begins at ``first`` + 1 to ``last``.
+
+    ``why``: for people.
+    """
+
+    first: int
+    last: int
+    why: str
 
 
 @dataclass
@@ -128,6 +161,9 @@ class ModelGraph:
     """A forward, recorded.
 
     Attributes:
+        carried: (module, name) of each buffer and attribute that the forward changes and that the next one begins with.
+        changes: (module, name) of each that it changes → the position of the last change.
+        spans: what memory keeps together, by the rule of planning/memory.py.
         returned: the values in what the loss function gave.
         of_this_batch: whether values of the batch were read, so that another batch may take another path.
         ways: of a read, what its call returned, which another way gives too.
@@ -146,6 +182,9 @@ class ModelGraph:
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)
     rows: int = 0
     by_rows: frozenset[int] = frozenset()
+    carried: tuple[tuple[str, str], ...] = ()
+    changes: dict[tuple[str, str], int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     resized: bool = False
 
     def like(self, number: int, t: Any) -> Any:
@@ -169,7 +208,8 @@ class ModelGraph:
     def made(self, position: int) -> list[int]:
         """The values that an event made: not those that it gave as it took them, as a dropout does that is off."""
         event = self.events[position]
-        given = (n for n in (*event.outputs, event.written) if n is not None)
+        named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]
+        given = (n for n in (*named, *event.outputs, event.written) if n is not None)
         return [n for n in dict.fromkeys(given) if self.values[n].position == position]
 
     @cached_property
@@ -185,17 +225,20 @@ class ModelGraph:
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
         found = {n for n in self.returned if self.values[n].requires_grad}
-        memories = {storage for n in found if (storage := self.values[n].storage)}
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
-            made = (*event.outputs, event.written, *self.ways.get(position, ()))
             # What is written to one name of a memory is had by all of them.
-            written = event.written is not None and self.values[event.written].storage in memories
-            if written or found.intersection(made):
-                taken = [n for n in event.inputs if self.values[n].requires_grad]
-                found.update(taken)
-                memories.update(storage for n in taken if (storage := self.values[n].storage))
+            now = {new for _, new in event.renamed if new in found}
+            found.update(old for old, new in event.renamed if new in now and self.values[old].requires_grad)
+            if now or found.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
+                found.update(n for n in event.inputs if self.values[n].requires_grad)
         return frozenset(found)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The memory (``Value.storage``) that events write."""
+        numbers = [n for e in self.events for n in (e.written, *(new for _, new in e.renamed)) if n is not None]
+        return frozenset(self.values[n].storage for n in numbers)
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-import meshwright
-from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Value
+from meshwright.errors import Findings, PlanError
+from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Value
+from meshwright.planning.blame import is_ours, line_of, model_line
+from meshwright.planning.memory import Kept, Memory, Touches, Uses, contents, keep_together
 from meshwright.planning.shadow import Meeting, Shadow
-from meshwright.private import TorchDispatchMode, pytree, storage_of, version, without_modes
+from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
-from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.walk import Walk, following
+from meshwright.view.structure import lists_in, map_tensors, tensors_of
+from meshwright.view.walk import Slot, Walk, following, kept_in, memory_of
 
 
 def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
@@ -30,12 +30,48 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
         model: with parameters on meta; its forwards are followed for the time of the call.
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
     """
-    recorder, shadow, meeting = Recorder(model), Shadow(), Meeting()
-    with torch.enable_grad(), recorder.cost, shadow, meeting, following(model, recorder):
-        result = run(model)
-    recorder.graph.of_this_batch = shadow.known + meeting.known > 0
-    recorder.graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
+    kept = Kept(model)
+    recorder = _recorded(model, run, ())
+    changed = kept.changed(recorder.memory.written)
+    kept.put_back()
+    if changed:  # what is kept is a value from the start, which is known only now
+        recorder = _recorded(model, run, changed)
+        kept.put_back()
     return recorder.graph
+
+
+def _recorded(model: nn.Module, run: Callable[[nn.Module], Any], changed: Sequence[Slot]) -> Recorder:
+    """A forward, recorded; ``changed``: where modules keep what it changes."""
+    recorder, shadow, meeting = Recorder(model, changed), Shadow(), Meeting()
+    modes = (recorder.cost, shadow, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
+    with torch.enable_grad(), ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        try:
+            result = run(model)
+        except Exception as error:  # whatever a model may raise on tensors without values
+            if is_ours(error) or isinstance(error, PlanError):
+                raise
+            raise _not_followed(error, shadow) from error
+    graph = recorder.graph
+    graph.of_this_batch = shadow.known + meeting.known > 0
+    graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
+    recorder.finish()
+    return recorder
+
+
+def _not_followed(error: Exception, shadow: Shadow) -> PlanError:
+    """One error that says where the forward cannot be followed, and which values it had read until then."""
+    findings = Findings()
+    read = [f"{function} at {line}" for function, line in dict.fromkeys(shadow.assumed)]
+    after = f", after it read values that follow from parameters: {'; '.join(read[-3:])}" if read else ""
+    findings.add(
+        where=f"the model's {line_of(error) or 'forward'}",
+        given=f"a forward that cannot be followed without values: {type(error).__name__}: {str(error)[:200]}{after}",
+        required="for a pipeline or branches, a forward whose shapes do not follow from values of parameters",
+        fix="mesh: {dp_shard: 2}",
+    )
+    return findings.error()
 
 
 @contextmanager
@@ -80,13 +116,24 @@ class Cost(TorchDispatchMode):
 
 
 class Recorder(Walk):
-    """Writes down a forward as it runs."""
+    """Writes down a forward as it runs.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.graph, self.cost = ModelGraph(), Cost()
-        self._names: dict[int, list[int]] = {}  # memory → the values that are in it
+    Args:
+        changed: where modules keep what the forward changes.
+    """
+
+    def __init__(self, model: nn.Module, changed: Sequence[Slot] = ()) -> None:
+        super().__init__(kept_in(model, changed))
+        self.graph, self.cost, self.memory = ModelGraph(), Cost(), Memory()
+        self.uses = Uses(model, changed, lambda: len(self.graph.events))
+        self._model = model
+        self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
+        self._kept = {slot: getattr(model.get_submodule(slot[0]), slot[1], None) for slot in changed}
+        self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
+        self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
+        self._count = 0  # of tensors that are values
         self._parameters = {id(p): n for n, p in model.named_parameters()}
+        self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
         self._within: dict[int, None] = {}  # ids, in order, of the tensors that functions within the running event took
         # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
@@ -101,11 +148,17 @@ class Recorder(Walk):
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
         had = {id(t) for t in tensors_of((args, kwargs))}
-        of_the_batch = [(t, version(t)) for t in tensors_of((args, kwargs)) if not self.known(t) and not t.is_meta]
+        before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
+        lengths = [len(x) for x in lists]
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
-        call.writes = any(version(t) != before for t, before in of_the_batch)
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
+        call.visible = before != self._state(call.given) or self._wrote_to_the_batch(tick)
+        call.grown = tuple(
+            Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
+            for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n
+        )  # fmt: skip
+        call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
         call.stop, call.returned = len(graph.events), _as_given(result, (*args, *kwargs.values()))
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
@@ -125,15 +178,15 @@ class Recorder(Walk):
         given = [n for t in tensors_of(call.given) if (n := self.number(t)) is not None]
         event = graph.events[reads[-1]]
         graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *given))))
+        result = map_tensors(self._following, result)  # which it is follows from what was read
         graph.ways[reads[-1]] = tuple(n for t in tensors_of(result) if (n := self.number(t)) is not None)
-        if not any(p.requires_grad for p in module.parameters()) and not any(
+        gradients = any(p.requires_grad for p in module.parameters()) or any(
             graph.values[n].requires_grad for n in given
-        ):
-            return result
+        )
 
         def differentiable(t: Tensor) -> Tensor:
             number = self.number(t)
-            if number is None or t.requires_grad or not t.is_floating_point():
+            if number is None or not gradients or t.requires_grad or not t.is_floating_point():
                 return t
             with without_modes():
                 made = t.detach().requires_grad_().clone()  # no leaf, which the model could not write to
@@ -143,6 +196,24 @@ class Recorder(Walk):
             return made
 
         return map_tensors(differentiable, result)
+
+    def _following(self, t: Tensor) -> Tensor:
+        """A tensor that follows from the batch, as a value: another name for it, of its own."""
+        if self.known(t) or isinstance(t, nn.Parameter):
+            return t
+        with without_modes():
+            t = t.view_as(t)
+        self._new(t, len(self.graph.events) - 1)
+        return t
+
+    def _state(self, given: Any) -> Any:
+        """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
+        return contents(given), [contents(getattr(self._model.get_submodule(m), n, None)) for m, n in self._carried]
+
+    def _wrote_to_the_batch(self, tick: int) -> bool:
+        """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
+        values = {*self._named, *self.shared, *self._parameter_memory}
+        return any(self.memory.made.get(m, 0) <= tick for m in self.memory.since(tick) - values)
 
     def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
@@ -158,7 +229,9 @@ class Recorder(Walk):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
         graph, place = self.graph, len(self.graph.events)
+        named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
+        tick = self.memory.ticks
         flops, moved = self.cost.flops, self.cost.moved
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
@@ -167,12 +240,17 @@ class Recorder(Walk):
         writing = writes(func, args, kwargs)
         targets = [t for t in (args[:1] if writing else (kwargs.get("out"),)) if isinstance(t, Tensor)]
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        foreign = {memory_of(t) for t in targets if not self.marked(t) and not isinstance(t, nn.Parameter)} - {0}
+        written = self.memory.since(tick) | {memory_of(t) for t in targets}
+        others = [t for m in written for t in self._named.get(m, ()) if not any(t is x for x in targets)]
         for t in targets:
             self._new(t, place)
-            self._written(t)
+        renamed = tuple((self._numbered(t), self._new(t, place)) for t in others)
+        self.renamed |= dict(renamed)
         for t in given:
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
                 self._new(t, place)
+        self._touch(place, tensors, foreign, written)
         graph.outputs[path, index] = result
         took = [*map(id, tensors), *self._within]
         graph.events.append(
@@ -189,7 +267,9 @@ class Recorder(Walk):
                 moved=self.cost.moved - moved,
                 reads=not given and not targets,
                 mean_loss=loss,
-                line=_line(),
+                line=model_line(),
+                named=named,
+                renamed=renamed,
             )
         )
         return result
@@ -199,31 +279,83 @@ class Recorder(Walk):
         self._within |= {id(t): None for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         return func(*args, **kwargs)
 
-    def _written(self, t: Tensor) -> None:
-        """Other names of the memory that was written have a gradient too now: what a slice was taken of, say."""
-        number = self.number(t)
-        if number is None or not t.requires_grad:
-            return
-        for n in self._names.get(self.graph.values[number].storage, ()):
-            if not (value := self.graph.values[n]).requires_grad:
-                self.graph.values[n] = replace(value, requires_grad=True)
+    def _touch(self, place: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
+        """Notes the use of shared memory; ``foreign``: what is about to be shared, as it was written."""
+        for memory in {memory_of(t) for t in tensors} | foreign:
+            if memory in self.shared or memory in foreign:
+                touched = self._touched.setdefault(memory, Touches())
+                touched.used.append(place)
+                if memory in written:
+                    touched.changed.append(place)
 
-    def _new(self, t: Tensor, place: int) -> None:
-        if isinstance(t, nn.Parameter):
-            return
-        storage = 0
+    def _numbered(self, t: Tensor) -> int:
+        number = self.number(t)
+        assert number is not None
+        return number
+
+    def _new(self, t: Tensor, place: int) -> int:
+        """A new number for a tensor: an event gave it, or something was written to its memory."""
+        storage, before = 0, self.number(t)
         if t.layout is torch.strided:
             storage = storage_of(t)
             self._alive.append(t.untyped_storage())
+        self._count += before is None
+        name = self._count if before is None else self.graph.values[before].name
         value = Value(
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
-            t.element_size(), t.requires_grad, place, storage,
+            t.element_size(), t.requires_grad, place, storage, name,
         )  # fmt: skip
-        if storage:
-            self._names.setdefault(storage, []).append(len(self.graph.values))
-        self.name_value(t, len(self.graph.values))
+        if storage and before is None:
+            self._named.setdefault(storage, []).append(t)
+        number = len(self.graph.values)
         self.graph.values.append(value)
+        self.name_value(t, number)
         self._alive.append(t)
+        return number
+
+    def finish(self) -> None:
+        """After the forward: what memory keeps together."""
+        graph, slots = self.graph, dict[Slot, Touches]()
+        for slot, uses in self.uses.found.items():
+            touched = self._touches_of(slot, uses)
+            if touched.changed:
+                graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
+            if touched.used and self.uses.carries(slot):
+                slots[slot] = touched
+        graph.carried = tuple(slots)
+        carried = {m for slot in slots for m in self._carried[slot]}
+        foreign = {m: t for m, t in self._touched.items() if m not in carried}
+        for memory, touched in self._touched.items():
+            for call in graph.calls.values():
+                within = [call.start <= p < call.stop for p in touched.used]
+                call.visible |= any(within) and not all(within)
+        held = [t for slot in slots for t in kept_in(self._model, [slot])]
+        at_end = [n for t in held if (n := self.number(t)) is not None]
+        keep_together(graph, foreign, slots, self._written_parameters(), at_end)
+
+    def _touches_of(self, slot: Slot, uses: list[tuple[int, bool]]) -> Touches:
+        """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
+        found = Touches()
+        for memory in self._carried[slot]:
+            found.used += self._touched.get(memory, Touches()).used
+            found.changed += self._touched.get(memory, Touches()).changed
+        if isinstance(self._kept[slot], Tensor):
+            found.changed += [max(0, count - 1) for count, is_set in uses if is_set]
+        elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
+            found.used += [uses[0][0] - 1]
+            found.changed += [uses[-1][0]]
+        found.used = sorted({*found.used, *found.changed})
+        return found
+
+    def _written_parameters(self) -> dict[str, Touches]:
+        """The parameters that the forward wrote, with the events that use them."""
+        found = {}
+        for memory in self.memory.written.keys() & self._parameter_memory.keys():
+            name = self._parameter_memory[memory]
+            values = {n for n, value in enumerate(self.graph.values) if value.storage == memory}
+            used = [p for p, e in enumerate(self.graph.events) if name in e.parameters or values.intersection(e.inputs)]
+            found[name] = Touches(used, used)
+        return found
 
 
 def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -243,14 +375,3 @@ def _as_given(result: Any, kept: tuple[Any, ...]) -> Any:
     """
     ids = {id(x) for x in kept}
     return pytree.tree_map(lambda x: x, result, is_leaf=lambda x: id(x) in ids)
-
-
-_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
-
-
-def _line() -> str:
-    """The model's source line that is being run."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -5,7 +5,7 @@ A cut is a position in the recorded program (graph.py). It may stand anywhere bu
     within a call of a module without modules in it, or of a repeated block (unless there are too few other places)
     between a fork and the join of branches
     after a value was read for Python to act on, within the module that read it
-    between the making of two names for one memory and the last use of one after a write to the other
+    where memory is written that is on both sides (the rule of planning/memory.py)
 
 Among all cuts, those with the smallest largest work of a stage are found exactly, by dynamic programming; among those
 within ``SLACK`` of it the ones with the smallest largest memory; among those the ones that the fewest bytes cross.
@@ -61,30 +61,11 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple
             stop = stops.get(event.path, end)
             close(i + 1, stop, closed)
             reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")
-        if event.written is not None and event.inputs:
-            for start, stop in _aliased(graph, i):
-                close(start + 1, stop + 1, closed)
-                reasons.append(f"{spelled(event.path)} writes in place to memory with several names ({event.line})")
+    for span in graph.spans:
+        close(span.first + 1, min(span.last, end) + 1, closed)
+        reasons.append(span.why)
     anywhere = tuple(b for b in range(1, end) if not closed[b])
     return Places(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
-
-
-def _aliased(graph: ModelGraph, write: int) -> Iterable[tuple[int, int]]:
-    """(from, to): a write to one name of a memory, and another name of it, made before and used after."""
-    event = graph.events[write]
-    target = graph.values[event.inputs[0]]
-    if not target.storage:
-        return
-    for number, value in enumerate(graph.values):
-        if (
-            value.storage != target.storage
-            or number in (event.inputs[0], event.written, *event.outputs)
-            or value.position >= write
-        ):
-            continue
-        later = [p for p in graph.consumers.get(number, ()) if p > write]
-        if later:
-            yield max(value.position, target.position), max(later)
 
 
 class Costs:

@@ -22,6 +22,7 @@ from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.place import Place, Places, trunk
 from meshwright.plan import Entry, Plan
+from meshwright.planning.blame import is_ours
 from meshwright.planning.branch import (
     Branches,
     buffer_place,
@@ -32,6 +33,7 @@ from meshwright.planning.branch import (
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.compiled import compiled_notes
 from meshwright.planning.concurrent import place_concurrent, wants_branches
+from meshwright.planning.memory import undisturbed
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
 from meshwright.planning.rows import events_by_rows
 from meshwright.planning.shadow import Meeting, Shadow
@@ -91,6 +93,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         findings.raise_if_any()
     units, recompute = _units(model, blocks, plan, entries, branches.placed)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
+    run = undisturbed(model, run)  # (a capture looks at what a forward changes, and puts it back itself)
     cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run, branches)
     notes += of_branches
     _check_refused(cuts, names, findings)
@@ -339,8 +342,11 @@ def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
     try:
         with torch.no_grad(), Shadow(contrary=True), Meeting(), contrary.watching():
             run(model)
-    except Exception:  # the other answers need not make sense to the model: then nothing is learnt from them
-        return set()
+    except Exception as error:
+        # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
+        # rank skips would leave the others waiting.
+        if is_ours(error):
+            raise
     return set(uses.candidates) - (uses.called & contrary.called)
 
 
@@ -381,6 +387,8 @@ def _cuts(
         outer = _styles_in(0, styles, branches)
         cuts = infer_cuts(model, run, axis="tp", size=size, styles=outer, names=ids, seeds=seeds, uses=uses)
     except Exception as error:  # whatever a model may raise on tensors without values
+        if is_ours(error):
+            raise
         notes.append(
             f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
             "over tp is cut what the plan names, and nothing else"
@@ -482,7 +490,7 @@ def _captured(model: nn.Module, plan: Plan, run: Run, places: Sequence[Place] = 
     with computing_in(model, plan.precision):
         graph = capture(model, run)
         by_rows = any(p.data > 1 for p in places)
-        return replace(graph, by_rows=events_by_rows(model, run, graph)) if by_rows else graph
+        return replace(graph, by_rows=events_by_rows(model, undisturbed(model, run), graph)) if by_rows else graph
 
 
 def _stages(
@@ -537,9 +545,10 @@ def _buffer_homes(
     stages: tuple[Stage, ...],
     branches: Branches,
 ) -> tuple[tuple[str, int, int], ...]:
-    """For each buffer, the last stage that takes it, or else the first that runs its module; and its place."""
+    """For each buffer, the stage that changes it, else the last that takes it, or the first that runs its module; its place."""
     cuts = [graph.positions[s.first] for s in stages[1:]]
     found = {name: stage_of(cuts, p) for p, event in enumerate(graph.events) for name in event.buffers}
+    found |= {f"{m}.{n}" if m else n: stage_of(cuts, p) for (m, n), p in graph.changes.items()}
     runs: dict[str, int] = {}
     for call in graph.calls.values():
         runs.setdefault(call.module, stage_of(cuts, call.start))

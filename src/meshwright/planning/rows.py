@@ -27,7 +27,7 @@ from meshwright.view.mode import GlobalView
 from meshwright.view.standing import sized
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
-from meshwright.view.walk import Walk, following, is_fact
+from meshwright.view.walk import Walk, following, is_fact, kept_in
 from meshwright.view.work import Work
 
 # Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.
@@ -137,8 +137,8 @@ def _plain(given: Any) -> bool:
 class _Finder(Walk):
     """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
 
-    def __init__(self, graph: ModelGraph, rows: Divided) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, graph: ModelGraph, rows: Divided) -> None:
+        super().__init__(kept_in(model, graph.carried))
         self.graph, self.rows, self.found = graph, rows, set[int]()
 
     def entered(
@@ -181,7 +181,7 @@ def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: Mod
     rows = rows_of_batch(graph)
     if rows is None or rows < 2:
         return frozenset()
-    finder = _Finder(graph, Divided(rows, 2, model))
+    finder = _Finder(model, graph, Divided(rows, 2, model))
     with torch.enable_grad(), Shadow(), Meeting(), following(model, finder):
         run(model)
     return frozenset(finder.found)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.planning.blame import model_line
 from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
 from meshwright.view.functions import FunctionMode, transforming
 
@@ -32,6 +33,7 @@ class Shadow(TorchDispatchMode):
     Attributes:
         reads: how many values were read, assumed or real.
         known: how many of them were real: the path that was taken is that of this batch.
+        assumed: (function, the model's line) of each that was not.
         memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
         written: the names of parameters that were written.
     """
@@ -39,6 +41,7 @@ class Shadow(TorchDispatchMode):
     def __init__(self, *, contrary: bool = False) -> None:
         super().__init__()
         self.contrary, self.reads, self.known = contrary, 0, 0
+        self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
         self.written: set[str] = set()
 
@@ -50,6 +53,8 @@ class Shadow(TorchDispatchMode):
             self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
         if func in _ASSUMED:
             self.reads += 1
+            if tensors[0].is_meta:
+                self.assumed.append((_READS.get(func, str(func)), model_line()))
             self.known += not tensors[0].is_meta
             if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in _CONTRARY:
                 return _CONTRARY[func](func, *args, **kwargs)
@@ -110,6 +115,16 @@ _ASSUMED: dict[Any, Any] = {
 }
 
 
+_READS = {  # as a person writes it
+    aten._local_scalar_dense.default: "a number or a bool",
+    aten.item.default: "a number or a bool",
+    aten.is_nonzero.default: "a bool",
+    aten.equal.default: "equal",
+    aten.nonzero.default: "nonzero, or a mask as an index",
+    aten.masked_select.default: "masked_select",
+}
+
+
 def _ctc_loss(log_probs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """A loss a row, and what only its backward reads."""
     rows = log_probs.shape[1:2]
@@ -137,7 +152,8 @@ def gradients_without_values(outputs: Any, inputs: Any, *_: Any, **__: Any) -> t
 class Meeting(FunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
-    Some functions compare devices first (RNNs, ``cdist``), and ``tolist`` and ``numpy`` read past the dispatcher.
+    Some functions compare devices first (RNNs, ``cdist``, attention): what such a function refuses, it is asked again with
+    all of its tensors on meta. And ``tolist`` and ``numpy`` read past the dispatcher.
 
     Attributes:
         differentiates: whether the forward asked for gradients itself.
@@ -165,18 +181,16 @@ class Meeting(FunctionMode):
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))
             return func(*args, **kwargs)
-        if name in _SAME_DEVICE:
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            if any(t.is_meta for t in tensors):
-                args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            devices = {t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            if META not in devices or len(devices) == 1:
+                raise
+        args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _half(t: Tensor) -> Tensor:
     t = _to_meta(t)
     return t.to(torch.bfloat16) if t.is_floating_point() else t
-
-
-_SAME_DEVICE = frozenset(
-    "cdist lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear".split()
-)

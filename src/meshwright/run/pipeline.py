@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.graph import ModelGraph, spelled
-from meshwright.private import without_modes
+from meshwright.graph import ROOT, ModelGraph, Value, spelled
+from meshwright.private import pytree, without_modes
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, differs, tensors_in, versions
 from meshwright.run.branch import Branching, as_recorded
@@ -42,10 +42,11 @@ from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
 from meshwright.view.standing import PathError
 from meshwright.view.structure import map_tensors
-from meshwright.view.walk import Forwards
+from meshwright.view.walk import Forwards, kept_in
 from meshwright.view.work import whole
 
 Edge = tuple[int, int]
+_WHICH = -1  # stands for the number of a value, of a message that says which gradients there are
 Call = Callable[[nn.Module, Any], Any]
 Loss = Callable[[Any], Tensor]
 
@@ -64,8 +65,9 @@ class Program:
     writes: frozenset[int]  # the tensors of the batch that the forward writes to, by their places in it
 
     def differentiable(self, edge: Edge) -> tuple[int, ...]:
-        """The values over an edge whose gradients come back."""
-        return tuple(n for n in self.crossing.values[edge] if self.graph.values[n].requires_grad)
+        """The values over an edge whose gradients come back: those that a backward from the loss comes to, as what is before
+        a ``detach`` has no gradient, and no zeros either."""
+        return tuple(n for n in self.crossing.values[edge] if n in self.graph.live)
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Flight:
 
     received: dict[int, Tensor] = field(default_factory=dict)  # value → the leaf that collects its gradient
     arrived: list[tuple[int, Tensor]] = field(default_factory=list)  # values, then gradients, from other ranks
-    back: dict[int, Tensor] = field(default_factory=dict)  # value → that gradient, until it is sent
+    back: dict[int, Tensor | None] = field(default_factory=dict)  # value → that gradient, if any, until it is sent
     outputs: dict[int, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     grads: dict[int, list[Tensor]] = field(default_factory=dict)  # value → its gradients, from each stage that takes it
@@ -286,21 +288,37 @@ class _Step:
 
     def perform(self) -> None:
         """Every action of this rank, in order."""
-        self.p.spans = []
+        self.begin()
         for action in self.schedule.ranks[self.p.rank]:
-            self.p.action = action
-            try:
-                self._wait(action)
-                start = time.perf_counter()
-                self._perform(action)
-                self.p.spans.append((action, start, time.perf_counter()))
-            except (StageError, KeyboardInterrupt):
-                raise
-            except Exception as error:
-                raise StageError(
-                    f"rank {self.p.groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
-                    f"{self._peer(action)}: {type(error).__name__}: {error}"
-                ) from error
+            self.act(action)
+        self.end()
+
+    def begin(self) -> None:
+        """Before the first action."""
+        self.p.spans = []
+
+    def act(self, action: Action) -> None:
+        """One action, as soon as everything that it needs of other ranks is there.
+
+        Raises:
+            StageError: with rank, stage and action, whatever went wrong.
+        """
+        self.p.action = action
+        try:
+            self._wait(action)
+            start = time.perf_counter()
+            self._perform(action)
+            self.p.spans.append((action, start, time.perf_counter()))
+        except (StageError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise StageError(
+                f"rank {self.p.groups.rank}, {self.p.describe(action.stage)}, action {action} of the schedule"
+                f"{self._peer(action)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def end(self) -> None:
+        """After the last action: until what was sent has been received."""
         for work, _ in self.sent:
             work.wait()
         self._share_writes()
@@ -368,20 +386,33 @@ class _Step:
                     f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, where {value.shape} "
                     f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
                 )
-            found.append(t)
+            # What is written to later, in the next microbatch perhaps, must not change on its way.
+            found.append(t.clone() if value.storage in program.graph.written else t)
         self._send(action, found)
 
     def _send_b(self, action: Action, flight: Flight) -> None:
-        self._send(action, [flight.back.pop(n) for n in self._numbers(action)])
+        numbers = self._numbers(action)
+        grads, values = [flight.back.pop(n) for n in numbers], self.programs[action.microbatch].graph.values
+        if numbers and self._may_lack(action):
+            there = [g is not None for g in grads]
+            self._send(action, [torch.tensor(there, dtype=torch.uint8, device=self.p.groups.device)])
+        self._send(action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)])
+
+    def _may_lack(self, action: Action) -> bool:
+        """Whether a value may get a gradient or none (not zeros), as values decide: then it is told which do."""
+        return bool(self.programs[action.microbatch].graph.ways)
+
+    def _empty(self, value: Value) -> Tensor:
+        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p.groups.device)
 
     def _recv(self, action: Action) -> None:
         home, values = self.p.recipe.stage_rank[action.other or 0], self.programs[action.microbatch].graph.values
-        found = []
-        for n in self._numbers(action):
-            value = values[n]
-            buffer = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.p.groups.device)
-            found.append((n, buffer, dist.irecv(buffer, group=self.group, group_src=home)))
-        self.arriving[action] = found
+        numbers = self._numbers(action)
+        buffers = [(n, self._empty(values[n])) for n in numbers]
+        if action.kind == "RECV_B" and numbers and self._may_lack(action):
+            there = torch.empty(len(numbers), dtype=torch.uint8, device=self.p.groups.device)
+            buffers.insert(0, (_WHICH, there))
+        self.arriving[action] = [(n, b, dist.irecv(b, group=self.group, group_src=home)) for n, b in buffers]
 
     def _recv_f(self, action: Action, flight: Flight) -> None:
         self._recv(action)
@@ -397,22 +428,29 @@ class _Step:
         ours = [a for a in self.arriving if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)]
         for waiting in ours:
             self.p.awaited = (waiting.other or 0,)
+            found = []
             for n, buffer, work in self.arriving[waiting]:
                 with self.p.waiting.on():
                     work.wait()
-                flight.arrived.append((n, buffer))
+                found.append((n, buffer))
+            if found and found[0][0] == _WHICH:
+                there = found.pop(0)[1].tolist()
+                found = [entry for entry, is_there in zip(found, there, strict=True) if is_there]
+            flight.arrived += found
             del self.arriving[waiting]
 
     # --- computing --------------------------------------------------------------------------------------------------
 
     def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
-        yield from flight.arrived
-        flight.arrived = []
         program, stage, m = self.programs[action.microbatch], action.stage, action.microbatch
+        for n, t in flight.arrived:
+            yield n, laid_out(t, program.graph.values[n].stride)
+        flight.arrived = []
         for source, numbers in program.stages[stage].incoming.items():
             if (source, m) in self.flights:  # another stage of this rank
                 for n in numbers:
-                    yield n, self.flights[source, m].outputs[n].detach()
+                    t = self.flights[source, m].outputs[n].detach()
+                    yield n, t.clone() if program.graph.values[n].storage in program.graph.written else t
 
     def _forward(self, action: Action, flight: Flight) -> None:
         program, m = self.programs[action.microbatch], action.microbatch
@@ -429,6 +467,7 @@ class _Step:
             send=whole,
             exchange=self.p.branching,
             streams=None if self.split else self.p.streams,
+            carried=kept_in(self.p.forwards.model, program.graph.carried),
         )
         if self.p.branching is not None:
             self.p.branching.begin(program.graph.rows)
@@ -445,7 +484,7 @@ class _Step:
             self.p.view(),
             shares.on(self.p.forwards.model),
         ):
-            with self.p.forwards.followed(walk):
+            with self.p.forwards.followed(walk), _kept_elsewhere(self.p.forwards.model, stage):
                 output = self.call(self.p.forwards.model, piece)
             if not stage.last:  # FSDP2's hooks may have put other tensors in place of the values
                 flight.outputs = dict(zip(stage.out, output, strict=True))
@@ -464,13 +503,38 @@ class _Step:
         for taker in program.stages[action.stage].outgoing:
             if (taker, m) in self.flights:  # another stage of this rank
                 for n in program.differentiable((action.stage, taker)):
-                    flight.grads.setdefault(n, []).append(self.flights[taker, m].back.pop(n))
+                    if (g := self.flights[taker, m].back.pop(n)) is not None:
+                        flight.grads.setdefault(n, []).append(g)
         roots, grads = _roots(flight)
         if roots:
             with flight.later or nullcontext(), self.p.view():
                 BACKWARD(roots, grads)
-        flight.back = {n: _gradient(leaf) for n, leaf in flight.received.items() if leaf.requires_grad}
+        may_lack = bool(program.graph.ways)
+        flight.back = {
+            n: leaf.grad if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
+            for n, leaf in flight.received.items() if leaf.requires_grad
+        }  # fmt: skip
         flight.received, flight.outputs, flight.loss, flight.grads, flight.arrived = {}, {}, None, {}, []
+
+
+def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor with the strides that it has on one device: they decide what is a view, and what a copy.
+
+    A dim of stride 0 (``expand``) has one slice in memory. Strides that overlap otherwise cannot be had by a copy: then the
+    tensor stays as it is.
+    """
+    if not stride or t.stride() == stride:
+        return t
+    own = t
+    for dim, step in enumerate(stride):
+        own = own.narrow(dim, 0, 1) if step == 0 and own.shape[dim] > 1 else own
+    order = sorted((step, size) for step, size in zip(stride, own.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in order:
+        if step <= reach:
+            return t
+        reach += step * (size - 1)
+    return torch.empty_strided(own.shape, stride, dtype=t.dtype, device=t.device).copy_(own).expand(t.shape)
 
 
 def _call(model: nn.Module, given: Any) -> Any:
@@ -478,8 +542,15 @@ def _call(model: nn.Module, given: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+@contextmanager
+def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
+    """What other stages change of what modules keep is, here, after a forward what it was before."""
+    slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
+    before = [(model.get_submodule(m), name, getattr(model.get_submodule(m), name, None)) for m, name in slots]
+    yield
+    for module, name, value in before:
+        if value is not None and getattr(module, name, None) is not value:
+            setattr(module, name, value)
 
 
 def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from meshwright.place import Places
 from meshwright.private import pytree
 from meshwright.regions import Fork, Join, Placed, find_regions
 from meshwright.view.standing import Elsewhere, PathError, Rows, Standing, sized
-from meshwright.view.structure import map_tensors, tensors_of
+from meshwright.view.structure import lists_in, map_tensors, tensors_of
 from meshwright.view.walk import RANDOM, Walk, is_fact
 
 RUN, STUB, OPEN = "run", "stub", "open"
@@ -160,6 +160,9 @@ class StageProgram:
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
+        # What modules keep for the next forward is changed by the stage whose event that follows.
+        changes = [p for p in graph.changes.values() if self.start <= p < self.stop]
+        self.last_change = max(changes, default=-1)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: ((streams or {})[call.module], self._taken(call))
@@ -184,15 +187,19 @@ class StageProgram:
         return self.start <= position < self.stop and self.place(position) in self.mine
 
     def _treat(self, call: Call) -> str:
-        graph, seen = self.graph, set(call.outputs)
+        graph, seen = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
         inside = range(call.start, call.stop)
         made = [n for p in inside for n in graph.made(p)]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.here, inside))
-        if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1:
+        if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1 and not call.visible:
             kept = {*self.out, *self.joined} & set(made)
             return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
-        if call.start == call.stop or ours or call.fresh or call.writes:
+        if call.start == call.stop or ours or call.fresh:
+            return OPEN
+        if call.acts:  # what it reads is not here, so that it cannot be followed
+            return STUB
+        if call.visible:
             return OPEN
         if any(n not in seen or n in call.stashed for n in used_outside):
             return OPEN
@@ -242,8 +249,9 @@ class StageWalk(Walk):
         send: Callable[[Tensor], Tensor],
         exchange: Exchange | None = None,
         streams: Streams | None = None,
+        carried: Iterable[Tensor] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(carried)
         self.program, self.graph, self.device = program, program.graph, device
         self._name, self._send, self._exchange = name, send, exchange
         self._values: dict[int, Tensor] = {}
@@ -259,6 +267,7 @@ class StageWalk(Walk):
         for number, value in received.items():
             self.keep(value, number)
         self._missing = set(program.out)
+        self._passed_by = -1  # the last position that the forward has come past
         self._units = 0  # of FSDP's, whose forwards are being looked into
 
     def outputs(self) -> list[Tensor]:
@@ -296,7 +305,8 @@ class StageWalk(Walk):
     def _stop_if_done(self) -> None:
         """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
         have not."""
-        if not self._missing and not self.program.last and not self._units:
+        done = not self._missing and self._passed_by >= self.program.last_change
+        if done and not self.program.last and not self._units:
             raise _Done
 
     def _had(self, t: Tensor, place: int = 0) -> Tensor:
@@ -432,15 +442,20 @@ class StageWalk(Walk):
         self._stop_if_done()
         if treated == OPEN:
             closed, unit = self.closed, isinstance(module, FSDPModule)
+            lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
+            lengths = [len(x) for x in lists]
             self._units += unit
             result = self.follow(path, forward, args, kwargs)
             self._units -= unit
             if self.closed > closed:  # from somewhere within on it ran unseen
                 self.closed = closed
-                self._returned(self.graph.calls[path], result)
+                call = self.graph.calls[path]
+                result = self._returned(call, self._told_apart(result, (args, kwargs), call.outputs))
+                self._appended(call, lists, lengths)
             return result
         call = self.graph.calls[path]
         self._reach(call.stop - 1)
+        self._passed_by = max(self._passed_by, call.stop - 1)  # (nothing stops within it)
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
         place = self.program.place(call.start)
@@ -458,6 +473,17 @@ class StageWalk(Walk):
         finally:
             self.closed -= 1
         return self._returned(call, self._told_apart(result, (args, kwargs), call.outputs), place)
+
+    def _appended(self, call: Call, lists: list[list[Any]], lengths: list[int]) -> None:
+        """What a call that ran here unseen appended to lists: its tensors are the values that they were when recorded."""
+        for grown in call.grown:
+            new = tensors_of(lists[grown.which][lengths[grown.which] :])
+            if len(new) != len(grown.values):
+                raise PathError(
+                    f"{spelled(call.path)} appended {len(new)} tensors to a list, {len(grown.values)} when it was recorded"
+                )
+            for t, number in zip(new, grown.values, strict=True):
+                self._gave(t, number, call.start)
 
     def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call or event of a branch: on its share of the rows, with its own random numbers."""
@@ -538,9 +564,14 @@ class StageWalk(Walk):
         for b, n in (*zip(given_args, args, strict=False), *((given_kwargs.get(k), v) for k, v in kwargs.items())):
             if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
                 memo[id(b)] = n
-        for t, number in zip(tensors_of(call.returned), call.outputs, strict=True):
-            if number is not None:
-                memo[id(t)] = self._standing(number, t)
+        parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
+        for value, numbers in parts:
+            for t, number in zip(tensors_of(value), numbers, strict=True):
+                if number is not None:
+                    memo[id(t)] = self._standing(number, t)
+        lists = lists_in((args, kwargs)) if call.grown else []
+        for grown in call.grown:
+            lists[grown.which].extend(copy.deepcopy(grown.items, memo))
         return copy.deepcopy(call.returned, memo)
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -559,13 +590,42 @@ class StageWalk(Walk):
             )
         event = self.graph.events[position]
         self._reach(position)
+        place = self.program.place(position)
+        for i, number in event.named:
+            self.name_value(tensors[i], number)
+            if self.program.here(position):
+                self._gave(tensors[i], number, position, place)
+        result = self._answered(event, position, func, args, kwargs, tensors)
+        self._rename(event, position, place)
+        self._passed_by = max(self._passed_by, position)
+        return result
+
+    def _rename(self, event: Event, position: int, place: int) -> None:
+        """Other names of the memory that an event wrote to have other numbers now."""
+        for before, now in event.renamed:
+            t = self._kept.get((before, place), self._values.get(before))
+            self.renamed[before] = now
+            if self.program.here(position) and t is not None:
+                self._gave(t, now, position, place)
+
+    def _answered(
+        self,
+        event: Event,
+        position: int,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
+        """What an event gives here."""
         if event.hands_on and any(t.is_meta for t in tensors):
             return self._pass(event, args)  # a parameter of another stage, which goes nowhere here
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
         if event.reads:
-            raise self.unavailable(next(n for n in event.inputs if n not in self._values), name, event.line)
+            missing = next(n for n in event.inputs if n not in self._values)
+            raise self.unavailable(missing, event.function, event.line)
         return self._pass(event, args)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,28 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def lists_in(value: Any) -> list[list[Any]]:
+    """Every list within tuples, lists and dicts, and in plain objects within those, in a fixed order."""
+    found: list[list[Any]] = []
+
+    def look(item: Any, depth: int) -> None:
+        if isinstance(item, list):
+            found.append(item)
+        if depth and isinstance(item, (list, tuple)):
+            inner = list(item)
+        elif depth and isinstance(item, dict):
+            inner = list(item.values())
+        elif depth and not isinstance(item, Tensor) and _may_hold(item) and hasattr(item, "__dict__"):
+            inner = list(vars(item).values())
+        else:
+            return
+        for part in inner:
+            look(part, depth - 1)
+
+    look(value, _DEPTH)
+    return found
+
+
 def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
     if isinstance(leaf, Tensor):
         return fn(leaf)

@@ -6,6 +6,10 @@ that both mean the same by the n-th event of a call:
     call      a module's forward, as it runs
     event     a torch function of the model's own code with a parameter, with a value that an event gave, or that draws
               random numbers. What follows from the batch alone (masks, positions) is none: every rank computes it.
+
+A tensor is a value if an event gave it, or if its memory is *shared*: an event wrote to it (``out = zeros(…)``, then
+``out[:, 0].copy_(h)``: ``out`` follows from ``h`` now, by whatever name), or a module keeps it from one forward to the next
+and a forward changes it (an average in a buffer).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.graph import Path
-from meshwright.private import pytree
+from meshwright.private import pytree, storage_of
 from meshwright.view.functions import FunctionMode, custom_functions
 from meshwright.view.rules import FACTS
+from meshwright.view.rules.registry import writes
+from meshwright.view.structure import tensors_of
 
 _TENSOR_PROPERTIES = frozenset(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data", "real", "imag"))
 _QUIET = frozenset(
@@ -49,6 +55,20 @@ def is_fact(func: Any) -> bool:
 
 def is_random(func: Any) -> bool:
     return getattr(func, "__name__", "") in RANDOM
+
+
+def memory_of(t: Tensor) -> int:
+    """Which memory a plain tensor is in: the same number for tensors that share it; 0 where a tensor has none of its own."""
+    return storage_of(t) if type(t) is Tensor and t.layout is torch.strided else 0
+
+
+Slot = tuple[str, str]
+"""Where a module keeps something: the module's name, and the name of its buffer or attribute."""
+
+
+def kept_in(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
+    """The tensors that are kept in slots now."""
+    return tensors_of([getattr(model.get_submodule(module), name, None) for module, name in slots])
 
 
 @dataclass
@@ -128,10 +148,23 @@ class Mark:
 
 
 class Walk(FunctionMode):
-    """Follows one forward. Subclasses say what becomes of calls, events and facts."""
+    """Follows one forward. Subclasses say what becomes of calls, events and facts.
 
-    def __init__(self) -> None:
+    Args:
+        carried: tensors that modules keep from one forward to the next, and that a forward changes.
+
+    Attributes:
+        shared: the memories of which every tensor is a value, whether or not an event gave it. Each is held, as another
+            memory would get its number once it has gone. Grows only.
+        renamed: number of a value → its number since an event wrote to its memory by another name. Grows only.
+    """
+
+    def __init__(self, carried: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.shared: dict[int, Any] = {}
+        self.renamed: dict[int, int] = {}
+        for t in carried:
+            self.share(t)
         self.mark = Mark(self)
         self.frames = [Frame(())]
         self.thread = threading.get_ident()
@@ -166,7 +199,12 @@ class Walk(FunctionMode):
             return func(*args, **kwargs)
         frame = self.frames[-1]
         index, frame.events = frame.events, frame.events + 1
-        return self.event(func, args, kwargs, tensors, frame.path, index)
+        target = args[0] if args and writes(known_as, args, kwargs) else kwargs.get("out")
+        foreign = isinstance(target, Tensor) and not self.known(target) and not isinstance(target, nn.Parameter)
+        result = self.event(func, args, kwargs, tensors, frame.path, index)
+        if foreign:
+            self.share(target)
+        return result
 
     def call(self, name: str, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's forward."""
@@ -190,12 +228,29 @@ class Walk(FunctionMode):
     def number(self, t: Tensor) -> int | None:
         """The number of a tensor's value in this walk."""
         mark, number = getattr(t, "_mw_value", (None, None))
-        return number if mark is self.mark else None
+        if mark is not self.mark:
+            return None
+        while number in self.renamed:
+            number = self.renamed[number]
+        return number
 
-    def known(self, t: Tensor) -> bool:
-        """Whether a tensor is a value: an event gave it."""
+    def share(self, t: Tensor) -> None:
+        """Every tensor in the memory of ``t`` is a value from now on."""
+        if memory := memory_of(t):
+            self.shared[memory] = t.untyped_storage()
+
+    def marked(self, t: Tensor) -> bool:
+        """Whether a tensor has been marked as a value."""
         mark, _ = getattr(t, "_mw_value", (None, None))
         return mark is self.mark
+
+    def known(self, t: Tensor) -> bool:
+        """Whether a tensor is a value: an event gave it, or its memory is shared."""
+        return self.marked(t) or self.nameless(t)
+
+    def nameless(self, t: Tensor) -> bool:
+        """Whether a tensor is a value that has no number yet: of shared memory, and met for the first time."""
+        return len(self.shared) > 0 and not self.marked(t) and memory_of(t) in self.shared
 
     def name_value(self, t: Tensor, number: int | None) -> None:
         """Marks a tensor as a value; None: one that is known and had no number when the forward was recorded."""

@@ -1,0 +1,50 @@
+"""Whose an error is that comes out of a forward without values, and at which line of the model it came up."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import traceback
+from types import FrameType, TracebackType
+
+import torch
+
+import meshwright
+
+_OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS)
+
+
+def model_line() -> str:
+    """The model's source line that is being run; empty outside of one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def line_of(error: BaseException) -> str:
+    """The model's source line at which an error came up; empty where it did not go through the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    model = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)]
+    return f"{model[-1].filename}:{model[-1].lineno}" if model else ""
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is a bug of ours: Python's own, in a frame of ours.
+
+    What a call of torch's raises is the model's, wherever it was called: a shape that does not fit. So is what we raise
+    ourselves, unless it is an assertion.
+    """
+    last: TracebackType | None = error.__traceback__
+    if last is None:
+        return False
+    while last.tb_next is not None:
+        last = last.tb_next
+    if not last.tb_frame.f_code.co_filename.startswith(_OURS):
+        return False
+    at = next(i for i in dis.get_instructions(last.tb_frame.f_code) if i.offset == last.tb_lasti)
+    if at.opname.startswith(("RAISE", "RERAISE")):
+        return isinstance(error, AssertionError)
+    return not at.opname.startswith("CALL")

@@ -1,0 +1,301 @@
+"""Which memory a forward writes, and what that keeps within one stage of a pipeline. The rule, in full:
+
+    Stages have copies. A value that crosses a cut arrives as memory of its own, with what was written to it until then. So a
+    cut is right if no later write would have to reach, through memory, what is on its other side:
+
+    1  Names of one memory. If something at or after a cut writes to a memory, at most one name of it (a tensor: a slice and
+       what it is a slice of are two) was made before the cut and is used at or after it.
+    2  Memory that follows from the batch alone, which every stage has, is a value from the first write of an event on. Its
+       other names were not sent with it: they are met in the stage of that write.
+    3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
+       changes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
+       has it; others are sent what they take of it later in the forward.
+
+What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
+tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.graph import ROOT, ModelGraph, Span
+from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
+from meshwright.view.structure import tensors_of
+from meshwright.view.walk import Slot
+
+
+class Memory(TorchDispatchMode):
+    """Notes, of each ATen op, the memory that it writes and the memory that it makes.
+
+    Attributes:
+        ticks: ops so far.
+        made: memory → the op that made it; none for memory that was there before.
+        written: memory → the op that last wrote to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticks = 0
+        self.made: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.ticks += 1
+        targets = [t for t in pytree.tree_leaves([v for _, v in written_by(func, args, kwargs)]) if _has_memory(t)]
+        self.written |= dict.fromkeys(map(storage_of, targets), self.ticks)
+        if not targets and not func.is_view:
+            taken = {storage_of(t) for t in pytree.tree_leaves((args, kwargs)) if _has_memory(t)}
+            given = {storage_of(t) for t in pytree.tree_leaves(out) if _has_memory(t)}
+            self.made |= dict.fromkeys(given - taken, self.ticks)
+        return out
+
+    def since(self, tick: int) -> set[int]:
+        """The memory that was written after an op."""
+        return {memory for memory, last in self.written.items() if last > tick}
+
+
+def _has_memory(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.layout is torch.strided
+
+
+# --- what modules keep ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a slot held: the very thing, and of containers what was in them."""
+
+    value: Any
+    items: Any
+
+    @staticmethod
+    def of(value: Any) -> _Content:
+        if isinstance(value, (list, set)):
+            return _Content(value, type(value)(value))
+        if isinstance(value, dict):
+            return _Content(value, dict(value))
+        return _Content(value, None)
+
+    def same(self, now: Any) -> bool:
+        if isinstance(self.value, (bool, int, float, complex, str, bytes, type(None))):
+            return type(now) is type(self.value) and bool(now == self.value)
+        if now is not self.value:
+            return False
+        return self.items is None or _identities(now) == _identities(self.items)
+
+    def put_back(self) -> None:
+        if self.items is not None and not self.same(self.value):
+            self.value.clear()
+            if isinstance(self.value, list):
+                self.value.extend(self.items)
+            else:
+                self.value.update(self.items)
+
+
+def _identities(container: Any) -> Any:
+    if isinstance(container, dict):
+        return [(k, id(v)) for k, v in container.items()]
+    return sorted(map(id, container)) if isinstance(container, set) else list(map(id, container))
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+
+
+class Kept:
+    """What a model's modules keep, as it was at one time: buffers, and attributes that are not torch's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {slot: _Content.of(value) for slot, value in _slots(model)}
+
+    def changed(self, written: Iterable[int]) -> list[Slot]:
+        """The slots that hold something else now, or whose memory is among what was written."""
+        memories, now = set(written), dict(_slots(self._model))
+        return [
+            slot for slot, content in self._before.items()
+            if slot not in now or not content.same(now[slot])
+            or any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
+        ]  # fmt: skip
+
+    def put_back(self) -> None:
+        """Every slot as it was; what was written into tensors stays."""
+        for slot, value in list(_slots(self._model)):
+            content, owner = self._before.get(slot), self._model.get_submodule(slot[0])
+            where = owner._buffers if slot[1] in owner._buffers else vars(owner)
+            if content is None:
+                del where[slot[1]]
+                continue
+            content.put_back()
+            if value is not content.value:
+                where[slot[1]] = content.value
+
+
+def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """A forward after which what modules keep is what it was: planning runs several, and a run begins with the first."""
+
+    def again(given: nn.Module) -> Any:
+        kept = Kept(model)
+        try:
+            return run(given)
+        finally:
+            kept.put_back()
+
+    return again
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[Slot, Any]]:
+    for path, module in model.named_modules():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            if name not in _OF_TORCH:
+                yield (path, name), value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [] if isinstance(value, nn.Module) or callable(value) else tensors_of(value)
+
+
+def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
+    """What containers and plain objects within a value hold, as identities: another list where something was put in."""
+    found: list[tuple[int, Any]] = []
+
+    def look(item: Any, depth: int) -> None:
+        if isinstance(item, (Tensor, nn.Module, type)) or callable(item):
+            return
+        if isinstance(item, (bool, int, float, complex, str, bytes, type(None))):
+            found.append((0, item))
+            return
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple, set)) else None
+        if inner is None and hasattr(item, "__dict__"):
+            inner = vars(item).values()
+        if inner is None:
+            return
+        inner = list(inner)
+        found.append((id(item), list(map(id, inner))))
+        if depth:
+            for part in inner:
+                look(part, depth - 1)
+
+    look(value, depth)
+    return found
+
+
+class Uses:
+    """When attributes are read and set: for the time of a ``with``, their modules are of classes that tell."""
+
+    def __init__(self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int]) -> None:
+        self._model, self._now = model, now
+        self.found: dict[Slot, list[tuple[int, bool]]] = {slot: [] for slot in slots}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes (events so far, whether it was set) for each use of a slot."""
+        before = []
+        try:
+            for path in {path for path, _ in self.found}:
+                module = self._model.get_submodule(path)
+                before.append((module, type(module)))
+                names = frozenset(name for p, name in self.found if p == path)
+                module.__class__ = self._telling(path, type(module), names)
+            yield
+        finally:
+            for module, cls in before:
+                module.__class__ = cls
+
+    def _telling(self, path: str, cls: type, names: frozenset[str]) -> type:
+        def note(name: str, is_set: bool) -> None:
+            if name in names:
+                self.found[path, name].append((self._now(), is_set))
+
+        def get(module: Any, name: str) -> Any:
+            note(name, False)
+            return cls.__getattribute__(module, name)
+
+        def put(module: Any, name: str, value: Any) -> None:
+            note(name, True)
+            cls.__setattr__(module, name, value)
+
+        return type(cls.__name__, (cls,), {"__getattribute__": get, "__setattr__": put, "__module__": cls.__module__})
+
+    def carries(self, slot: Slot) -> bool:
+        """Whether what the slot held before may be used: it was not set first of all."""
+        return not self.found[slot] or not self.found[slot][0][1]
+
+
+# --- what is kept together --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Touches:
+    """Positions at which a memory, or a slot, is used and changed."""
+
+    used: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+
+
+def keep_together(
+    graph: ModelGraph,
+    foreign: Mapping[int, Touches],
+    slots: Mapping[Slot, Touches],
+    parameters: Mapping[str, Touches],
+    at_end: Iterable[int],
+) -> None:
+    """Writes to the graph what the rule at the head of this file keeps within one stage.
+
+    Args:
+        foreign: memory that follows from the batch, and that events write.
+        slots: of those that are carried from one forward to the next.
+        parameters: that the forward writes.
+        at_end: values that modules hold when the forward has ended.
+    """
+    graph.spans += _names_of_written_memory(graph, at_end)
+    for touched in foreign.values():
+        graph.spans.append(_span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch"))
+    for (module, name), touched in slots.items():
+        what = ".".join(filter(None, (module, name)))
+        graph.spans.append(_span(graph, touched.used[:1] + touched.changed, f"{what} is kept for the next forward"))
+    for name, touched in parameters.items():
+        graph.spans.append(_span(graph, touched.used, f"the forward writes {name}"))
+    graph.spans = [s for s in dict.fromkeys(graph.spans) if s.first < s.last]
+
+
+def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
+    if not positions:
+        return Span(0, 0, why)
+    first, last = min(positions), max(positions)
+    line = graph.events[min(last, len(graph.events) - 1)].line if graph.events else ""
+    return Span(first, last, f"{why} ({line})")
+
+
+def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:
+    """Where two names of a memory are in use at once, up to the last write to it."""
+    writes: dict[int, int] = {}
+    for position, event in enumerate(graph.events):
+        for n in (event.written, *(new for _, new in event.renamed)):
+            if n is not None and graph.values[n].storage:
+                writes[graph.values[n].storage] = position
+    lives: dict[int, dict[int, list[int]]] = defaultdict(dict)  # memory → name → the event that made it, its last use
+    outputs = {*graph.returned, *graph.calls[ROOT].outputs, *at_end}
+    for number, value in enumerate(graph.values):
+        if value.storage in writes:
+            last = len(graph.events) if number in outputs else max(graph.consumers.get(number, ()), default=-1)
+            life = lives[value.storage].setdefault(value.name, [value.position, last])
+            life[0], life[1] = min(life[0], value.position), max(life[1], last)
+    for memory, names in lives.items():
+        last_write = writes[memory]
+        reached = -1  # up to where a name made so far is in use
+        for made, last in sorted(map(tuple, names.values())):
+            stop = min(reached, last, last_write)
+            if stop > made:
+                line = graph.events[last_write].line
+                yield Span(made, stop, f"a write in place to memory that has several names ({line})")
+            reached = max(reached, last)
