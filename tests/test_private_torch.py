@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import meshwright
+from meshwright.planning.memory import Kept
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
@@ -73,7 +74,8 @@ USES = {
         _get_default_store _jit_get_schemas_for_operator _make_wrapper_subclass _post_accumulate_grad_hooks \
         _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
-    "planning/capture.py": "_getframe",
+    "planning/blame.py": "_getframe",  # of sys
+    "planning/memory.py": "_buffers",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
     "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
@@ -459,6 +461,16 @@ def test_ties_rest_on_the_table_of_a_modules_parameters() -> None:
     module.weight = other
     assert module._parameters["weight"] is other
     assert nn.Linear(2, 2, bias=False)._parameters["bias"] is None
+
+
+def test_what_a_forward_changed_is_put_back_by_the_table_of_a_modules_buffers() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("later", None)
+    kept, before = Kept(module), module.running_mean
+    module.running_mean, module.later = torch.ones(2), torch.ones(1)
+    assert set(kept.changed(())) == {("", "running_mean"), ("", "later")}
+    kept.put_back()
+    assert module.running_mean is before and module._buffers["later"] is None
 
 
 def test_casting_and_filling_rest_on_replacing_tensors_in_place_but_not_across_devices() -> None:

@@ -120,7 +120,11 @@ class Planned:
             graph = capture(self._model, run)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
-            return replace(graph, rows=rows_of_batch(graph) or 0, by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph))
+            return replace(
+                graph,
+                rows=rows_of_batch(graph) or 0,
+                by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph),
+            )
 
     def _runs(self, batch: Any) -> bool:
         """Whether the forward runs on a batch, for its shapes."""

@@ -116,6 +116,7 @@ class Call:
         module: the module's name.
         outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
         given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
+        taken: the tensors in what it was called with, as they were then: a list among it may have grown since.
         fresh: whether a tensor in what it returned follows from the batch, and was made within.
         stashed: values that it left on the module, or in what it was called with.
         visible: whether it changes something that was there before and is used after it: memory that follows from the
@@ -131,6 +132,7 @@ class Call:
     stop: int = -1
     outputs: tuple[int | None, ...] = ()
     given: Any = None
+    taken: tuple[Any, ...] = ()
     returned: Any = None
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
@@ -225,13 +227,16 @@ class ModelGraph:
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
         found = {n for n in self.returned if self.values[n].requires_grad}
+        shared: set[int] = set()  # memory, of which a name is met that had no number when it was written
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
             # What is written to one name of a memory is had by all of them.
             now = {new for _, new in event.renamed if new in found}
             found.update(old for old, new in event.renamed if new in now and self.values[old].requires_grad)
-            if now or found.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
+            written = event.written is not None and self.values[event.written].storage in shared
+            if now or written or found.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
                 found.update(n for n in event.inputs if self.values[n].requires_grad)
+            shared.update(self.values[n].storage for _, n in event.named if n in found)
         return frozenset(found)
 
     @cached_property

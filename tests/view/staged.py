@@ -112,9 +112,13 @@ class Staged:
             groups = SimpleNamespace(rank=rank, pp_rank=rank, device=torch.device("cpu"), pipeline=Line(rank, mail))
             self.ranks.append(
                 Pipeline(
-                    Forwards(self.models[-1]), self.recipe, groups,  # type: ignore[arg-type]
-                    graph=self.planned.graph, view=None, loss=output_loss,
-                )  # fmt: skip
+                    Forwards(self.models[-1]),
+                    self.recipe,
+                    groups,  # type: ignore[arg-type]
+                    graph=self.planned.graph,
+                    view=None,
+                    loss=output_loss,
+                )
             )
 
     def step(self, batch: Any, *, backward: bool = True) -> float:
@@ -122,8 +126,13 @@ class Staged:
         pieces = list(microbatches(batch, self.microbatches))
         scale = [rows_of(p) / rows_of(batch) for p in pieces]
         with in_one_process():
-            own = [pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks]  # models write to their inputs
-            steps = [_Step(r, own[i], called, output_loss, scale, [None] * len(pieces), backward=backward) for i, r in enumerate(self.ranks)]
+            own = [
+                pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
+            ]  # models write to their inputs
+            steps = [
+                _Step(r, own[i], called, output_loss, scale, [None] * len(pieces), backward=backward)
+                for i, r in enumerate(self.ranks)
+            ]
             waiting = [deque(s.schedule.ranks[rank]) for rank, s in enumerate(steps)]
             for s in steps:
                 s.begin()

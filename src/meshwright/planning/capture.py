@@ -147,7 +147,8 @@ class Recorder(Walk):
         call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
-        had = {id(t) for t in tensors_of((args, kwargs))}
+        call.taken = tuple(tensors_of(call.given))
+        had = set(map(id, call.taken))
         before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
         lengths = [len(x) for x in lists]
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
@@ -325,7 +326,7 @@ class Recorder(Walk):
         graph.carried = tuple(slots)
         carried = {m for slot in slots for m in self._carried[slot]}
         foreign = {m: t for m, t in self._touched.items() if m not in carried}
-        for memory, touched in self._touched.items():
+        for touched in self._touched.values():
             for call in graph.calls.values():
                 within = [call.start <= p < call.stop for p in touched.used]
                 call.visible |= any(within) and not all(within)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.graph import ROOT, ModelGraph, Span
+from meshwright.graph import ROOT, ModelGraph, Span, spelled
 from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
 from meshwright.view.structure import tensors_of
 from meshwright.view.walk import Slot
@@ -130,14 +130,14 @@ class Kept:
     def put_back(self) -> None:
         """Every slot as it was; what was written into tensors stays."""
         for slot, value in list(_slots(self._model)):
-            content, owner = self._before.get(slot), self._model.get_submodule(slot[0])
-            where = owner._buffers if slot[1] in owner._buffers else vars(owner)
+            content, (path, name) = self._before.get(slot), slot
+            where = next(t for t in _tables(self._model.get_submodule(path)) if name in t)
             if content is None:
-                del where[slot[1]]
+                del where[name]
                 continue
             content.put_back()
             if value is not content.value:
-                where[slot[1]] = content.value
+                where[name] = content.value
 
 
 def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -155,9 +155,15 @@ def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[
 
 def _slots(model: nn.Module) -> Iterator[tuple[Slot, Any]]:
     for path, module in model.named_modules():
-        for name, value in (*vars(module).items(), *module._buffers.items()):
-            if name not in _OF_TORCH:
-                yield (path, name), value
+        for table in _tables(module):
+            for name in [name for name in table if name not in _OF_TORCH]:
+                yield (path, name), table[name]
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module has its attributes and buffers, those that are None too, which there is no public way to see or to put
+    back as they were."""
+    return vars(module), module._buffers
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -211,7 +217,7 @@ class Uses:
             for module, cls in before:
                 module.__class__ = cls
 
-    def _telling(self, path: str, cls: type, names: frozenset[str]) -> type:
+    def _telling(self, path: str, cls: Any, names: frozenset[str]) -> type:
         def note(name: str, is_set: bool) -> None:
             if name in names:
                 self.found[path, name].append((self._now(), is_set))
@@ -258,8 +264,11 @@ def keep_together(
         at_end: values that modules hold when the forward has ended.
     """
     graph.spans += _names_of_written_memory(graph, at_end)
+    graph.spans += _left_unseen(graph)
     for touched in foreign.values():
-        graph.spans.append(_span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch"))
+        graph.spans.append(
+            _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
+        )
     for (module, name), touched in slots.items():
         what = ".".join(filter(None, (module, name)))
         graph.spans.append(_span(graph, touched.used[:1] + touched.changed, f"{what} is kept for the next forward"))
@@ -274,6 +283,22 @@ def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
     first, last = min(positions), max(positions)
     line = graph.events[min(last, len(graph.events) - 1)].line if graph.events else ""
     return Span(first, last, f"{why} ({line})")
+
+
+def _left_unseen(graph: ModelGraph) -> Iterator[Span]:
+    """Calls that read a value run unseen from there on: what they leave otherwise than by returning or appending it, by a
+    write in place say, is had by their stage alone."""
+    for call in graph.calls.values():
+        if not call.acts or call.path == ROOT:
+            continue
+        told = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
+        read = min(
+            p for p in range(call.start, call.stop) if graph.events[p].path == call.path and graph.events[p].reads
+        )
+        left = [n for p in range(read, call.stop) for n in graph.made(p) if n not in told]
+        uses = [p for n in left for p in graph.consumers.get(n, ()) if p >= call.stop]
+        if uses:
+            yield _span(graph, [read, *uses], f"what {spelled(call.path)} leaves follows from a value that it reads")
 
 
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:

@@ -93,7 +93,6 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         findings.raise_if_any()
     units, recompute = _units(model, blocks, plan, entries, branches.placed)
     sequence = blocks if plan.sequence_parallel and plan.mesh.axis_size("tp") > 1 else ()
-    run = undisturbed(model, run)  # (a capture looks at what a forward changes, and puts it back itself)
     cuts, uses, notes = _cuts(model, plan, names, entries, units, sequence, run, branches)
     notes += of_branches
     _check_refused(cuts, names, findings)
@@ -341,7 +340,7 @@ def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
     contrary = Uses(model, uses.candidates)
     try:
         with torch.no_grad(), Shadow(contrary=True), Meeting(), contrary.watching():
-            run(model)
+            undisturbed(model, run)(model)
     except Exception as error:
         # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
         # rank skips would leave the others waiting.
@@ -374,7 +373,7 @@ def _cuts(
     branches: Branches,
 ) -> tuple[Cuts | None, Uses | None, list[str]]:
     """The cuts over tp, and which units are used as units, from the model's own forward; a branch's over its own tp."""
-    modules = dict(model.named_modules())
+    modules, run = dict(model.named_modules()), undisturbed(model, run)
     soft, notes = _model_tp_plan(model, names)
     styles = _styles(names, entries, soft)
     ids = {id(p): name for name, (p, _) in names.parameters.items()}

@@ -396,7 +396,9 @@ class _Step:
         if numbers and self._may_lack(action):
             there = [g is not None for g in grads]
             self._send(action, [torch.tensor(there, dtype=torch.uint8, device=self.p.groups.device)])
-        self._send(action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)])
+        self._send(
+            action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
+        )
 
     def _may_lack(self, action: Action) -> bool:
         """Whether a value may get a gradient or none (not zeros), as values decide: then it is told which do."""

@@ -192,7 +192,12 @@ class StageProgram:
         made = [n for p in inside for n in graph.made(p)]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.here, inside))
-        if call.start < call.stop and ours == len(inside) and len({self.place(p) for p in inside}) == 1 and not call.visible:
+        if (
+            call.start < call.stop
+            and ours == len(inside)
+            and len({self.place(p) for p in inside}) == 1
+            and not call.visible
+        ):
             kept = {*self.out, *self.joined} & set(made)
             return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
         if call.start == call.stop or ours or call.fresh:
@@ -557,7 +562,7 @@ class StageWalk(Walk):
     def _stand_in(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A copy of what a call returned when it was recorded, with what stands here for its tensors and arguments."""
         memo: dict[int, Any] = {}
-        before, now = tensors_of(call.given), tensors_of((args, kwargs))
+        before, now = call.taken, tensors_of((args, kwargs))
         if len(before) == len(now):
             memo |= {id(b): n for b, n in zip(before, now, strict=True)}
         given_args, given_kwargs = call.given

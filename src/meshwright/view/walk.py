@@ -202,7 +202,7 @@ class Walk(FunctionMode):
         target = args[0] if args and writes(known_as, args, kwargs) else kwargs.get("out")
         foreign = isinstance(target, Tensor) and not self.known(target) and not isinstance(target, nn.Parameter)
         result = self.event(func, args, kwargs, tensors, frame.path, index)
-        if foreign:
+        if foreign and isinstance(target, Tensor):
             self.share(target)
         return result
 
