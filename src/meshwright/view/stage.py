@@ -234,6 +234,25 @@ class _Done(BaseException):
 class StageWalk(Walk):
     """One microbatch's forward through one stage.
 
+    Its tables, each with what holds of it throughout:
+
+        _values      number → the tensor that is this value here: received, or given by an event or call of this stage. What is in
+                     it has the content that one device's has at this point of the program: a write to its memory gives
+                     the value another number, under which the same tensor is entered (``_rename``). Never an ``Elsewhere``.
+        _missing     numbers of ``program.out`` that are not there yet. Shrinks only; the forward may end when it is empty
+                     and ``_passed_by`` has come to ``program.last_change``.
+        _passed_by   the last position that the forward has come past, here or not. Grows only.
+        _kept        (number, branch) → what a branch goes on with for a value that it made itself: the tensor itself before a
+                     join, or its rows of it where its data ranks have some each.
+        _forked      branch → number → what it computes with for a value of the place around it. Entered by forks only.
+        _arriving    number → what waits for it: values that are in ``_values`` or ``_forked``, whose memory is not filled yet.
+        _moves       forks and joins still to come, in the order of the program; all before the present position are done.
+        _anchors     place → what the join of its open region is tied to; empty between regions.
+        _tails       place → what the next region of it is tied to.
+        _started     blocks that run beside: before which position each must have ended. None is past its position.
+        _units       how many of FSDP's units are being looked into: the forward does not end within one.
+        closed       (of ``Walk``) how many calls that are not looked into are running: while it is not 0, no event is met.
+
     Args:
         program: what the stage does.
         received: the values that other stages gave, by number.
