@@ -45,6 +45,14 @@ class Line:
         """Messages of one pair of ranks arrive in the order in which they were sent: so are they taken."""
         return Arriving(buffer, self.mail[source, self.rank])
 
+    def broadcast(self, t: Tensor, source: int, ranks: int) -> None:
+        """The source's comes first; see ``Staged.step``."""
+        if self.rank == source:
+            for other in set(range(ranks)) - {source}:
+                self.mail[source, other].append(t.clone())
+        else:
+            t.copy_(self.mail[source, self.rank].popleft())
+
 
 class Arriving:
     def __init__(self, buffer: Tensor, queue: deque[Tensor]) -> None:
@@ -57,12 +65,13 @@ class Arriving:
 
 
 @contextmanager
-def in_one_process() -> Iterator[None]:
+def in_one_process(ranks: int) -> Iterator[None]:
     """For the time of a ``with``, a pipeline's sends and receives go through ``Line``."""
     before = at_work.dist
     at_work.dist = SimpleNamespace(  # type: ignore[assignment]
         isend=lambda t, group, group_dst: group.isend(t, group_dst),
         irecv=lambda t, group, group_src: group.irecv(t, group_src),
+        broadcast=lambda t, group, group_src: group.broadcast(t, group_src, ranks),
     )
     try:
         yield
@@ -125,7 +134,7 @@ class Staged:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
         pieces = list(microbatches(batch, self.microbatches))
         scale = [rows_of(p) / rows_of(batch) for p in pieces]
-        with in_one_process():
+        with in_one_process(len(self.ranks)):
             own = [
                 pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
             ]  # models write to their inputs
@@ -141,7 +150,7 @@ class Staged:
                 assert ready, f"every rank waits: {[str(a[0]) for a in waiting if a]}"
                 for r in ready:
                     steps[r].act(waiting[r].popleft())
-            for s in steps:
+            for s in reversed(steps):  # the last stage's has what the forward wrote to the batch
                 s.end()
         return sum(float(loss) for s in steps for loss in s.losses)
 

@@ -236,9 +236,9 @@ class StageWalk(Walk):
 
     Its tables, each with what holds of it throughout:
 
-        _values      number → the tensor that is this value here: received, or given by an event or call of this stage. What is in
-                     it has the content that one device's has at this point of the program: a write to its memory gives
-                     the value another number, under which the same tensor is entered (``_rename``). Never an ``Elsewhere``.
+        _values      number → the tensor that is this value here: received, or given by an event or call of this stage. It
+                     holds what one device's holds at this point of the program: a write to its memory gives the value
+                     another number, under which the same tensor is entered (``_rename``). Never an ``Elsewhere``.
         _missing     numbers of ``program.out`` that are not there yet. Shrinks only; the forward may end when it is empty
                      and ``_passed_by`` has come to ``program.last_change``.
         _passed_by   the last position that the forward has come past, here or not. Grows only.
