@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.graph import ROOT, ModelGraph, Value, spelled
-from meshwright.private import pytree, without_modes
+from meshwright.graph import ModelGraph, Value, spelled
+from meshwright.private import without_modes
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, differs, tensors_in, versions
 from meshwright.run.branch import Branching, as_recorded
