@@ -20,7 +20,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import lists_in, map_tensors, tensors_of
-from meshwright.view.walk import Slot, Walk, following, kept_in, memory_of
+from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
 
 
 def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
@@ -128,7 +128,7 @@ class Recorder(Walk):
         self.uses = Uses(model, changed, lambda: len(self.graph.events))
         self._model = model
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
-        self._kept = {slot: getattr(model.get_submodule(slot[0]), slot[1], None) for slot in changed}
+        self._kept = {slot: held_in(model, slot) for slot in changed}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._count = 0  # of tensors that are values
@@ -209,7 +209,7 @@ class Recorder(Walk):
 
     def _state(self, given: Any) -> Any:
         """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
-        return contents(given), [contents(getattr(self._model.get_submodule(m), n, None)) for m, n in self._carried]
+        return contents(given), [contents(held_in(self._model, slot)) for slot in self._carried]
 
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""

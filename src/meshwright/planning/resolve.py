@@ -612,11 +612,18 @@ def _pinned(
 def _whole_in_stages(
     units: tuple[Unit, ...], recompute: tuple[str, ...], graph: ModelGraph, stages: tuple[Stage, ...]
 ) -> tuple[tuple[Unit, ...], tuple[str, ...], list[str]]:
-    """Units and modules to recompute, without those that a cut goes through."""
+    """Units and modules to recompute, without those that a cut goes through.
+
+    A module is not recomputed either if its stage looks into its calls, for what they change outside: what is run again is
+    not looked into.
+    """
     cuts = [graph.positions[s.first] for s in stages[1:]]
     parted = {c.module for c in graph.calls.values() if c.module and any(c.start < b < c.stop for b in cuts)}
     notes = [f"{u.name} is no unit of its own: a cut between stages goes through it" for u in units if u.name in parted]
-    return tuple(u for u in units if u.name not in parted), tuple(r for r in recompute if r not in parted), notes
+    followed = {c.module for c in graph.calls.values() if c.visible}
+    notes += [f"{r} is not recomputed: its stage follows what it changes outside" for r in recompute if r in followed]
+    again = tuple(r for r in recompute if r not in parted | followed)
+    return tuple(u for u in units if u.name not in parted), again, notes
 
 
 def _schedule(plan: Plan, graph: ModelGraph) -> tuple[str, list[str]]:

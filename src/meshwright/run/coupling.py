@@ -102,7 +102,8 @@ def how_rows_combine(
             except _NotFiniteError:
                 found = _NOT_FINITE
             except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
-                found, why = _FAILED, f"{type(error).__name__}: {error}".split("\n", 1)[0] + line_of(error)
+                cause = error.__cause__ or error  # the model's own error, not what a recording made of it
+                found, why = _FAILED, f"{type(cause).__name__}: {cause}".split("\n", 1)[0] + line_of(cause)
             fewest, most = agreed(found)
             if most != _KINDS.index(COUPLED):
                 break

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.private import without_modes
+from meshwright.view.standing import Standing
 from meshwright.view.tensor import View
 from meshwright.view.work import whole
 
@@ -44,15 +46,13 @@ class ModuleState:
             for item in value:
                 self._copy_within(item)
         elif is_state(value) and not value.requires_grad and id(value) not in self._copies:
-            with torch.no_grad():
-                self._copies[id(value)] = value, value.detach().clone()
+            self._copies[id(value)] = value, _copy(value)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
         now = [(holder, _content(holder)) for holder, _ in self._contents]
-        with torch.no_grad():
-            copies = {key: copy.clone() for key, (_, copy) in self._copies.items()}
+        copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         for holder, content in self._contents:
             _fill(holder, content, copies)
         try:
@@ -60,6 +60,17 @@ class ModuleState:
         finally:
             for holder, content in now:
                 _fill(holder, content, {})
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy that a forward does not see being made: to a stage, a copy of one of the model's values would be an event."""
+    if isinstance(value, Standing):
+        return value  # its memory is on other ranks
+    with torch.no_grad(), without_modes():
+        copy: Tensor = (
+            value._mw_work.call(Tensor.clone, (value,), {}) if isinstance(value, View) else value.detach().clone()
+        )
+    return copy
 
 
 def make_whole(module: nn.Module) -> None:

@@ -68,7 +68,18 @@ Slot = tuple[str, str]
 
 def kept_in(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
     """The tensors that are kept in slots now."""
-    return tensors_of([getattr(model.get_submodule(module), name, None) for module, name in slots])
+    return tensors_of([held_in(model, slot) for slot in slots])
+
+
+def held_in(model: nn.Module, slot: Slot) -> Any:
+    """What is kept in a slot now, or None. The attribute is not asked for: whoever watches attributes is told of the
+    model's own uses alone."""
+    path, name = slot
+    attributes = vars(model.get_submodule(path))
+    return next(
+        (table[name] for table in (attributes, attributes["_buffers"], attributes["_parameters"]) if name in table),
+        None,
+    )
 
 
 @dataclass
