@@ -84,6 +84,7 @@ USES = {
     "run/init/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
     "run/init/log.py": "_neg_view",
     "run/init/operation.py": "_schema",
+    "run/modulestate.py": "_fields",  # of named tuples
     "run/parameters.py": "_parameters",
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "run/watch.py": "_exit",  # of os

@@ -117,7 +117,7 @@ class Planned:
         """A forward, recorded; ``run``: runs it, given the model."""
         dividing = [p for p in self.recipe.branches if p.splits]
         with computing_in(self._model, self._precision):
-            graph = capture(self._model, run)
+            graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
             return replace(

@@ -12,6 +12,7 @@ import meshwright as mw
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint import jobs, load, pieces, pretrained, save, storage
 from meshwright.errors import CheckpointError
+from meshwright.run.randomness import Generators
 from saving import LAYOUTS, Tied, start, steps
 
 
@@ -60,7 +61,7 @@ def broken(here, where, name, error):
 IN_SAVE = [
     (1, Data, "state_dict", RuntimeError("no position")),
     (0, Stateful, "get_extra_state", MemoryError("not enough")),
-    (1, jobs, "generators", ValueError("no generator")),
+    (1, Generators, "tensors", ValueError("no generator")),
     (0, save, "begin", PermissionError(13, "Permission denied")),
     (1, pieces.PieceSaver, "resolve_data", Unsendable("no value")),
     (1, pieces.PieceSaver, "_items", Unsendable("no plan")),

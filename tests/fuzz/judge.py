@@ -12,6 +12,7 @@ from __future__ import annotations
 import linecache
 import re
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Verdict:
 
 def model_class(source: str) -> Callable[[], nn.Module]:
     """The class ``Model`` of a text. Tracebacks show its lines."""
-    name = f"<program {abs(hash(source)):x}>"
+    name = f"<program {zlib.crc32(source.encode()):x}>"  # the same in every process
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "__name__": name}
     exec(compile(source, name, "exec"), namespace)

@@ -330,8 +330,6 @@ def test_waiting_for_a_late_rank_is_measured(workers):
     assert told[0][1][0] == told[1][1][0], "the same on every rank"
     share, seconds = told[0][-1]
     assert share * seconds > 0.25, "one of two ranks waits a second, which is half a second in the mean"
-    undisturbed = workers.run(late, "dp_shard=2", 0.0, ranks=2)
-    assert undisturbed[0][-1][0] < share
 
 
 # --- under torchrun ---------------------------------------------------------------------------------------------------

@@ -23,18 +23,19 @@ from meshwright.view.structure import lists_in, map_tensors, tensors_of
 from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
 
 
-def capture(model: nn.Module, run: Callable[[nn.Module], Any]) -> ModelGraph:
+def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True) -> ModelGraph:
     """The graph of a forward.
 
     Args:
         model: with parameters on meta; its forwards are followed for the time of the call.
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
+        staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
     """
     kept = Kept(model)
     recorder = _recorded(model, run, ())
     changed = kept.changed(recorder.memory.written)
     kept.put_back()
-    if changed:  # what is kept is a value from the start, which is known only now
+    if changed and staged:  # what is kept is a value from the start, which is known only now
         recorder = _recorded(model, run, changed)
         kept.put_back()
     return recorder.graph
@@ -131,6 +132,7 @@ class Recorder(Walk):
         self._kept = {slot: held_in(model, slot) for slot in changed}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
+        self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
@@ -148,6 +150,7 @@ class Recorder(Walk):
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
         call.taken = tuple(tensors_of(call.given))
+        self._entered[path] = self.memory.ticks
         had = set(map(id, call.taken))
         before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
         lengths = [len(x) for x in lists]
@@ -326,10 +329,12 @@ class Recorder(Walk):
         graph.carried = tuple(slots)
         carried = {m for slot in slots for m in self._carried[slot]}
         foreign = {m: t for m, t in self._touched.items() if m not in carried}
-        for touched in self._touched.values():
-            for call in graph.calls.values():
-                within = [call.start <= p < call.stop for p in touched.used]
-                call.visible |= any(within) and not all(within)
+        for memory, touched in self._touched.items():
+            for path, call in graph.calls.items():
+                inside = range(call.start, call.stop)
+                there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
+                if there_before and any(p in inside for p in touched.changed):
+                    call.visible |= any(p not in inside for p in touched.used)
         held = [t for slot in slots for t in kept_in(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
         keep_together(graph, foreign, slots, self._written_parameters(), at_end)

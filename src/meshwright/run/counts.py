@@ -187,7 +187,9 @@ class Recorder(Uses):
     def step(self, signature: Any, func: Any, flat: Any, spec: Any, outputs: int, is_write: bool) -> Step | None:
         """See ``Follower``."""
         may_sum = getattr(func, "__name__", "") in _SUMS
-        return self.tape.add(signature, func, flat, spec, outputs, writes=is_write, line=_line() if may_sum else "")
+        # Ranks know sums by their lines: without the folder, which may be another on another machine.
+        line = os.path.basename(_line()) if may_sum else ""
+        return self.tape.add(signature, func, flat, spec, outputs, writes=is_write, line=line)
 
     def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
         """See ``Follower``: the other tensor has no value here, and this one shall keep its own."""
