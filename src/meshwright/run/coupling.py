@@ -74,7 +74,13 @@ class _Computing:
 
 
 def how_rows_combine(
-    batch: Any, model: nn.Module, changed: Sequence[Slot], losses: Losses, dtype: torch.dtype, agreed: Agreed
+    batch: Any,
+    model: nn.Module,
+    changed: Sequence[Slot],
+    losses: Losses,
+    dtype: torch.dtype,
+    agreed: Agreed,
+    fatal: tuple[type[Exception], ...] = (),
 ) -> Verdict:
     """How the rows of a batch combine into its loss; the same verdict on every rank.
 
@@ -85,6 +91,7 @@ def how_rows_combine(
             multiplied by).
         dtype: what the model computes in.
         agreed: a number → the smallest and the largest of all ranks.
+        fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
     """
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     why, most = "", _FAILED
@@ -101,6 +108,8 @@ def how_rows_combine(
                 found = _KINDS.index(compared())
             except _NotFiniteError:
                 found = _NOT_FINITE
+            except fatal:
+                raise
             except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
                 cause = error.__cause__ or error  # the model's own error, not what a recording made of it
                 found, why = _FAILED, f"{type(cause).__name__}: {cause}".split("\n", 1)[0] + line_of(cause)

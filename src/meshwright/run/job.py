@@ -23,7 +23,7 @@ from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, h
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.modulestate import ModuleState, make_whole
-from meshwright.run.pipeline import Pipeline
+from meshwright.run.pipeline import Pipeline, StageError
 from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed
 from meshwright.run.state import whole_buffers, whole_tensors
@@ -481,7 +481,9 @@ class Job:
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
         if self.recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        return how_rows_combine(rows, self.module, self._changed(), losses, dtype, self._agreed)
+        # An error in one stage leaves the others waiting for what it would send.
+        fatal = (StageError,) if self.recipe.mesh.axis_size("pp") > 1 else ()
+        return how_rows_combine(rows, self.module, self._changed(), losses, dtype, self._agreed, fatal)
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""
