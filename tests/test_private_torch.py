@@ -74,7 +74,7 @@ USES = {
         _get_default_store _jit_get_schemas_for_operator _make_wrapper_subclass _post_accumulate_grad_hooks \
         _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
-    "planning/blame.py": "_getframe",  # of sys
+    "blame.py": "_getframe",  # of sys
     "planning/memory.py": "_buffers",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",

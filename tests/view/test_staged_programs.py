@@ -17,8 +17,8 @@ from staged import Staged, alone, cut_at, differences
 from torch import nn
 
 import meshwright as mw
+from meshwright.blame import is_ours
 from meshwright.errors import PlanError
-from meshwright.planning.blame import is_ours
 
 LINEAR = ("linear", 0, 0, 1)
 

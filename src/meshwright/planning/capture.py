@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.blame import is_ours, line_of, model_line
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Value
-from meshwright.planning.blame import is_ours, line_of, model_line
 from meshwright.planning.memory import Kept, Memory, Touches, Uses, contents, keep_together
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.blame import is_ours
 from meshwright.errors import Findings, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.place import Place, Places, trunk
 from meshwright.plan import Entry, Plan
-from meshwright.planning.blame import is_ours
 from meshwright.planning.branch import (
     Branches,
     buffer_place,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.planning.blame import model_line
+from meshwright.blame import model_line
 from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
 from meshwright.view.functions import FunctionMode, transforming
 

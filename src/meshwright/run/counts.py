@@ -16,7 +16,6 @@ whole batch).
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import meshwright
+from meshwright.blame import model_line
 from meshwright.private import pytree
 from meshwright.run.batch import copied, mapped, tensors_in
 from meshwright.run.follow import Follower, Name, Replay, Step, Tape, tensors_of_model, token
@@ -188,7 +187,7 @@ class Recorder(Uses):
         """See ``Follower``."""
         may_sum = getattr(func, "__name__", "") in _SUMS
         # Ranks know sums by their lines: without the folder, which may be another on another machine.
-        line = os.path.basename(_line()) if may_sum else ""
+        line = os.path.basename(model_line()) if may_sum else ""
         return self.tape.add(signature, func, flat, spec, outputs, writes=is_write, line=line)
 
     def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
@@ -208,7 +207,7 @@ class Recorder(Uses):
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Uses``."""
-        self.lines.append(_line())
+        self.lines.append(model_line() or "an unknown line")
         return func(*args, **kwargs)
 
 
@@ -410,17 +409,6 @@ def _shape(x: Any) -> torch.Size:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
-
-
-_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
-
-
-def _line() -> str:
-    """The model's source line that is being run."""
-    frame: Any = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
 
 
 # --- in a forward -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ plan, a batch norm can look like rounding, and a loss that balances experts like
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import meshwright
+from meshwright.blame import line_of
 from meshwright.private import python_body, pytree
 from meshwright.run.counts import MEAN, RATIO, SUM
 from meshwright.run.step import rows_of, take_rows
@@ -112,7 +111,7 @@ def how_rows_combine(
                 raise
             except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
                 cause = error.__cause__ or error  # the model's own error, not what a recording made of it
-                found, why = _FAILED, f"{type(cause).__name__}: {cause}".split("\n", 1)[0] + line_of(cause)
+                found, why = _FAILED, _told(cause)
             fewest, most = agreed(found)
             if most != _KINDS.index(COUPLED):
                 break
@@ -121,18 +120,10 @@ def how_rows_combine(
     return Verdict(COUPLED, why if most == _FAILED else "")
 
 
-def line_of(error: BaseException) -> str:
-    """`` (file:line)`` of the model's own code that an error went through last; empty if there is none."""
-    found, at = "", error.__traceback__
-    while at is not None:
-        file = at.tb_frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_MODEL):
-            found = f" ({file}:{at.tb_lineno})"
-        at = at.tb_next
-    return found
-
-
-_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
+def _told(error: BaseException) -> str:
+    """An error's type, its first line, and the model's line that it went through last."""
+    text, line = f"{type(error).__name__}: {error}".split("\n", 1)[0], line_of(error)
+    return f"{text} ({line})" if line else text
 
 
 class _NotFiniteError(Exception):
@@ -339,4 +330,4 @@ def note(found: Verdict) -> str:
     )
 
 
-__all__ = ["COUPLED", "MEAN", "RATIO", "SUM", "Trial", "Verdict", "how_rows_combine", "line_of", "note"]
+__all__ = ["COUPLED", "MEAN", "RATIO", "SUM", "Trial", "Verdict", "how_rows_combine", "note"]

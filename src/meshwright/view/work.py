@@ -13,7 +13,6 @@ layouts for the rules: ``whole`` (used whole), ``varying`` (whole, used in cut w
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import meshwright
+from meshwright.blame import is_of_model
 from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
 from meshwright.private import python_body, pytree, storage_of, version, without_subclasses
@@ -305,7 +304,7 @@ class Work:
         frame, line, module = sys._getframe(1), "", None
         while frame is not None and (module is None or not line):
             owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
-            if not line and not file.startswith(_NOT_THE_MODEL):
+            if not line and is_of_model(file):
                 line = source_place(file, frame.f_lineno)
             if module is None and isinstance(owner, nn.Module):
                 module = self.names.get(id(owner), type(owner).__name__)
@@ -436,10 +435,6 @@ class Work:
 
     def units(self, x: Any, count: int) -> None:
         """The cut dim of ``x`` turns out to be that many pieces which may not be broken."""
-
-
-# Files in these folders are not the model's. Not just any path with "meshwright" in it: a checkout may be named so.
-_NOT_THE_MODEL = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (torch, meshwright))
 
 
 def whole(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whose an error is that comes out of a forward without values, and at which line of the model it came up."""
+"""Whose code is run: which source line is the model's, and whether an error is the model's or ours."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ import torch
 import meshwright
 
 _OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
+# Not just any path with "meshwright" in it: a checkout may be named so.
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS)
+
+
+def is_of_model(file: str) -> bool:
+    """Whether a source file is the model's: neither torch's nor ours."""
+    return not file.startswith(_NOT_THE_MODEL)
 
 
 def model_line() -> str:
     """The model's source line that is being run; empty outside of one."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+    while frame is not None and not is_of_model(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def line_of(error: BaseException) -> str:
-    """The model's source line at which an error came up; empty where it did not go through the model."""
+    """The model's source line at which an error came up; empty if it did not go through the model."""
     frames = traceback.extract_tb(error.__traceback__)
-    model = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)]
+    model = [f for f in frames if is_of_model(f.filename)]
     return f"{model[-1].filename}:{model[-1].lineno}" if model else ""
 
 
