@@ -80,6 +80,11 @@ def has_rows(t: Tensor, rows: int) -> bool:
     return t.dim() > 0 and t.shape[0] == rows and not getattr(t, "_mw_shared", False)
 
 
+def doubled(batch: Any, rows: int) -> Any:
+    """A batch of ``rows`` rows with each row twice: all of them, and all of them again."""
+    return mapped(lambda t: torch.cat([t, t]) if has_rows(t, rows) else t, batch)
+
+
 def copied(batch: Any) -> Any:
     """A batch with memory of its own: what is written to it is not written to the other.
 

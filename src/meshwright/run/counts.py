@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from meshwright.blame import model_line
 from meshwright.private import pytree
-from meshwright.run.batch import copied, mapped, tensors_in
+from meshwright.run.batch import copied, doubled, tensors_in
 from meshwright.run.follow import Follower, Name, Replay, Step, Tape, tensors_of_model, token
+from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, sizes_of
-from meshwright.run.untouched import random_numbers_kept
 from meshwright.view.losses import mean_target
 
 MEAN, SUM, RATIO, SPLIT = "mean", "sum", "ratio", "split"
@@ -380,14 +380,14 @@ class LabelCounter:
     def _shapes(
         self, recorder: Recorder, batch: Any, leaves: list[Any], rows: int
     ) -> Callable[[Name], tuple[torch.Size, torch.Size]]:
-        doubled = mapped(lambda t: torch.cat([t, t]) if t.dim() and len(t) == rows else t, batch)
-        once, twice = (Replay(recorder.tape, x, recorder.tensors) for x in (leaves, tensors_in(doubled)))
+        twofold = doubled(batch, rows)
+        once, twice = (Replay(recorder.tape, x, recorder.tensors) for x in (leaves, tensors_in(twofold)))
         try:
             for name in recorder.used:
                 twice.value(name)
         except Exception:  # a step that has the number of rows as a number: it is another with twice as many
-            other = self._recorded(doubled, len(leaves))
-            twice = Replay(other.tape, tensors_in(doubled), other.tensors)
+            other = self._recorded(twofold, len(leaves))
+            twice = Replay(other.tape, tensors_in(twofold), other.tensors)
         return lambda name: (_shape(once.value(name)), _shape(twice.value(name)))
 
     def _note(self, program: Program) -> None:

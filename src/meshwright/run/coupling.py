@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.blame import line_of
-from meshwright.private import python_body, pytree
+from meshwright.private import python_body
+from meshwright.run.batch import doubled
 from meshwright.run.counts import MEAN, RATIO, SUM
+from meshwright.run.randomness import Generators
 from meshwright.run.step import rows_of, take_rows
 from meshwright.run.untouched import Slot, untouched
 from meshwright.run.wide import wide
@@ -75,6 +77,7 @@ class _Computing:
 def how_rows_combine(
     batch: Any,
     model: nn.Module,
+    random: Generators,
     changed: Sequence[Slot],
     losses: Losses,
     dtype: torch.dtype,
@@ -85,6 +88,7 @@ def how_rows_combine(
 
     Args:
         batch: at least two rows; as many on every rank.
+        random: the generators that a forward may draw from.
         changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
         losses: pieces of a batch, how they combine, and a context for each forward → (the loss of each piece, what it is
             multiplied by).
@@ -99,7 +103,7 @@ def how_rows_combine(
         _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
         _Computing(dtype, nullcontext, wide=False),
     ):
-        attempt = _Attempt(rows, model, changed, losses, computing)
+        attempt = _Attempt(rows, model, random, changed, losses, computing)
         ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
         # Agreed on after each: every rank runs as many forwards, which have collectives.
         for compared in (*ways, attempt.compared_by_noise):
@@ -143,10 +147,17 @@ class _Attempt:
     """One comparison of the whole with its parts."""
 
     def __init__(
-        self, rows: Any, model: nn.Module, changed: Sequence[Slot], losses: Losses, computing: _Computing
+        self,
+        rows: Any,
+        model: nn.Module,
+        random: Generators,
+        changed: Sequence[Slot],
+        losses: Losses,
+        computing: _Computing,
     ) -> None:
         self._rows, self._count = rows, rows_of(rows)
-        self._model, self._changed, self._losses, self._computing = model, changed, losses, computing
+        self._model, self._random, self._changed = model, random, changed
+        self._losses, self._computing = losses, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
         self._whole, self._parts, self._draws = _Found(), dict[str, _Found](), Draws(self._count)
 
@@ -176,7 +187,7 @@ class _Attempt:
         do not meet one by one."""
         count = self._count // 2
         once, draws = take_rows(self._rows, 0, count), Draws(count)
-        twice = pytree.tree_map(lambda t: torch.cat([t, t]) if _has_rows(t, count) else t, once)
+        twice = doubled(once, count)
         a = self._tried([(0, count)], [once], MEAN, draws).losses[0]
         b = self._tried([(0, 2 * count)], [twice], MEAN, draws).losses[0]
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
@@ -184,13 +195,16 @@ class _Attempt:
     def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Found:
         found = _Found()
         trials = (self._trial(_Trial(draws, *span), found.left) for span in spans)
-        pieces = [pytree.tree_map_only(Tensor, torch.clone, piece) for piece in pieces]  # a model may write to them
         found.losses, found.weights = self._losses(pieces, way, partial(next, trials))
         return found
 
     @contextmanager
     def _trial(self, trial: _Trial, left: list[list[Tensor]]) -> Iterator[None]:
-        with untouched(self._model, self._changed, left, wide=self._computing.wide), self._computing.on(), trial:
+        with (
+            untouched(self._model, self._random, self._changed, left, wide=self._computing.wide),
+            self._computing.on(),
+            trial,
+        ):
             yield
 
     def _without_gradients(self, run: Callable[[], Any]) -> Any:
@@ -208,10 +222,6 @@ class _Attempt:
             return False  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
         return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
-
-
-def _has_rows(t: Any, count: int) -> bool:
-    return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == count
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -22,7 +22,7 @@ from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
 from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
-from meshwright.run.modulestate import ModuleState, make_whole
+from meshwright.run.modulestate import make_whole
 from meshwright.run.pipeline import Pipeline, StageError
 from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed
@@ -467,11 +467,7 @@ class Job:
                     self._pipeline.program(piece, called, self._loss)
             found = []
             for piece, share in zip(pieces, shares, strict=True):
-                with (
-                    ModuleState(self.module).restored(),  # also what plain objects on modules hold
-                    trial(),
-                    nullcontext() if self._pipeline is None else self._pipeline.trying(),
-                ):
+                with trial(), nullcontext() if self._pipeline is None else self._pipeline.trying():
                     try:
                         found.append(self._loss_alone(piece, share))
                     finally:
@@ -483,7 +479,7 @@ class Job:
             dtype = torch.bfloat16
         # An error in one stage leaves the others waiting for what it would send.
         fatal = (StageError,) if self.recipe.mesh.axis_size("pp") > 1 else ()
-        return how_rows_combine(rows, self.module, self._changed(), losses, dtype, self._agreed, fatal)
+        return how_rows_combine(rows, self.module, self.random, self._changed(), losses, dtype, self._agreed, fatal)
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""

@@ -22,7 +22,7 @@ from meshwright.view.tensor import View
 from meshwright.view.work import whole
 
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
-_INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _DEPTH = 4  # how far into containers and plain objects to look
 _Holder = MutableMapping[Any, Any] | MutableSequence[Any] | MutableSet[Any]
 

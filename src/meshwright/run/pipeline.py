@@ -30,11 +30,11 @@ from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
+from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
 from meshwright.run.step import BACKWARD, called
 from meshwright.run.streams import Streams
-from meshwright.run.untouched import random_numbers_kept
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
 from meshwright.view.functions import uncompiled

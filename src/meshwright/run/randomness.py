@@ -20,7 +20,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -163,6 +163,12 @@ class Generators:
         for name in self._held.keys() & found.keys():
             state[name] = json.loads(bytes(found[name].tolist()))
         self.set(state)
+
+
+def random_numbers_kept() -> AbstractContextManager[None]:
+    """For the time of a block; after it torch's, Python's and NumPy's random numbers go on as before it."""
+    on_cuda = torch.cuda.is_initialized()
+    return Generators(torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")).kept()
 
 
 class _NumPy:
