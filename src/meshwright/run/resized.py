@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.graph import ModelGraph, Value
+from meshwright.graph import Call, ModelGraph, Value
 from meshwright.private import pytree
+from meshwright.view.alias import dense
 
 _DEPTH = 6  # how far into plain objects to look for constants
 
@@ -67,19 +68,9 @@ def _number(first: int, last: int, lengths: Sequence[int], length: int) -> int |
 
 def _dense(first: Value, last: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor without gaps, its dims in the order of memory that they had; empty if it had gaps."""
-    order = sorted(range(len(shape)), key=lambda d: (first.stride[d], first.shape[d]))
-    for value in (first, last):
-        if value.stride != _strides(value.shape, order):
-            return ()
-    return _strides(shape, order)
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    found, step = [0] * len(shape), 1
-    for d in order:
-        found[d] = step
-        step *= shape[d]
-    return tuple(found)
+    outermost_first = sorted(range(len(shape)), key=lambda d: (first.stride[d], first.shape[d]), reverse=True)
+    dims = tuple(outermost_first)
+    return dense(shape, dims) if all(v.stride == dense(v.shape, dims) for v in (first, last)) else ()
 
 
 def _alike(a: ModelGraph, b: ModelGraph) -> bool:
@@ -92,6 +83,7 @@ def _alike(a: ModelGraph, b: ModelGraph) -> bool:
         and a.returned == b.returned
         and a.ways == b.ways
         and (a.rows, a.by_rows) == (b.rows, b.by_rows)
+        and (a.carried, a.changes, a.spans) == (b.carried, b.changes, b.spans)
         and a.calls.keys() == b.calls.keys()
         and all(_same_call(call, b.calls[path]) for path, call in a.calls.items())
         and _constants(list(a.outputs.items()), _DEPTH) == _constants(list(b.outputs.items()), _DEPTH)
@@ -109,10 +101,12 @@ def _memories(graph: ModelGraph) -> list[int]:
     return [first.setdefault(v.storage, i) if v.storage else -1 for i, v in enumerate(graph.values)]
 
 
-def _same_call(a: Any, b: Any) -> bool:
-    fields = "module start stop outputs fresh stashed leaf".split()
+def _same_call(a: Call, b: Call) -> bool:
+    fields = "module start stop outputs fresh stashed visible acts leaf".split()
     same = all(getattr(a, name) == getattr(b, name) for name in fields)
-    return same and bool(_constants(a.returned, _DEPTH) == _constants(b.returned, _DEPTH))
+    same = same and [(g.which, g.values) for g in a.grown] == [(g.which, g.values) for g in b.grown]
+    given = [(c.returned, [g.items for g in c.grown]) for c in (a, b)]
+    return same and bool(_constants(given[0], _DEPTH) == _constants(given[1], _DEPTH))
 
 
 def _constants(x: Any, depth: int) -> Any:
