@@ -37,12 +37,13 @@ from meshwright.run.step import BACKWARD, called
 from meshwright.run.streams import Streams
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
+from meshwright.view.alias import laid
 from meshwright.view.functions import uncompiled
 from meshwright.view.mode import GlobalView
 from meshwright.view.stage import Crossing, StageProgram, StageWalk, crossings
 from meshwright.view.standing import PathError
 from meshwright.view.structure import map_tensors
-from meshwright.view.walk import Forwards, kept_in
+from meshwright.view.walk import Forwards, held_in, kept_in
 from meshwright.view.work import whole
 
 Edge = tuple[int, int]
@@ -522,21 +523,17 @@ class _Step:
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A contiguous tensor with the strides that it has on one device: they decide what is a view, and what a copy.
 
-    A dim of stride 0 (``expand``) has one slice in memory. Strides that overlap otherwise cannot be had by a copy: then the
-    tensor stays as it is.
+    Strides by which elements overlap in memory, otherwise than by an ``expand``, cannot be had by a copy: then the tensor
+    stays as it is.
     """
     if not stride or t.stride() == stride:
         return t
-    own = t
-    for dim, step in enumerate(stride):
-        own = own.narrow(dim, 0, 1) if step == 0 and own.shape[dim] > 1 else own
-    order = sorted((step, size) for step, size in zip(stride, own.shape, strict=True) if size > 1)
     reach = 0
-    for step, size in order:
+    for step, size in sorted((step, size) for step, size in zip(stride, t.shape, strict=True) if size > 1 and step):
         if step <= reach:
             return t
         reach += step * (size - 1)
-    return torch.empty_strided(own.shape, stride, dtype=t.dtype, device=t.device).copy_(own).expand(t.shape)
+    return laid(t, stride)
 
 
 def _call(model: nn.Module, given: Any) -> Any:
@@ -548,11 +545,13 @@ def _call(model: nn.Module, given: Any) -> Any:
 def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
     """What other stages change of what modules keep is, here, after a forward what it was before."""
     slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
-    before = [(model.get_submodule(m), name, getattr(model.get_submodule(m), name, None)) for m, name in slots]
-    yield
-    for module, name, value in before:
-        if value is not None and getattr(module, name, None) is not value:
-            setattr(module, name, value)
+    before = [(slot, held_in(model, slot)) for slot in slots]
+    try:
+        yield
+    finally:
+        for slot, value in before:
+            if value is not None and held_in(model, slot) is not value:
+                setattr(model.get_submodule(slot[0]), slot[1], value)
 
 
 def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
