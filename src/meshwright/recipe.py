@@ -248,6 +248,10 @@ class Recipe:
             ranges[0] = _part(ranges[0], first, min(first + step, rows))
         return tuple(ranges)
 
+    def held_shape(self, parameter: ParameterRecipe, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank holds of a parameter at rest, if it `holds` it."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.held(parameter, rank))
+
     def holders(self, parameter: ParameterRecipe) -> int:
         """How many ranks hold a parameter, or a part of it."""
         if parameter.places == (0,):

@@ -60,7 +60,7 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
                 q.grad = None
         return loss.detach()
 
-    starting(case)
+    starting(case, low)
     return Reference(case, trained(model, low, case, step), start)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, mapped
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
-from meshwright.run.randomness import seed_all
+from meshwright.run.randomness import Generators, seed_all
 from meshwright.run.step import called, rows_of, take_rows
 from meshwright.run.worker import report
 from meshwright.view.functions import FunctionMode
@@ -151,15 +150,15 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
 
     def step() -> Tensor:
         nonlocal draws
-        before = _generators()
+        before = random.digest()
         with widened(case.dtype):
             loss = case.loss(called(model, batch))
-            draws |= _generators() != before
+            draws |= random.digest() != before
             if loss.requires_grad:
                 loss.backward()
         return loss.detach()
 
-    starting(case)
+    random = starting(case, model)
     facts = trained(model, model, case, step)
     notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
     return Reference(case, facts, start, notes), draws
@@ -194,9 +193,12 @@ def forwards(step: int, steps: int) -> int:
     return 2 if step == min(1, steps - 1) else 1
 
 
-def starting(case: Case) -> None:
-    """Seeds where the first data rank of a job starts to draw (run/apply.py). Nothing is seeded after that, as in training."""
-    torch.manual_seed(case.seed * 1_000_003 + 1)
+def starting(case: Case, model: nn.Module) -> Generators:
+    """The generators of a model, where the first data rank of a job starts to draw. Nothing is seeded after that, as in
+    training."""
+    random = Generators(torch.device(case.device), model)
+    random.start(case.seed, 0, 0)
+    return random
 
 
 def made(case: Case) -> nn.Module:
@@ -219,15 +221,9 @@ def _model(case: Case) -> tuple[nn.Module, int]:
 def _probe(case: Case, seed: int) -> float:
     """The loss of a fresh model under a state of the generators."""
     model, _ = _model(case)
-    torch.manual_seed(seed)
-    random.seed(seed)
+    seed_all(seed)
     with widened(case.dtype):
         return float(case.loss(called(model, cast(case.batch, case.dtype, case.device))))
-
-
-def _generators() -> tuple[Any, ...]:
-    cuda = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), cuda
 
 
 # --- the job --------------------------------------------------------------------------------------------------------
@@ -289,8 +285,7 @@ def gradients_as_planned(job: Job) -> None:
     Putting whole gradients together would send more than the peer expects, which ends the process.
     """
     for name, p in job.named_parameters():
-        held = job.recipe.held(job.recipe.by_name[name], job.rank)
-        planned = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
+        planned = job.recipe.held_shape(job.recipe.by_name[name], job.rank)
         if p.grad is not None and (found := tuple(local_tensor(p.grad).shape)) != planned:
             raise RuntimeError(
                 f"the gradient of {name} is {found} on rank {job.rank}, which holds {planned} of it: "

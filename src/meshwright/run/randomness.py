@@ -80,6 +80,10 @@ class Generators:
             found["cuda"] = torch.cuda.get_rng_state(self.device)
         return found | self.host()
 
+    def digest(self) -> int:
+        """A number below 2**32 that differs, all but surely, between states that differ."""
+        return _digest(self.state())
+
     def host(self) -> State:
         """The state of every generator but torch's default ones."""
         found: State = {"python": random.getstate()}

@@ -24,7 +24,7 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     if groups.rank == 0:
         whole = torch.empty(line.shape, dtype=local.dtype)
         for rank in holders:
-            shape = _held_shape(line, recipe, rank)
+            shape = recipe.held_shape(line, rank)
             piece = local if rank == groups.rank else torch.empty(shape, dtype=local.dtype, device=groups.device)
             if rank != groups.rank and piece.numel():
                 dist.recv(piece, src=rank)
@@ -34,10 +34,6 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     if groups.rank in holders and local.numel():
         dist.send(local.contiguous(), dst=0)
     return None
-
-
-def _held_shape(line: ParameterRecipe, recipe: Recipe, rank: int) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in recipe.held(line, rank))
 
 
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
@@ -103,7 +99,7 @@ def whole_tensors(
     for line in recipe.parameters:
         picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
         # A tensor of another shape than is held would be more, or less, than its receiver takes, which ends a process.
-        strange = picked is not None and tuple(local_tensor(picked).shape) != _held_shape(line, recipe, groups.rank)
+        strange = picked is not None and tuple(local_tensor(picked).shape) != recipe.held_shape(line, groups.rank)
         flags = torch.tensor([picked is not None, (groups.rank + 1) * strange], device=groups.device).int()
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         present, strange_rank = flags.tolist()
