@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.blame import is_ours, line_of, model_line
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Value
-from meshwright.planning.memory import Kept, Memory, Touches, Uses, contents, keep_together
+from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
@@ -126,7 +126,7 @@ class Recorder(Walk):
     def __init__(self, model: nn.Module, changed: Sequence[Slot] = ()) -> None:
         super().__init__(kept_in(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(), Cost(), Memory()
-        self.uses = Uses(model, changed, lambda: len(self.graph.events))
+        self.uses = AttributeUses(model, changed, lambda: len(self.graph.events))
         self._model = model
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
         self._kept = {slot: held_in(model, slot) for slot in changed}

@@ -195,7 +195,7 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
     return found
 
 
-class Uses:
+class AttributeUses:
     """When attributes are read and set: for the time of a ``with``, their modules are of classes that tell."""
 
     def __init__(self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int]) -> None:

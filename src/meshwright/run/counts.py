@@ -35,9 +35,13 @@ from meshwright.run.recent import Lengths, Points, sizes_of
 from meshwright.view.losses import mean_target
 
 MEAN, SUM, RATIO, SPLIT = "mean", "sum", "ratio", "split"
-"""How losses of pieces make that of the batch: their mean by rows, in which what a number is divided by makes a sum a mean;
-their sum; their mean by rows, in which a mean is divided by another; and their mean by rows because the plan says so, in which
-nothing but means over labels is told of other rows."""
+"""How the losses of pieces make the loss of the batch:
+
+    mean     their mean, weighed by rows; a sum that is divided by a count takes the count of all rows
+    sum      their sum
+    ratio    as mean, for a mean that is itself divided by another mean: the other is that of all rows
+    split    as mean, because the plan says so: only means over labels take the count of all rows
+"""
 
 Slot = tuple[str, int, int]
 """Which sum over rows: the model's line, how many there were before on that line, and how many numbers it has."""
@@ -72,7 +76,7 @@ def _is_mean_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return name in _MEANS and kwargs.get("reduction", "mean") == "mean" and plain
 
 
-class Uses(Follower):
+class CountedUses(Follower):
     """Finds where a forward uses what it counts: ``mean``, ``part`` and ``uncounted`` say what becomes of it."""
 
     def __init__(self, tape: Tape) -> None:
@@ -160,7 +164,7 @@ class Uses(Follower):
 # --- the label program ------------------------------------------------------------------------------------------------
 
 
-class Recorder(Uses):
+class Recorder(CountedUses):
     """Records while a forward runs for its shapes."""
 
     def __init__(self, leaves: int) -> None:
@@ -195,18 +199,18 @@ class Recorder(Uses):
         return by(args[0], fact(args[1]))
 
     def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         assert count is not None
         self.used.append(count)
         return func(*args, **kwargs)
 
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         self.used.append(name)
         return func(*args, **kwargs)
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         self.lines.append(model_line() or "an unknown line")
         return func(*args, **kwargs)
 
@@ -453,7 +457,7 @@ class Share:
         return 1.0 if self.way == SUM or not self.weight else 1 / self.weight
 
 
-class Shares(Uses):
+class Shares(CountedUses):
     """While on, means over labels and elements are scaled, and what follows from sums over rows is that of all rows."""
 
     def __init__(self, share: Share | None) -> None:
@@ -474,7 +478,7 @@ class Shares(Uses):
             yield
 
     def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         loss = func(*args, **kwargs)
         if count is None or self._share is None:
             return loss
@@ -483,7 +487,7 @@ class Shares(Uses):
         return loss * share if share else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
 
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         assert self._share is not None
         if self._share.way == SPLIT:
             return func(*args, **kwargs)
@@ -500,7 +504,7 @@ class Shares(Uses):
         return result.mul_(scale) if result is args[0] else result * scale
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Uses``."""
+        """See ``CountedUses``."""
         if self._share is not None:
             self._share.ignored.append((target == ignored).sum().detach())
         return func(*args, **kwargs)

@@ -204,7 +204,7 @@ class Follower(FunctionMode):
         found = self._names.get(id(x))
         return found[1] if found is not None and found[0] is x and found[2] == version(x) else None
 
-    def call(self, t: Any, name: Name | None) -> None:
+    def give_name(self, t: Any, name: Name | None) -> None:
         if isinstance(t, Tensor) and name is not None:
             self._names[id(t)] = t, name, version(t)
 
@@ -213,7 +213,7 @@ class Follower(FunctionMode):
         """For the time of a forward of ``model``: what it is given are the batch's leaves, its buffers have names."""
         self.tensors = dict(tensors_of_model(model)) if self.names_tensors else {}
         for name, t in self.tensors.items():
-            self.call(t, self.buffer(name))
+            self.give_name(t, self.buffer(name))
         # Registered last, it sees what the hooks of mixed precision have cast.
         handle = model.register_forward_pre_hook(self._entered, with_kwargs=True)
         try:
@@ -223,7 +223,7 @@ class Follower(FunctionMode):
 
     def _entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         for i, t in enumerate(tensors_in((args, kwargs))):
-            self.call(t, self.leaf(i, t))
+            self.give_name(t, self.leaf(i, t))
 
     # --- functions --------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Follower(FunctionMode):
             return result
         if step is not None:
             for t, name in zip(outputs, step.outputs, strict=True):
-                self.call(t, name)
+                self.give_name(t, name)
         return result
 
     @contextmanager
@@ -271,7 +271,7 @@ class Follower(FunctionMode):
 
         def again(*given: Any, **named: Any) -> Any:
             for x, name in zip(given, names, strict=False):
-                self.call(x, name)
+                self.give_name(x, name)
             with self:
                 return function(*given, **named)
 
