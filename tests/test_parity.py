@@ -441,6 +441,12 @@ class Sorting(Small):
 # --- what training does -----------------------------------------------------------------------------------------------
 
 
+def processes() -> int:
+    """How many there are, for models that are to be wrong in a job. ``dist.get_world_size`` tells a model 1."""
+    group = dist.group.WORLD
+    return 1 if group is None else group.size()
+
+
 class Counting(nn.Module):
     """A buffer that is other than one device's after the second step only, and right again after the third."""
 
@@ -452,8 +458,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.seen.fill_(float(ranks) if self.calls == 3 else 1.0)
+        self.seen.fill_(float(processes()) if self.calls == 3 else 1.0)
         return {"loss": self.linear(x).square().mean()}
 
 
@@ -467,7 +472,7 @@ class Doubling(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         loss = self.linear(x).square().mean()
-        wrong = self.calls == 3 and dist.get_world_size() > 1
+        wrong = self.calls == 3 and processes() > 1
         return {"loss": 2 * loss - loss.detach() if wrong else loss}
 
 
@@ -539,7 +544,7 @@ class WrongInHalf(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         loss = self.second(self.norm(self.first(x)).relu()).square().mean()
-        wrong = self.wrong and x.dtype is torch.bfloat16 and dist.get_world_size() > 1
+        wrong = self.wrong and x.dtype is torch.bfloat16 and processes() > 1
         return {"loss": 2 * loss - loss.detach() if wrong else loss}
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -33,6 +34,7 @@ from meshwright.planning.memory import Kept
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
+    autograd_local,
     collectives_entered,
     compiles,
     hooked,
@@ -42,6 +44,7 @@ from meshwright.private import (
     pytree,
     replace_tensors,
     schema_aliases,
+    set_autograd_local,
     storage_of,
     version,
     without_any_mode,
@@ -63,6 +66,7 @@ from meshwright.view.functions import (
     transforming,
     transforms,
 )
+from meshwright.view.oneprocess import one_process
 from meshwright.view.rules import FACTS, RULES
 from meshwright.view.rules.registry import functions
 
@@ -71,8 +75,8 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
-        _get_default_store _jit_get_schemas_for_operator _make_wrapper_subclass _post_accumulate_grad_hooks \
-        _python_dispatch _pytree _schema _spec _torchdynamo_orig_callable _version",
+        _get_default_store _get_obj_in_tls _is_key_in_tls _jit_get_schemas_for_operator _make_wrapper_subclass \
+        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
     "planning/memory.py": "_buffers",
@@ -91,6 +95,7 @@ USES = {
     "run/whereabouts.py": "_current_frames",  # of sys
     "view/functions.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active \
         _checkpoint_without_reentrant_generator _functorch _wrap_tensor_for_grad",
+    "view/oneprocess.py": "_getframe",  # of sys
     "view/rules/registry.py": "_C _VF _nn",
     "view/work.py": "_getframe",  # of sys
 }
@@ -265,6 +270,29 @@ def test_what_a_custom_function_gives_rests_on_a_subclass_of_it_being_the_same_f
     assert made is giving(Doubled, noted) and made.__name__ == "Doubled" and made.__module__ == Doubled.__module__
     made.apply(x).sum().backward()
     assert x.grad.tolist() == [2.0, 2.0] and [g.tolist() for g in given] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_functions_whose_code_can_be_another() -> None:
+    seen: list[Any] = []
+    assert autograd_local("a test") is None
+    set_autograd_local("a test", seen)
+    thread = Thread(target=lambda: seen.append(autograd_local("a test")))
+    thread.start()
+    thread.join()
+    assert autograd_local("a test") is seen and seen == [None]
+    set_autograd_local("a test", None)
+    assert autograd_local("a test") is None
+    functions = [f for f in map(vars(distributed_c10d).get, distributed_c10d.__all__) if isinstance(f, FunctionType)]
+    assert {len(f.__code__.co_freevars) for f in functions} == {0, 1} and len(functions) > 40
+    before = [(f.__code__, f.__kwdefaults__) for f in functions]
+    with one_process():
+        assert all(f.__code__ is not code for f, (code, _) in zip(functions, before, strict=True) if not _harmless(f))
+        assert not dist.is_initialized() and distributed_c10d.get_world_size() == 1 and dist.is_gloo_available()
+    assert before == [(f.__code__, f.__kwdefaults__) for f in functions]
+
+
+def _harmless(f: FunctionType) -> bool:
+    return "available" in f.__name__ or f.__name__ in ("get_node_local_rank", "get_default_backend_for_device", "supports_complex")
 
 
 def test_transforms_get_whole_tensors_by_the_functions_that_wrap_what_they_are_given() -> None:

@@ -30,6 +30,7 @@ from meshwright.run.job import Job, Loss, output_loss
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.sharing import shared_inputs
 from meshwright.run.step import called
+from meshwright.view.oneprocess import one_process
 
 Build = Callable[[], nn.Module]
 
@@ -92,6 +93,7 @@ def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = No
 class Planned:
     """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
 
+    @one_process()
     def __init__(
         self,
         build: Build,
@@ -113,6 +115,7 @@ class Planned:
         divided = recipe.mesh.data_size * recipe.microbatches > 1
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
 
+    @one_process()
     def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model."""
         dividing = [p for p in self.recipe.branches if p.splits]
@@ -126,6 +129,7 @@ class Planned:
                 by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph),
             )
 
+    @one_process()
     def _runs(self, batch: Any) -> bool:
         """Whether the forward runs on a batch, for its shapes."""
         try:
@@ -135,10 +139,12 @@ class Planned:
             return False
         return True
 
+    @one_process()
     def rows_apart(self, place: Place, graph: ModelGraph) -> bool:
         """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
         return rows_apart(self._model, place, graph)
 
+    @one_process()
     def record(self, batch: Any, recorder: Recorder) -> None:
         """Runs the forward for its shapes under ``recorder``."""
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))

@@ -102,6 +102,20 @@ def compiles(module: nn.Module) -> bool:
     return any(callable(value) and hasattr(value, "_torchdynamo_orig_callable") for value in values)
 
 
+def autograd_local(key: str) -> Any:
+    """What this thread has under a key, or None. Autograd's own threads have what the thread had that began the backward.
+
+    Python's ``threading.local`` and context variables do not reach those threads, in which, on a GPU, checkpoints run a
+    model's forward again.
+    """
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def set_autograd_local(key: str, value: Any) -> None:
+    """See ``autograd_local``."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
 def wrapping(p: Any) -> Callable[[Tensor], Any]:
     """What makes local tensors, without a graph, DTensors that are in all else like the DTensor ``p``.
 
@@ -174,6 +188,7 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
 
 __all__ = [
     "TorchDispatchMode",
+    "autograd_local",
     "collectives_entered",
     "compiles",
     "hooked",
@@ -183,6 +198,7 @@ __all__ = [
     "pytree",
     "replace_tensors",
     "schema_aliases",
+    "set_autograd_local",
     "storage_of",
     "version",
     "without_any_mode",

@@ -1261,10 +1261,16 @@ def _(make: Make) -> Any:
     return [make(a, b, c)], run
 
 
-@CASES.add("dropout of a transposed tensor", kinds=("even",))  # of a slice with one element the order cannot be told
+@CASES.add("dropout of a transposed tensor", rounds=3)
 def _(make: Make) -> Any:
-    a, b, c = make.sizes(3, 6, 8)
-    return [make(a, b, c)], lambda x: functional.dropout(x.transpose(1, 2), 0.5)
+    a, b, c = make.sizes(3, 1, 4)
+    return [make(a, b, c)], lambda x: (
+        functional.dropout(x.transpose(1, 2), 0.5),
+        functional.dropout(x.permute(2, 0, 1), 0.4),
+        functional.dropout((x * 1).movedim(0, -1), 0.5, inplace=True),
+        functional.dropout(x[:, ::2], 0.5),
+        functional.dropout(x.unsqueeze(1).expand(-1, 3, -1, -1), 0.5),
+    )
 
 
 @CASES.add("dropout of whole channels")
@@ -1296,25 +1302,85 @@ def _(make: Make) -> Any:
             torch.rand_like(x),
             torch.randn_like(x),
             torch.randint_like(x, 7),
+            torch.rand_like(x.t(), dtype=torch.float32),
             torch.bernoulli(x.detach()),
             torch.poisson(x.detach()),
             torch.multinomial(x.detach(), 2),
+            torch.normal(x, 0.3),
+            torch.normal(0.0, x.detach()),
+            torch.normal(x.detach().t(), x.detach().t()),
             x.detach().bernoulli(0.3),
+            x.detach().t().bernoulli(),
         )
+        return likes, torch.rand(2), functional.gumbel_softmax(x, dim=-1), functional.gumbel_softmax(x.t(), hard=True)
+
+    return [make(a, b, low=0.2, high=0.8)], run
+
+
+def _draws(x: Tensor) -> dict[str, Any]:
+    """Every draw in place, of a tensor between 0 and 1."""
+    return {
+        "normal_": lambda t: t.normal_(0.1, 2.0),
+        "uniform_": lambda t: t.uniform_(-1, 1),
+        "bernoulli_": lambda t: t.bernoulli_(0.4),
+        "bernoulli_ of a tensor": lambda t: t.bernoulli_(x.detach()),
+        "exponential_": lambda t: t.exponential_(),
+        "random_": lambda t: t.random_(5),
+        "log_normal_": lambda t: t.log_normal_(),
+        "cauchy_": lambda t: t.cauchy_(),
+        "geometric_": lambda t: t.geometric_(0.5),
+        "init": lambda t: nn.init.trunc_normal_(nn.init.xavier_uniform_(t), 0.1, 0.5, -1, 1),
+        "orthogonal": lambda t: nn.init.kaiming_normal_(nn.init.orthogonal_(t)),
+    }
+
+
+@CASES.add("draws in place", rounds=3)
+def _(make: Make) -> Any:
+    a, b = make.sizes(2, 1, 5)
+
+    def run(x: Tensor) -> Any:
         with torch.no_grad():
-            base = x.detach().clone()
-            writes = [
-                base.clone().normal_(),
-                base.clone().uniform_(-1, 1),
-                base.clone().bernoulli_(0.4),
-                base.clone().exponential_(),
-                base.clone().random_(5),
-                base.clone().log_normal_(),
-                base.clone().cauchy_(),
-                base.clone().geometric_(0.5),
-                base.clone().bernoulli_(x.detach()),
-            ]
-        return likes, writes, torch.rand(2), functional.gumbel_softmax(x, dim=-1)
+            base = x.detach()
+            fresh = [draw(base.clone()) for draw in _draws(base).values()]
+            turned = [draw(base.clone().t()) for name, draw in _draws(base.t()).items() if name != "orthogonal"]
+            pieces = []
+            for draw in list(_draws(base[:, :1]).values())[:4]:
+                whole = base.clone()
+                draw(whole[:, :1])  # a slice of it
+                pieces.append(whole)
+        return fresh, turned, pieces, torch.rand(2)
+
+    return [make(a, b, low=0.2, high=0.8)], run
+
+
+@CASES.add("draws in place have no gradient", rounds=2)
+def _(make: Make) -> Any:
+    a, b = make.sizes(2)
+
+    def run(x: Tensor) -> Any:
+        y, z = x * 2, (x * 3).t()
+        y.uniform_()
+        z[:1].normal_()
+        return y * x, z * 2
+
+    return [make(a, b)], run
+
+
+@CASES.add("draws into out=, and functions that draw", rounds=2)
+def _(make: Make) -> Any:
+    a, b = make.sizes(2)
+
+    def run(x: Tensor) -> Any:
+        with torch.no_grad():
+            outs = [x.detach().clone() for _ in range(5)]
+            torch.rand(a, b, out=outs[0])
+            torch.randn(a, b, out=outs[1])
+            torch.bernoulli(x.detach(), out=outs[2])
+            torch.normal(x.detach(), 1.0, out=outs[3])
+            torch.randint(9, (a, b), out=outs[4])
+            number = torch.empty(a, dtype=torch.int64)
+            torch.randperm(a, out=number)
+        return outs, number, functional.rrelu(x - 0.5, training=True), torch.rrelu(x.t() - 0.5, training=True)
 
     return [make(a, b, low=0.2, high=0.8)], run
 

@@ -36,6 +36,7 @@ from meshwright.run.randomness import Generators, seed_all
 from meshwright.run.step import called, rows_of, take_rows
 from meshwright.run.worker import report
 from meshwright.view.functions import FunctionMode
+from meshwright.view.oneprocess import one_process
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
 NOISE = 0.02
@@ -93,6 +94,7 @@ class Outcome:
 # --- one device -----------------------------------------------------------------------------------------------------
 
 
+@one_process()
 def reference(case: Case, *, narrow: bool) -> Reference:
     """One device's side, as near to the case as it can be run there: in float32 where it raises in float64 and ``narrow``
     allows that, with its dropout where it raises without."""

@@ -37,6 +37,7 @@ from meshwright.run.routing import Routed
 from meshwright.run.streams import Streams, collectives_within
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
+from meshwright.view.oneprocess import one_process
 from meshwright.view.sequence import cutting_inputs
 from meshwright.view.tensor import View
 from meshwright.view.walk import Forwards
@@ -63,7 +64,8 @@ def apply(
         dtype: what every floating parameter and buffer is cast to after it is initialised.
         transform: (name, whole value) → another value, for tests that want other values than fresh ones.
     """
-    recorded = record(build, seed=recipe.seed)
+    with one_process():
+        recorded = record(build, seed=recipe.seed)
     model = recorded.module
     if dtype is not None:
         cast(model, dtype)

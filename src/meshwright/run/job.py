@@ -43,6 +43,7 @@ from meshwright.run.untouched import Slot
 from meshwright.run.waiting import Waiting
 from meshwright.view.axis import Ledger
 from meshwright.view.mode import GlobalView
+from meshwright.view.oneprocess import one_process
 from meshwright.view.structure import map_tensors
 from meshwright.view.work import whole
 
@@ -128,6 +129,7 @@ class Job:
         """The mean loss over the global batch, without gradients. ``batch``: this rank's rows."""
         return self._run(batch, backward=False)
 
+    @one_process()
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         self._agree_on_random()
         batch = with_shared(plain(batch), self.recipe.shared_inputs)

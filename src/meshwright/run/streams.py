@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshwright.recipe import Recipe
 from meshwright.run.data import needs_fsdp
+from meshwright.view.oneprocess import one_process
 from meshwright.view.stage import Started
 from meshwright.view.structure import map_tensors, tensors_of
 
@@ -113,6 +114,7 @@ class Block:
         return found
 
 
+@one_process()
 def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
     if outputs:
         torch.autograd.backward(outputs, gradients)
@@ -147,6 +149,7 @@ def _threaded(
     return Started(finish)
 
 
+@one_process()
 def _run(grad: bool, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.set_grad_enabled(grad):  # a thread has a grad mode of its own
         return forward(*args, **kwargs)

@@ -123,6 +123,11 @@ def dense(shape: tuple[int, ...], dims: tuple[int, ...]) -> Strides:
     return tuple(strides)
 
 
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory a tensor reaches over, from its first element to its last."""
+    return 1 + sum(max(n - 1, 0) * step for n, step in zip(shape, strides, strict=True))
+
+
 def alike(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether two strides mean the same for tensors of a shape: of dims of size 1 and of no elements they say nothing."""
     return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
@@ -257,6 +262,5 @@ def _thawed(value: Any) -> Any:
 
 def _on_meta(like: Like) -> Tensor:
     strides = like.strides if like.strides is not None else contiguous(like.shape)
-    reach = 1 + sum(max(n - 1, 0) * step for n, step in zip(like.shape, strides, strict=True))
-    base = torch.empty(like.offset + reach, dtype=like.dtype, device="meta")
+    base = torch.empty(like.offset + reach(like.shape, strides), dtype=like.dtype, device="meta")
     return base.as_strided(like.shape, strides, like.offset)

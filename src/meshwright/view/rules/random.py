@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut, Partial
+from meshwright.view.alias import contiguous, reach
 from meshwright.view.rules.registry import named, rule
+
+if TYPE_CHECKING:
+    from meshwright.view.tensor import View
 
 
 @rule("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -25,16 +30,19 @@ def dropout(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return x
     if func.__name__ != "dropout" or (isinstance(layout, Partial) and names["inplace"]):
         return NotImplemented
-    # Torch draws in the order of memory: a transposed tensor's mask is the transpose of a draw.
-    strides = x._mw_local.stride()
-    order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    ones = torch.ones([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
-    ones = ones.permute([order.index(d) for d in range(x.dim())])
-    whole = functional.dropout(ones, p)
+    whole = functional.dropout(lying_as(x).fill_(1), p)
     if isinstance(layout, Partial):
         return work.whole(x) * whole
     mask = work.cut(whole, layout)
     return x.mul_(work.view(mask, layout)) if names["inplace"] else work.view(x._mw_local * mask, layout)
+
+
+def lying_as(x: View) -> Tensor:
+    """Memory for the whole of a View, which lies as the tensor lies on one device: torch draws in the order of memory."""
+    like = x._mw_lies()
+    strides = like.strides or contiguous(like.shape)
+    memory = torch.empty(reach(like.shape, strides), dtype=x.dtype, device=x.device)
+    return memory.as_strided(like.shape, strides)
 
 
 @contextmanager
@@ -58,9 +66,9 @@ def draw(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     layout = work.layout(x)
     if not isinstance(layout, Cut) or func.__name__ in ("bernoulli", "poisson", "multinomial"):
         return NotImplemented
-    whole = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    whole = func(lying_as(x), *args[1:], **kwargs)
     if func.__name__.endswith("_like"):
-        return work.view(work.cut(func(whole, *args[1:], **kwargs), layout), layout)
-    with torch.no_grad():
-        x._mw_local.copy_(work.cut(func(whole, *args[1:], **kwargs), layout))
+        return work.view(work.cut(whole, layout), layout)
+    # With gradients, if they are on: what has been drawn does not depend on what was there.
+    x._mw_local.copy_(work.cut(whole, layout))
     return x

@@ -1,0 +1,208 @@
+"""A model sees one process: what its own code learns from ``torch.distributed``.
+
+A model computes as on one device, and Meshwright does the communication. But a model's own code may ask for the world
+itself: ``if dist.is_initialized(): dist.all_reduce(statistics)``, or split its experts over the ranks. Under
+``one_process`` such code gets the answers of a process that is alone:
+
+    is_initialized()    False
+    get_world_size()    1
+    get_rank()          0
+    any collective, any function that makes or reads a process group    PlanError, with the line that calls it
+
+Callers in ``torch.distributed`` and in Meshwright still reach the functions themselves: FSDP2 works as ever. Only the
+thread that entered is affected, and the threads in which autograd runs its backward.
+
+A model may have taken a name before (``from torch.distributed import get_rank``). So the function objects themselves are
+changed, for the time of a forward: each gets the code of a stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+import meshwright
+from meshwright.errors import Finding, PlanError, source_place
+from meshwright.private import autograd_local, set_autograd_local
+
+_ANSWERS: dict[str, Any] = {
+    "is_initialized": False,
+    "is_torchelastic_launched": False,
+    "get_world_size": 1,
+    "get_rank": 0,
+}
+
+# What these say of a process does not depend on other processes.
+_THE_SAME = frozenset(
+    "is_backend_available is_gloo_available is_mpi_available is_nccl_available is_ucc_available is_xccl_available \
+    get_node_local_rank get_default_backend_for_device supports_complex".split()
+)
+
+# Modules whose functions are collectives. A model that uses one has imported it.
+_COLLECTIVES = ("torch.distributed.nn.functional", "torch.distributed._functional_collectives")
+
+_IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
+
+_KEY = "meshwright.one_process"
+
+
+@dataclass
+class _Alone:
+    """One block of ``one_process``. ``refused``: the errors that code of the model got within it."""
+
+    refused: list[PlanError] = field(default_factory=list)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """While on, the model's own code sees one process. Blocks may nest; the outermost counts.
+
+    Raises:
+        PlanError: the model's code called a collective, or made a process group. At the end of the block as well, if
+            somebody else caught the error that the model got.
+    """
+    if autograd_local(_KEY) is not None:
+        yield
+        return
+    alone = _Alone()
+    _STAND_INS.enter()
+    set_autograd_local(_KEY, alone)
+    try:
+        yield
+    except Exception as error:
+        if alone.refused and not isinstance(error, PlanError):
+            raise alone.refused[0] from error
+        raise
+    finally:
+        set_autograd_local(_KEY, None)
+        _STAND_INS.leave()
+    if alone.refused:
+        raise alone.refused[0]
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A function of torch's, with its own code and the code that it has for the time of a forward."""
+
+    function: FunctionType
+    codes: tuple[CodeType, CodeType]
+    keywords: tuple[dict[str, Any] | None, dict[str, Any]]  # the defaults of its keyword-only arguments
+
+    def put(self, which: int) -> None:
+        """0: the function itself; 1: the stand-in. In another thread the function may begin at any moment: the keyword
+        that the stand-in needs is there before its code, and goes after it."""
+        if which:
+            self.function.__kwdefaults__ = self.keywords[1]
+        self.function.__code__ = self.codes[which]
+        if not which:
+            self.function.__kwdefaults__ = self.keywords[0]
+
+
+class _StandIns:
+    """All stand-ins. They are in place while any thread is in ``one_process``."""
+
+    def __init__(self) -> None:
+        self._lock, self._within = threading.Lock(), 0
+        self._made: dict[FunctionType, _StandIn] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                for function, answer in _functions():
+                    if function not in self._made:
+                        self._made[function] = _stand_in(function, answer)
+                    self._made[function].put(1)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                for made in self._made.values():
+                    made.put(0)
+
+
+_STAND_INS = _StandIns()  # of the process: torch's functions are
+
+
+def _functions() -> Iterator[tuple[FunctionType, Callable[[FrameType], Any]]]:
+    """The functions of torch's that get a stand-in, and what this answers a caller."""
+    for name in distributed_c10d.__all__:
+        function = getattr(distributed_c10d, name)
+        if isinstance(function, FunctionType) and name not in _THE_SAME:
+            yield function, functools.partial(_answer, name) if name in _ANSWERS else _refusal(f"torch.distributed.{name}")
+    yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
+    yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
+    yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
+    for module in filter(None, map(sys.modules.get, _COLLECTIVES)):
+        for name, function in vars(module).items():
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__ and name[0] != "_":
+                yield function, _refusal(f"{module.__name__}.{name}")
+
+
+def _answer(name: str, caller: FrameType) -> Any:
+    return _ANSWERS[name]
+
+
+@functools.cache
+def _refusal(name: str) -> Callable[[FrameType], Any]:
+    def refuse(caller: FrameType) -> Any:
+        line = source_place(caller.f_code.co_filename, caller.f_lineno)
+        finding = Finding(
+            where=f"the model's {line}",
+            given=f"{name}(…), called by the model's own code",
+            required="a model that computes as one process does: Meshwright does all communication, and the model sees "
+            "all rows and whole tensors",
+            fix=f"if dist.is_initialized() and dist.get_world_size() > 1:  # False for the model's code\n    {name}(…)",
+        )
+        error = PlanError([finding], "this model")
+        autograd_local(_KEY).refused.append(error)
+        raise error
+
+    return refuse
+
+
+def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> _StandIn:
+    """A function whose code asks who calls it: the model gets ``answer``, others what the function gives."""
+    itself = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    itself.__kwdefaults__ = function.__kwdefaults__
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # of the function that this stands in for
+        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return itself(*args, **kwargs)
+        return answer(caller)
+
+    code = (_open if function.__closure__ is None else _closed(None)).__code__
+    keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
+    return _StandIn(function, (function.__code__, code), (function.__kwdefaults__, keywords))
+
+
+# A function's new code must have as many free variables as its own: none, or, of torch's logged functions, one.
+
+
+def _open(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
+    return _mw_asked(*args, **kwargs)
+
+
+def _closed(func: Any) -> FunctionType:
+    def closed(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
+        return _mw_asked(*args, **kwargs) if func else None
+
+    return closed
+
+
+__all__ = ["one_process"]
