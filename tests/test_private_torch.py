@@ -272,7 +272,9 @@ def test_what_a_custom_function_gives_rests_on_a_subclass_of_it_being_the_same_f
     assert x.grad.tolist() == [2.0, 2.0] and [g.tolist() for g in given] == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_functions_whose_code_can_be_another() -> None:
+def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_functions_whose_code_can_be_another() -> (
+    None
+):
     seen: list[Any] = []
     assert autograd_local("a test") is None
     set_autograd_local("a test", seen)
@@ -292,7 +294,11 @@ def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_fun
 
 
 def _harmless(f: FunctionType) -> bool:
-    return "available" in f.__name__ or f.__name__ in ("get_node_local_rank", "get_default_backend_for_device", "supports_complex")
+    return "available" in f.__name__ or f.__name__ in (
+        "get_node_local_rank",
+        "get_default_backend_for_device",
+        "supports_complex",
+    )
 
 
 def test_transforms_get_whole_tensors_by_the_functions_that_wrap_what_they_are_given() -> None:

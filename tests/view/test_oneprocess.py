@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
-from torch.distributed import get_rank, get_world_size, is_initialized
 from torch.distributed import all_reduce as reduce_over_all
+from torch.distributed import get_rank, get_world_size, is_initialized
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
@@ -141,7 +141,12 @@ def test_a_collective_of_the_model_s_own_is_one_error(workers: LocalWorkers) -> 
     found = workers.run(_refused, 2, ranks=2)
     marks = enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), 1)
     lines = {line.partition("# line: ")[2]: n for n, line in marks if "# line: " in line}
-    names = {"all_reduce": "distributed.all_reduce", "nn": "functional.all_reduce", "mesh": "init_device_mesh", "group": "new_group"}
+    names = {
+        "all_reduce": "distributed.all_reduce",
+        "nn": "functional.all_reduce",
+        "mesh": "init_device_mesh",
+        "group": "new_group",
+    }
     assert found[0] == found[1] and len(found[0]) == 3 * len(WAYS)
     for n, text in enumerate(found[0]):
         what = WAYS[n // 3][0]

@@ -141,7 +141,10 @@ def _functions() -> Iterator[tuple[FunctionType, Callable[[FrameType], Any]]]:
     for name in distributed_c10d.__all__:
         function = getattr(distributed_c10d, name)
         if isinstance(function, FunctionType) and name not in _THE_SAME:
-            yield function, functools.partial(_answer, name) if name in _ANSWERS else _refusal(f"torch.distributed.{name}")
+            yield (
+                function,
+                functools.partial(_answer, name) if name in _ANSWERS else _refusal(f"torch.distributed.{name}"),
+            )
     yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
     yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
     yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
