@@ -284,7 +284,7 @@ def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_fun
     assert autograd_local("a test") is seen and seen == [None]
     set_autograd_local("a test", None)
     assert autograd_local("a test") is None
-    functions = [f for f in map(vars(distributed_c10d).get, distributed_c10d.__all__) if isinstance(f, FunctionType)]
+    functions = [f for f in map(vars(distributed_c10d).get, distributed_c10d.__all__) if type(f) is FunctionType]
     assert {len(f.__code__.co_freevars) for f in functions} == {0, 1} and len(functions) > 40
     before = [(f.__code__, f.__kwdefaults__) for f in functions]
     with one_process():

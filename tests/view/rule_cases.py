@@ -427,14 +427,25 @@ def _(make: Make) -> Any:
     )
 
 
-@CASES.add("attention with dropout", same=False)
+@CASES.add("attention with dropout", rounds=2)
 def _(make: Make) -> Any:
     b, h, s, d = make.sizes(4)
+    bools = make.bools(s, s) | torch.eye(s, dtype=torch.bool)
+    bools[0] = False  # a query that sees no key
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5), torch.rand(3)
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return (
+            functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+            functional.scaled_dot_product_attention(q, k, v, None, 0.3, True),
+            functional.scaled_dot_product_attention(q[:1], k, v, bias, dropout_p=0.2, scale=0.7),
+            functional.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p=0.1
+            ),
+            functional.scaled_dot_product_attention(q, k, v, bools, dropout_p=0.2),
+            torch.rand(3),
+        )
 
-    return [make(b, h, s, d), make(b, h, s, d), make(b, h, s, d)], run
+    return [make(b, h, s, d), make(b, h, s, d), make(b, h, s, d), make(h, s, s)], run
 
 
 def _attend(x: Tensor, heads: int, weights: tuple[Tensor, ...], **options: Any) -> Any:

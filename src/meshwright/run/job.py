@@ -156,9 +156,13 @@ class Job:
             self._sync(last=False)
             return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, backward=backward)
         found = []
+        # Rows that do not couple leave the same state, whichever of them are run: each microbatch begins with the state
+        # that the step begins with, and what the first one leaves stays.
+        once = len(pieces.batches) > 1 and self.rows != SPLIT
+        begin = ModuleState(self.module) if once else None
         for i, piece in enumerate(pieces.batches):
             self._sync(last=i == len(pieces.batches) - 1)
-            with self._on():
+            with self._on(), begin.restored() if begin is not None and i else nullcontext():
                 with Shares(pieces.shares[i]).on(self.module):
                     loss = whole(self._loss(called(self.module, piece))) * pieces.scale[i]
                 if backward and loss.requires_grad:

@@ -47,7 +47,13 @@ def rows_of(batch: Any) -> int:
 def take_rows(batch: Any, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
     rows = rows_of(batch)
-    return mapped(lambda t: t[start:stop] if has_rows(t, rows) else t, batch)
+    return mapped(lambda t: _rows(t, start, stop) if has_rows(t, rows) else t, batch)
+
+
+def _rows(t: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of a tensor, in its memory. To autograd they are no view of it: what a forward writes to some rows is no part
+    of the graph of others."""
+    return t[start:stop] if t.requires_grad else t[start:stop].detach()
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
@@ -62,7 +68,7 @@ def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
 
 def _with_own_rest(batch: Any, rows: int, start: int, stop: int) -> Any:
     others = iter(copied([t for t in tensors_in(batch) if not has_rows(t, rows)]))
-    return mapped(lambda t: t[start:stop] if has_rows(t, rows) else next(others), batch)
+    return mapped(lambda t: _rows(t, start, stop) if has_rows(t, rows) else next(others), batch)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _functions() -> Iterator[tuple[FunctionType, Callable[[FrameType], Any]]]:
     """The functions of torch's that get a stand-in, and what this answers a caller."""
     for name in distributed_c10d.__all__:
         function = getattr(distributed_c10d, name)
-        if isinstance(function, FunctionType) and name not in _THE_SAME:
+        if type(function) is FunctionType and name not in _THE_SAME:
             yield (
                 function,
                 functools.partial(_answer, name) if name in _ANSWERS else _refusal(f"torch.distributed.{name}"),

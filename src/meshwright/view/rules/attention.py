@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut
-from meshwright.view.rules.random import own_stream
+from meshwright.view.rules.random import attention_with_dropout
 from meshwright.view.rules.registry import named, rule
 
 
@@ -28,9 +27,12 @@ def attention(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     locals_ = [work.cut(x, target) if x.shape[target.dim] != 1 else work.varying(x) for x in (q, k, v)]
     names["attn_mask"] = _mask(work, mask, target, q.dim())
-    stream = own_stream(work, q.device) if names.get("dropout_p", 0.0) > 0 else nullcontext()
-    with stream:
-        return work.view(functional.scaled_dot_product_attention(*locals_, **names), target)
+    if names.get("dropout_p", 0.0) > 0 and q.device.type != "meta":
+        lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+        return work.view(
+            attention_with_dropout(work, locals_, (*lead, q.shape[-2], k.shape[-2]), target, names), target
+        )
+    return work.view(functional.scaled_dot_product_attention(*locals_, **names), target)
 
 
 def _target(work: Any, tensors: list[Tensor]) -> Cut | None:

@@ -3,7 +3,8 @@ one whole draw, so that the result is that of one device, and the trunk's stream
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,38 @@ def lying_as(x: View) -> Tensor:
     strides = like.strides or contiguous(like.shape)
     memory = torch.empty(reach(like.shape, strides), dtype=x.dtype, device=x.device)
     return memory.as_strided(like.shape, strides)
+
+
+def attention_with_dropout(
+    work: Any, tensors: Sequence[Tensor], shape: tuple[int, ...], layout: Cut, options: dict[str, Any]
+) -> Tensor:
+    """This rank's slice of ``scaled_dot_product_attention`` with dropout; ``layout`` cuts the dim of heads or of rows.
+
+    A CPU computes such an attention step by step, and draws one mask for all weights: so here, of which each rank takes its
+    slice. The kernels of a GPU draw within: there each rank draws from a stream of its own.
+
+    Args:
+        tensors: the local query, key and value.
+        shape: of all weights, on all ranks: (…, queries, keys).
+        options: ``attn_mask`` (local), ``dropout_p``, ``is_causal``, ``scale``.
+    """
+    if tensors[0].device.type != "cpu":
+        with own_stream(work, tensors[0].device):
+            return functional.scaled_dot_product_attention(*tensors, **options)
+    dtype = tensors[0].dtype
+    q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
+    scale = options.get("scale")
+    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
+    scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)
+    mask = options.get("attn_mask")
+    if options.get("is_causal"):
+        mask = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries to which no key is shown get zeros
+    weights = scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+    drawn = functional.dropout(torch.ones(shape, dtype=weights.dtype), options["dropout_p"])
+    return ((weights * work.cut(drawn, layout)) @ v).to(dtype)
 
 
 @contextmanager
