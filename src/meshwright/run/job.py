@@ -22,7 +22,7 @@ from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
 from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
-from meshwright.run.modulestate import make_whole
+from meshwright.run.modulestate import ModuleState, make_whole
 from meshwright.run.pipeline import Pipeline, StageError
 from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed

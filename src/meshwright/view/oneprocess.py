@@ -136,7 +136,7 @@ class _StandIns:
 _STAND_INS = _StandIns()  # of the process: torch's functions are
 
 
-def _functions() -> Iterator[tuple[FunctionType, Callable[[FrameType], Any]]]:
+def _functions() -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
     """The functions of torch's that get a stand-in, and what this answers a caller."""
     for name in distributed_c10d.__all__:
         function = getattr(distributed_c10d, name)
@@ -189,7 +189,7 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> _St
             return itself(*args, **kwargs)
         return answer(caller)
 
-    code = (_open if function.__closure__ is None else _closed(None)).__code__
+    code = _open.__code__ if function.__closure__ is None else _closed(None).__code__
     keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
     return _StandIn(function, (function.__code__, code), (function.__kwdefaults__, keywords))
 
@@ -201,7 +201,7 @@ def _open(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
     return _mw_asked(*args, **kwargs)
 
 
-def _closed(func: Any) -> FunctionType:
+def _closed(func: Any) -> Any:
     def closed(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
         return _mw_asked(*args, **kwargs) if func else None
 

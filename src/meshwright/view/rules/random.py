@@ -59,11 +59,12 @@ def attention_with_dropout(
         shape: of all weights, on all ranks: (…, queries, keys).
         options: ``attn_mask`` (local), ``dropout_p``, ``is_causal``, ``scale``.
     """
-    if tensors[0].device.type != "cpu":
-        with own_stream(work, tensors[0].device):
-            return functional.scaled_dot_product_attention(*tensors, **options)
-    dtype = tensors[0].dtype
-    q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
+    query, key, value = tensors
+    if query.device.type != "cpu":
+        with own_stream(work, query.device):
+            return functional.scaled_dot_product_attention(query, key, value, **options)
+    dtype = query.dtype
+    q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key, value))
     scale = options.get("scale")
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
     scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)
