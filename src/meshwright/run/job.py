@@ -107,6 +107,7 @@ class Job:
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
         self._saving: Saving | None = None
+        self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
@@ -521,9 +522,8 @@ class Job:
 
     def _reshard(self) -> None:
         """Parameters back to rest. FSDP2 leaves the root gathered after a forward, for a backward that may not come."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def _sync(self, *, last: bool) -> None:
         """Gradients are reduced over data ranks once a step, with the last microbatch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from meshwright.view.work import whole
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _DEPTH = 4  # how far into containers and plain objects to look
-_Holder = MutableMapping[Any, Any] | MutableSequence[Any] | MutableSet[Any]
+_Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class ModuleState:
@@ -77,13 +77,28 @@ def make_whole(module: nn.Module) -> None:
     """What a forward left on modules as a View becomes a plain tensor, whole on every rank: a buffer that it assigned, a
     list of statistics. Whoever reads it later, on one rank alone perhaps, then finds what one device has. Collective over
     the ranks that ran the forward."""
-    for holder in holders(module):
+    seen: set[int] = set()
+    noteworthy = (within for within in module.modules() if not _is_plain(within))
+    for holder in (holder for within in noteworthy for holder in _of_module(within, seen)):
         if any(map(_has_view, _values(holder))):
-            if isinstance(holder, MutableMapping):
+            if isinstance(holder, dict):
                 internal = _INTERNAL if "_parameters" in holder else ()
                 holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
-            elif isinstance(holder, MutableSequence):
-                holder[:] = [_whole(v) for v in holder]
+            elif not isinstance(holder, set):  # a set holds no Views: they are not hashable
+                for i, value in enumerate(holder):
+                    holder[i] = _whole(value)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has constants and plain buffers alone, as most do: told at once, as this is asked after each step."""
+    for name, value in vars(module).items():
+        if type(value) not in _CONSTANT and name not in _INTERNAL and not _is_plain_tuple(value):
+            return False
+    return View not in map(type, vars(module)["_buffers"].values())
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) in _CONSTANT for item in value)
 
 
 def _has_view(value: Any) -> bool:
@@ -148,14 +163,14 @@ def _of_the_model(kind: type) -> bool:
 
 
 def _values(holder: _Holder) -> list[Any]:
-    if isinstance(holder, MutableMapping):
+    if isinstance(holder, dict):
         internal = _INTERNAL if "_parameters" in holder else ()
         return [value for key, value in holder.items() if key not in internal]
     return list(holder)
 
 
 def _content(holder: _Holder) -> Any:
-    return dict(holder) if isinstance(holder, MutableMapping) else list(holder)
+    return dict(holder) if isinstance(holder, dict) else list(holder)
 
 
 def _fill(holder: _Holder, content: Any, copies: dict[int, Tensor]) -> None:
@@ -169,14 +184,14 @@ def _fill(holder: _Holder, content: Any, copies: dict[int, Tensor]) -> None:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return copies.get(id(value), value)
 
-    if isinstance(holder, MutableMapping):
+    if isinstance(holder, dict):
         internal = _INTERNAL if "_parameters" in holder else ()
         for key in [k for k in holder if k not in content and k not in internal]:
             del holder[key]
         for key, value in content.items():
             if key not in internal:
                 holder[key] = own(value)
-    elif isinstance(holder, MutableSet):
+    elif isinstance(holder, set):
         holder.clear()
         for value in content:
             holder.add(value)
