@@ -71,9 +71,19 @@ def storage_of(t: Tensor) -> int:
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
-    arguments = op._schema.arguments  # there is no public way to what an overload aliases and writes
-    pairs = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(arguments)]
-    return [(a, value) for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
+    return [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in _arguments_written(op)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _arguments_written(op: Any) -> list[tuple[int, Any]]:
+    """(place, argument of the schema) of each that an op writes."""
+    arguments = enumerate(op._schema.arguments)  # there is no public way to what an overload aliases and writes
+    return [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def gives_fresh_memory(op: Any) -> bool:
+    """Whether what an op gives shares no memory with what it takes, and it writes to nothing."""
+    return all(x.alias_info is None for x in (*op._schema.arguments, *op._schema.returns))
 
 
 def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

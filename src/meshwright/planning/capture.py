@@ -44,7 +44,7 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
 def _recorded(model: nn.Module, run: Callable[[nn.Module], Any], changed: Sequence[Slot]) -> Recorder:
     """A forward, recorded; ``changed``: where modules keep what it changes."""
     recorder, shadow, meeting = Recorder(model, changed), Shadow(), Meeting()
-    modes = (recorder.cost, shadow, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
+    modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
     with torch.enable_grad(), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

@@ -8,14 +8,16 @@ then see another path than a run takes. That costs nothing but speed, since the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.blame import model_line
-from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
+from meshwright.private import TorchDispatchMode, gives_fresh_memory, pytree, storage_of, written_by
 from meshwright.view.functions import FunctionMode, transforming
 
 aten = torch.ops.aten
@@ -73,7 +75,73 @@ class Shadow(TorchDispatchMode):
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
             args = (args[0], [_positions(i) for i in given[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
+        return _by_shapes(func, args, kwargs)
+
+
+# --- shapes that were asked before ------------------------------------------------------------------------------------
+
+
+class _Laid(NamedTuple):
+    """All that counts of a meta tensor, for a function that gives fresh memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+class _UnknownError(Exception):
+    """A call whose result does not follow from what can be compared."""
+
+
+def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on meta tensors. Many meta kernels are Python, and the blocks of a model ask the same again and again."""
+    if not _gives_fresh_memory(func):
         return func(*args, **kwargs)
+    try:
+        given = tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())
+        found = _shapes(func, torch.get_default_dtype(), *given)
+    except (_UnknownError, TypeError):  # a TypeError: what cannot be hashed
+        return func(*args, **kwargs)
+    return found() if isinstance(found, _Laid) else tuple(x() for x in found)
+
+
+_gives_fresh_memory = lru_cache(maxsize=4096)(gives_fresh_memory)
+
+
+@lru_cache(maxsize=16384)
+def _shapes(
+    func: Any, default: torch.dtype, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> _Laid | tuple[_Laid, ...]:
+    """What an op gives for arguments that are described. Raises _UnknownError if these are not tensors alone."""
+    found = func(*map(_again, args), **{name: _again(x) for name, x in kwargs})
+    several = found if isinstance(found, tuple) else (found,)
+    if not all(_is_plain(t) for t in several):
+        raise _UnknownError
+    described = tuple(_Laid(tuple(t.shape), t.stride(), t.dtype) for t in several)
+    return described if isinstance(found, tuple) else described[0]
+
+
+def _is_plain(t: Any) -> bool:
+    return type(t) in (Tensor, Parameter) and t.is_meta and t.layout is torch.strided and not t.is_complex()
+
+
+def _described(x: Any) -> Any:
+    """An argument as something that can be compared; with its type, as ``1 == 1.0 == True``."""
+    if isinstance(x, Tensor):
+        if not _is_plain(x):
+            raise _UnknownError
+        return _Laid(tuple(x.shape), x.stride(), x.dtype)
+    return (type(x), tuple(map(_described, x))) if type(x) in (list, tuple) else (type(x), x)
+
+
+def _again(x: Any) -> Any:
+    if isinstance(x, _Laid):
+        return x()
+    kind, value = x
+    return kind(map(_again, value)) if kind in (list, tuple) else value
 
 
 def _to_meta(t: Tensor) -> Tensor:

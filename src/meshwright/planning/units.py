@@ -79,9 +79,10 @@ class Uses:
         self.written: set[str] = set()
         self.differentiates = False
         self.candidates = candidates
-        self.owners = {
-            id(p): [n for n, m in candidates.items() if any(p is q for q in m.parameters())] for p in model.parameters()
-        }
+        self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
+        for name, module in candidates.items():
+            for p in module.parameters():
+                self.owners[id(p)].append(name)
 
     def note(self, parameter: Any, name: str) -> None:
         """A use of a parameter by a torch function."""
