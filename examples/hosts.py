@@ -32,16 +32,37 @@ def allowed() -> bool:
 def launch(hosts: int, processes: int, command: list[str], timeout: float = 240) -> int:
     """Runs a script under torchrun on every host; the largest exit status. Hosts and links are gone afterwards."""
     launched: list[subprocess.Popen[bytes]] = []
-    with joined(hosts):
+    with joined(hosts), _store() as where:
         try:
             for n in range(hosts):
-                torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --node-rank {n} --master-addr {address(0)} \
-                    --master-port {PORT}"
+                torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --local-addr {address(n)} \
+                    --rdzv-backend c10d --rdzv-endpoint {where} --rdzv-conf is_host=false --rdzv-id {os.getpid()}"
                 launched.append(start(n, [*torchrun.split(), *command]))
             return max(abs(p.wait(timeout=timeout)) for p in launched)
         finally:
             for process in launched:
                 process.terminate()
+
+
+@contextmanager
+def _store() -> Iterator[str]:
+    """The address at which torchruns meet: a store on host 0, in a process of its own.
+
+    If the first torchrun kept it, as ``--node-rank 0`` does, it would be gone while the others still take their leave, who
+    then print tracebacks after a run that went well.
+    """
+    keep = (
+        "import sys; from torch.distributed import TCPStore; "
+        f"store = TCPStore('{address(0)}', {PORT}, is_master=True, wait_for_workers=False); print(flush=True); sys.stdin.read()"
+    )
+    words = ["ip", "netns", "exec", HOST.format(0), sys.executable, "-c", keep]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it listens now
+        try:
+            yield f"{address(0)}:{PORT}"
+        finally:
+            process.terminate()
 
 
 @contextmanager
@@ -70,8 +91,13 @@ def address(host: int) -> str:
 def start(host: int, arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Torchrun with these arguments on a host; ``options``: of ``Popen``."""
     words = ["ip", "netns", "exec", HOST.format(host), sys.executable, "-m", "torch.distributed.run"]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*words, *arguments], env=env, **options)
+    return subprocess.Popen([*words, *arguments], env=_environment(), **options)
+
+
+def _environment() -> dict[str, str]:
+    """For processes on the hosts, whose addresses have no names: torch's C++ would warn of that at each connection."""
+    known = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**os.environ, **known}
 
 
 def set_link(host: int, state: str) -> None:

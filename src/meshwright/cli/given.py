@@ -139,11 +139,15 @@ def _check_device(device: str | None) -> None:
 
 
 def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Settings of the plan, and those of the target. ``a=1,b=2`` are two; ``mesh=dp_shard=2,tp=2`` is one."""
+    """Settings of the plan, and those of the target. ``a=1,b=2`` are two; ``mesh=dp_shard=2,tp=2`` is one.
+
+    >>> _divided(["recompute=all,modules.*.up.tp=column,n_layer=2"])
+    (['recompute=all', 'modules.*.up.tp=column'], {'n_layer': '2'})
+    """
     ours: list[str] = []
     others: dict[str, str] = {}
     for given in sets:
-        for setting in [given] if given.startswith("mesh=") else re.split(r",(?=[\w.]+=)", given):
+        for setting in [given] if given.startswith("mesh=") else re.split(r",(?=[\w.*?\[\]!-]+=)", given):
             key, sign, value = setting.partition("=")
             if not sign or key.split(".")[0].strip() in KEYS:
                 ours.append(setting)  # also what is no setting at all: the plan says what one looks like
