@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -112,3 +113,65 @@ def test_blocks_that_a_custom_backward_runs_again_stay_gathered(workers):
         report = mw.check(Reversible, rows(), plan, workers=workers)
         assert report.passed, str(report)
     assert any("blocks.0 is no unit of its own: blocks.0.inner" in note for note in report.notes), report.notes
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = FeedForward().double()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x):
+        return x + self.inner(x) * self.scale
+
+
+class OfTwoTypes(nn.Module):
+    """Most parameters are of float64, the scales of float32, as models in a half type keep their norms and routers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+        self.head = nn.Linear(8, 1).double()
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def gradients_of_two_types(mesh):
+    """(type, gradient on one device, gradient) of each parameter, after two backwards."""
+    batch = rows()[0].double()
+    torch.manual_seed(0)
+    model = OfTwoTypes()
+    job = mw.parallelize(OfTwoTypes, {"mesh": mesh, "seed": 0}, batch=(batch,))
+    values = {line.name: value for line, value in job.whole_parameters()}
+    if job.rank == 0:
+        model.load_state_dict(values)
+    for _ in range(2):
+        model(batch).backward()
+        job.step((job_rows(job, batch),))
+    found = {line.name: gradient for line, gradient in job.whole_gradients()}
+    return [(p.dtype, p.grad, found[name]) for name, p in model.named_parameters()] if job.rank == 0 else []
+
+
+def job_rows(job, batch):
+    size = job.recipe.mesh.data_size
+    index = job.recipe.mesh.data_index(job.rank)
+    return batch[index * len(batch) // size : (index + 1) * len(batch) // size]
+
+
+def test_parameters_of_another_type_than_their_unit_stay_out_of_it(workers):
+    for mesh in ({"dp_shard": 2}, {"dp_replicate": 2, "tp": 2}):
+        ranks = 2 if len(mesh) == 1 else 4
+        for dtype, expected, found in workers.run(gradients_of_two_types, mesh, ranks=ranks)[0]:
+            assert (expected is None) == (found is None)
+            if expected is not None:
+                assert found.dtype == dtype
+                torch.testing.assert_close(found, expected, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0)
+
+
+def test_such_parameters_are_named_if_a_half_type_would_leave_them_uncast():
+    with pytest.raises(mw.PlanError, match=r"(?s)precision.*layers\.0\.scale \(float32 in a unit of float64\)"):
+        mw.make_recipe(OfTwoTypes, {"mesh": {"dp_shard": 2}, "precision": "bfloat16"}, (rows()[0].double(),))

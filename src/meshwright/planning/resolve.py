@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -102,10 +103,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
     written = uses.written if uses is not None else set()
-    if written and plan.mesh.data_size > 1:
-        more.append(
-            f"the forward writes {', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}: whole on every data rank"
-        )
+    more += _told_of_writes(written, plan)
     stages, schedule = tuple[Stage, ...](), plan.schedule
     buffers: tuple[tuple[str, int, int], ...] = ()
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(names.parameters, (0,))
@@ -128,8 +126,9 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         _check_shared(homes, branches, findings)
         findings.raise_if_any()
     owners = _owners(model, units)
+    loose = {**dict.fromkeys(written, ""), **_of_other_types(names, owners, plan, data, findings)}
     lines = tuple(
-        _line(name, p, aliases, cuts, units, owners.get(id(p), ""), written, homes[name], branches.home(name))
+        _line(name, p, aliases, cuts, units, owners.get(id(p), ""), loose, homes[name], branches.home(name))
         for name, (p, aliases) in names.parameters.items()
     )
     return Recipe(
@@ -446,14 +445,14 @@ def _line(
     cuts: Cuts | None,
     units: tuple[Unit, ...],
     owner: str,
-    written: set[str],
+    loose: Mapping[str, str],
     stages: tuple[int, ...],
     places: tuple[int, ...],
 ) -> ParameterRecipe:
     tp = cuts.layouts.get(name, WHOLE) if cuts and len(places) == 1 else WHOLE
     unit = next(u for u in units if u.name == owner)
-    loose = not p.dim() or name in written or places != (unit.place,)  # a unit lives on one mesh
-    reason = cuts.reasons.get(name, "") if cuts else ""
+    is_loose = not p.dim() or name in loose or places != (unit.place,)  # a unit lives on one mesh
+    reason = (cuts.reasons.get(name, "") if cuts else "") or loose.get(name, "")
     return ParameterRecipe(
         name=name,
         shape=tuple(p.shape),
@@ -461,12 +460,48 @@ def _line(
         requires_grad=p.requires_grad,
         aliases=aliases,
         tp=tp,
-        data="loose" if loose else unit.data,
+        data="loose" if is_loose else unit.data,
         unit=owner,
         stages=stages,
         places=places,
         reason="used in several places" if len(places) > 1 else reason,
     )
+
+
+_HALF = ("bfloat16", "float16")
+
+
+def _of_other_types(
+    names: Names, owners: Mapping[int, str], plan: Plan, data: int, findings: Findings
+) -> dict[str, str]:
+    """Trainable parameters that are not of the type that most of their unit has → why they stay out of it: FSDP2 reduces
+    the gradients of a unit as one tensor. In a half type it would also cast them, which nothing else does."""
+    if data == 1 and plan.precision not in _HALF:
+        return {}
+    sizes: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    for p, _ in names.parameters.values():
+        if p.requires_grad and p.dim():
+            sizes[owners.get(id(p), "")][p.dtype] += p.numel()
+    found = {}
+    for name, (p, _) in names.parameters.items():
+        types = sizes[owners.get(id(p), "")]
+        if p.requires_grad and p.dim() and p.dtype != (most := types.most_common(1)[0][0]):
+            found[name] = f"{str(p.dtype).removeprefix('torch.')} in a unit of {str(most).removeprefix('torch.')}"
+    if found and plan.precision in _HALF:
+        told = ", ".join(f"{name} ({why})" for name, why in [*found.items()][:3])
+        findings.add(
+            where="precision", given=f"{plan.precision}, with {told}{' …' * (len(found) > 3)}",
+            required="parameters of one type in each unit, which FSDP2 casts", fix="precision: float32",
+        )  # fmt: skip
+        findings.raise_if_any()
+    return found
+
+
+def _told_of_writes(written: set[str], plan: Plan) -> list[str]:
+    if not written or plan.mesh.data_size == 1:
+        return []
+    names = f"{', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}"
+    return [f"the forward writes {names}: whole on every data rank"]
 
 
 def _microbatches(plan: Plan, rows: int, whole_batch: bool) -> int:
