@@ -57,6 +57,7 @@ plans = st.builds(
     reshard_after_forward=st.none() | st.booleans(),
     seed=st.integers(0, 2**63 - 1),
     nonfinite=st.sampled_from(["stop", "skip"]),
+    verify=st.integers(0, 1000),
 )
 
 

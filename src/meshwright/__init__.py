@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from meshwright.cost.compare import compare_branches
     from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
-    from meshwright.errors import CheckpointError, Finding, PlanError
+    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError
     from meshwright.hardware import Hardware
     from meshwright.layout import PARTIAL, WHOLE, Cut
     from meshwright.mesh import Mesh
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors",
+    "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors", "ReplicaError": "errors",
     "Mesh": "mesh",
     "Cut": "layout", "WHOLE": "layout", "PARTIAL": "layout",
     "Plan": "plan",

@@ -85,6 +85,23 @@ class NonFiniteError(RuntimeError):
         )
 
 
+class ReplicaError(RuntimeError):
+    """Ranks that should hold the same bits, or do the same, differ. Raised on every rank that can be told.
+
+    Attributes:
+        step: the first step that compared them and saw it; the optimizer has not stepped since.
+        differences: what differs, with the ranks, one line each.
+    """
+
+    def __init__(self, step: int, differences: Sequence[str], fix: str) -> None:
+        super().__init__(step, tuple(differences), fix)  # the arguments, so that it survives pickling between processes
+        self.step, self.differences, self.fix = step, tuple(differences), fix
+
+    def __str__(self) -> str:
+        shown = "\n".join(f"  {line}" for line in self.differences)
+        return f"step {self.step}: what should be the same on several ranks is not\n{shown}\n{self.fix}"
+
+
 class CheckpointError(PlanError):
     """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
 

@@ -130,6 +130,7 @@ class Recipe:
         routed: whether the forward reads values, so that data ranks may use different parameters.
         shared_inputs: tensors of a batch, by name, that all rows share: they are not cut by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
+        verify: after how many steps ranks compare the values that they should hold alike; 0: never.
         notes: what a person should know: what was left whole, what was not found.
         plan: what it was made from, as YAML.
     """
@@ -153,6 +154,7 @@ class Recipe:
     shared_inputs: tuple[str, ...] = ()
     seed: int = 0
     nonfinite: str = "stop"
+    verify: int = 100
     notes: tuple[str, ...] = ()
     plan: str = ""
 
@@ -195,6 +197,10 @@ class Recipe:
         stage, place = self._buffers.get(name, (0, 0))
         here = self.places.at(rank, place)
         return here is not None and here.pp == self.stage_rank[stage]
+
+    def buffer_place(self, name: str) -> int:
+        """The place whose copy of a buffer counts."""
+        return self._buffers.get(name, (0, 0))[1]
 
     def buffer_owner(self, name: str) -> int:
         """The first rank whose copy of a buffer is the one that the forward changes."""

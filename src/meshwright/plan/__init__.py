@@ -70,6 +70,8 @@ class Plan:
         seed: of the initial values and of dropout.
         nonfinite: what training does where the loss or a gradient is nan or infinite: ``stop``, with an error; ``skip``
             leaves out the optimizer's step and counts it.
+        verify: after how many steps ranks compare the values that they should hold alike, bit for bit; the first step compares
+            as well. 0: never.
 
     Attributes:
         meshes: what it may be laid over, in order; empty for ``auto``.
@@ -99,6 +101,7 @@ class Plan:
     branches: str
     seed: int
     nonfinite: str
+    verify: int
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class Plan:
         branches: str = "said",
         seed: int = 0,
         nonfinite: str = "stop",
+        verify: int = 100,
     ) -> None:
         given = {
             "mesh": mesh,
@@ -133,6 +137,7 @@ class Plan:
             "branches": branches,
             "seed": seed,
             "nonfinite": nonfinite,
+            "verify": verify,
         }
         fields = _DEFAULTS | Reader(Source(given)).plan()
         meshes = in_order(fields["mesh"])

@@ -77,6 +77,7 @@ PLAN = {
     "branches": _choice("said", "auto"),
     "seed": _number(0, 0),
     "nonfinite": _choice("stop", "skip"),
+    "verify": _number(0, 100),
 }
 ENTRY = {
     "dp": _choice("shard", "replicate"),

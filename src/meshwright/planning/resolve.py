@@ -150,6 +150,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         routed=routed,
         seed=plan.seed,
         nonfinite=plan.nonfinite,
+        verify=plan.verify,
         notes=(*notes, *more, *compiled_notes(model, plan.mesh, bool(branches.places or branches.streams))),
         plan=plan.dump(),
     )

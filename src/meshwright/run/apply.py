@@ -130,7 +130,7 @@ def _view(
     for place in sorted(recipe.places.of(groups.rank)):
         at, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
         assert at is not None
-        axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger)
+        axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger, place)
         works[place] = Work(axis, ledger, names)
     modules = dict(model.named_modules())
     ExitStack().enter_context(cutting_inputs(works[0], [modules[n] for n in recipe.sequence]))

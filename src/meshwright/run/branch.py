@@ -31,7 +31,7 @@ from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.run.groups import Groups
 from meshwright.run.randomness import Generators
-from meshwright.view.axis import Ledger, locally
+from meshwright.view.axis import Ledger, Order, locally
 from meshwright.view.stage import Joined
 from meshwright.view.standing import PathError
 from meshwright.view.work import whole
@@ -44,6 +44,7 @@ class Line:
     group: dist.ProcessGroup
     rank: int
     size: int
+    order: Order
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Branching:
 
     def _line(self, around: int) -> Line:
         group = self.groups.meshes[around]["tp"].get_group()
-        return Line(group, dist.get_rank(group), dist.get_world_size(group))
+        return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
         """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's."""
@@ -204,6 +205,7 @@ class Branching:
             flat = torch.cat([torch.view_as_real(g).reshape(-1) if g.is_complex() else g.reshape(-1)
                               for g in (gradients[i] for i in chosen)])  # fmt: skip
             self.ledger.moved("fork", flat)
+            self._lines[around].order.enter("fork", flat.shape, flat.dtype)
             dist.all_reduce(flat, group=self._lines[around].group)
             base = 0
             for i in chosen:
@@ -337,6 +339,7 @@ class Branching:
         sizes = [sum(_size(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
         got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.ledger.moved(kind, flat)
+        line.order.note(kind)
         given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
         work = dist.all_to_all_single(got, flat, sizes, given, group=line.group, async_op=True)
         arrival = Arrival(work, flat)

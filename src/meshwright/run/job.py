@@ -22,6 +22,7 @@ from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
 from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, how_rows_combine, note
 from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
+from meshwright.run.guard import Guard
 from meshwright.run.modulestate import ModuleState, make_whole
 from meshwright.run.pipeline import Pipeline, StageError
 from meshwright.run.randomness import Generators
@@ -78,9 +79,11 @@ class Job:
         rows: how rows of a batch combine into its loss: ``auto`` until the first step has found out.
         ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
         steps: calls of ``step`` so far, the running one included.
+        steps_before: optimizer steps of the checkpoint that was loaded, less the calls of ``step`` until then.
         parts: of checkpoints that this rank has read or written so far, asynchronously too.
         waiting: how long this rank waits for others.
         random: the generators of this rank.
+        guard: compares what ranks should hold alike, every so many steps.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Job:
             counter.model = module
         self._pipeline = pipeline
         self._own_sums = OwnSums(module, recipe, groups)
+        self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
         self.random, self._out_of_step = random, 0
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
         self._row: Any = None
@@ -112,7 +116,7 @@ class Job:
         self._copies = recipe.mesh.size // recipe.mesh.data_size
         self.rows = recipe.rows
         self._verdict = Verdict(recipe.rows)
-        self.steps = self.parts = 0
+        self.steps = self.parts = self.steps_before = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,10 @@ class Job:
 
         Returns:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
+
+        Raises:
+            ReplicaError: on every rank, in the steps that compare ranks (``verify`` in the plan): ranks that should hold
+                the same bits do not.
         """
         self.steps += 1
         return self._run(batch, backward=True)
@@ -136,11 +144,13 @@ class Job:
         batch = with_shared(plain(batch), self.recipe.shared_inputs)
         pieces = self._pieces(batch)
         before = versions(pieces.batches)
+        step = self.steps + self.steps_before
+        guarded = backward and self.guard.due(self.steps)
         self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
         if backward:
             if self._routed is not None:
                 self._routed.begin()
-            with self._own_sums.of_this_step():
+            with self._own_sums.of_this_step(), self.guard.watching(step) if guarded else nullcontext():
                 losses = self._losses(pieces, backward=True)
                 self._finish_gradients()
         else:
@@ -149,7 +159,11 @@ class Job:
         if pieces.gathered is not None:
             write_back(pieces.batches[0], before, batch, pieces.gathered)
         self._settle_modules()
-        return self._summed(losses, pieces.shares)
+        found = self._summed(losses, pieces.shares)
+        if guarded:
+            self._reshard()
+            self.guard.compare(step, losses)
+        return found
 
     def _losses(self, pieces: Pieces, *, backward: bool) -> list[Tensor]:
         """The scaled losses of all microbatches, on the ranks that have them."""
@@ -324,6 +338,8 @@ class Job:
         )  # fmt: skip
         if self.rows == "auto":
             self.rows = loaded.rows
+        self.steps_before = loaded.step - self.steps
+        self.guard.begin()
         return loaded
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
@@ -346,7 +362,9 @@ class Job:
 
         self.saved()  # its ranks talk over the same group
         self._reshard()
-        return load_pretrained(self, folder, strict=strict)
+        found = load_pretrained(self, folder, strict=strict)
+        self.guard.begin()
+        return found
 
     def count_file(self) -> None:
         """A part of a file was read or written: a watch sees that this rank gets on."""

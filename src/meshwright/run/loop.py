@@ -193,6 +193,7 @@ class _Run:
                 tell(note)
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
+        job.guard.optimizers = self.optimizer
         self.rows = _repeated(job, data) if self.batches is None else iter(self.batches)
         if record is not None:
             _first(job, record.folder, lambda: self._open(record))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.errors import ReplicaError
 from meshwright.graph import ModelGraph, Value, spelled
 from meshwright.private import without_modes
 from meshwright.recipe import Recipe
@@ -310,7 +311,7 @@ class _Step:
             start = time.perf_counter()
             self._perform(action)
             self.p.spans.append((action, start, time.perf_counter()))
-        except (StageError, KeyboardInterrupt):
+        except (StageError, ReplicaError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise StageError(

@@ -7,8 +7,8 @@ tensors, without processes.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
@@ -22,12 +22,51 @@ from meshwright.private import without_modes
 
 
 @dataclass(eq=False)
+class Order:
+    """The collectives of a group, in the order in which this rank has entered them, as one number.
+
+    Ranks of the group that entered the same collectives, on tensors of the same whole shapes and types, have the same number.
+
+    Attributes:
+        number: of all collectives so far.
+        meet: if set, it is called with a description before each collective that ranks wait in. Ranks then see a difference before they
+            wait for each other in different collectives (run/guard.py).
+    """
+
+    number: int = 0
+    meet: Callable[[str], None] | None = None
+
+    def enter(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """A collective begins that ranks wait in; ``shape`` is that of the whole tensor, as shares may be uneven."""
+        self.note(kind, shape, dtype)
+        if self.meet is not None:
+            self.meet(f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}")
+
+    def note(self, kind: str, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> None:
+        """A collective begins that ranks do not wait in."""
+        # Integers have the same hash in every process; a text has not.
+        self.number = hash((self.number, _KINDS.index(kind), *shape, -1 if dtype is None else _DTYPES[dtype]))
+
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "fork", "join")
+_DTYPES = {
+    dtype: i
+    for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+}
+
+
+@dataclass(eq=False)
 class Ledger:
-    """What a run of the view did: collectives by kind (calls, bytes put in by this rank) and fallbacks by place."""
+    """What a run of the view did: collectives by kind (calls, bytes put in by this rank) and fallbacks by place.
+
+    Attributes:
+        orders: place → the order of the collectives of its tp group, of each place that this rank is of.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
+    orders: defaultdict[int, Order] = field(default_factory=lambda: defaultdict(Order))
 
     def moved(self, kind: str, tensor: Tensor) -> None:
         self.calls[kind] += 1
@@ -69,14 +108,18 @@ class Axis:
         rank: this rank's place on it.
         group: the process group of the ranks that differ from this one on this axis alone.
         ledger: where calls and bytes are counted.
+        place: whose axis it is; the ledger has the order of its collectives.
     """
 
-    def __init__(self, name: str, size: int, rank: int, group: dist.ProcessGroup | None, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, size: int, rank: int, group: dist.ProcessGroup | None, ledger: Ledger, place: int = 0
+    ) -> None:
         self.name, self.size, self.rank, self.group, self.ledger = name, size, rank, group, ledger
+        self.order = ledger.orders[place]
 
     @locally
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        self.ledger.moved("all_reduce", x)
+        self._enter("all_reduce", x, x.shape)
         carried = _carried(x)
         out = carried.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, _OPS[op], group=self.group)
@@ -85,7 +128,7 @@ class Axis:
     @locally
     def all_gather(self, x: Tensor, layout: Cut) -> Tensor:
         """From this rank's slice to the whole tensor."""
-        self.ledger.moved("all_gather", x)
+        self._enter("all_gather", x, _with_size(x, layout))
         padded = _pad(x, layout.dim, self._widest(layout))
         sent = _flat(padded)
         received = [torch.empty_like(sent) for _ in range(self.size)]
@@ -96,7 +139,7 @@ class Axis:
     @locally
     def reduce_scatter(self, x: Tensor, layout: Cut) -> Tensor:
         """From a summand of the whole tensor to this rank's slice of the sum."""
-        self.ledger.moved("reduce_scatter", x)
+        self._enter("reduce_scatter", x, x.shape)
         width = self._widest(layout)
         chunks = [_pad(layout.take(_carried(x), r), layout.dim, width) for r in range(self.size)]
         out = torch.empty_like(chunks[0])
@@ -106,7 +149,7 @@ class Axis:
     @locally
     def all_to_all(self, x: Tensor, source: Cut, target: Cut) -> Tensor:
         """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
-        self.ledger.moved("all_to_all", x)
+        self._enter("all_to_all", x, _with_size(x, source))
         # Flat, with split sizes: gloo's all_to_all of a list wants equal sizes.
         sent = [_flat(target.take(x, r)) for r in range(self.size)]
         shapes = []
@@ -121,6 +164,11 @@ class Axis:
         dist.all_to_all_single(out, torch.cat(sent), sizes, [t.numel() for t in sent], group=self.group)
         pieces = zip(out.view(x.dtype).split([prod(shape) for shape in shapes]), shapes, strict=True)
         return source.merge([piece.view(shape) for piece, shape in pieces])
+
+    def _enter(self, kind: str, x: Tensor, shape: Sequence[int]) -> None:
+        """``shape``: of the whole tensor."""
+        self.ledger.moved(kind, x)
+        self.order.enter(kind, shape, x.dtype)
 
     def _widest(self, layout: Cut) -> int:
         return max(layout.local(r) for r in range(self.size))
@@ -180,6 +228,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 _UNKNOWN = (torch.int16,)
+
+
+def _with_size(x: Tensor, layout: Cut) -> list[int]:
+    """The shape of a tensor of which ``x`` is a slice."""
+    shape = list(x.shape)
+    shape[layout.dim] = layout.size
+    return shape
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
