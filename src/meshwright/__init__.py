@@ -1,6 +1,7 @@
 """Meshwright: any PyTorch model, one plan, every parallelism.
 
     errors      PlanError, CheckpointError     everything that is wrong, at once
+                ReplicaError                   ranks that should be alike and are not
     mesh        Mesh                           named axes and sizes
     layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
@@ -82,6 +83,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Recipe",
+    "ReplicaError",
     "Report",
     "Rows",
     "ShardMap",

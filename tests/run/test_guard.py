@@ -351,7 +351,9 @@ def test_what_it_costs_is_a_few_numbers_in_the_steps_that_compare(workers: Local
     assert size == 4 * 8 + (calls - 1) * 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+)
 def test_a_checksum_sees_every_bit_and_the_order_of_blocks(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     for size in (0, 1, 3, 8, 1023, 5000, 20_011):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwright.cli.given import Given
 from meshwright.draw.terminal import console
-from meshwright.errors import NonFiniteError, PlanError
+from meshwright.errors import NonFiniteError, PlanError, ReplicaError
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them
     from meshwright.run.workers import LocalWorkers
@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # torch and the workers are imported by the commands that nee
 
 @contextmanager
 def told(*, quiet: bool = False) -> Iterator[None]:
-    """A person's mistake is told once, without a traceback: exit code 2; a worker's failure, or a loss that is not finite,
-    once: 1."""
+    """A person's mistake is told once, without a traceback: exit code 2; a worker's failure, a loss that is not finite,
+    or ranks that came to differ, once: 1."""
     from meshwright.run.workers import WorkerError
 
     try:
         yield
-    except (PlanError, WorkerError, NonFiniteError) as raised:
+    except (PlanError, WorkerError, NonFiniteError, ReplicaError) as raised:
         error = getattr(raised, "plan_error", None) or raised
         if not quiet:
             console(stderr=True).print(Text(str(error)), soft_wrap=True)

@@ -187,7 +187,9 @@ class Guard:
                     told: list[Any] = [None] * len(ranks)
                     dist.all_gather_object(told, collective, group=group)
                     differs = [f"{spelled_ranks([rank])} enters {text}" for rank, text in zip(ranks, told, strict=True)]
-                    raise ReplicaError(step, ["the order of collectives in a tp group: " + ", ".join(differs)], _FIX_ORDER)
+                    raise ReplicaError(
+                        step, ["the order of collectives in a tp group: " + ", ".join(differs)], _FIX_ORDER
+                    )
 
         return meet
 
@@ -239,8 +241,7 @@ class Guard:
         columns, lines = list(self._columns.values()), list[str]()
         for key in dict.fromkeys(key for of_rank in told for key in of_rank):
             for ranks in columns[key[0]].differing([of_rank.get(key) for of_rank in told]):
-                most, *others = map(spelled_ranks, ranks)
-                lines.append(f"{key[1]}: {', '.join(others)} differ{'s' * (len(ranks[1:]) == len(ranks[1]) == 1)} from {most}")
+                lines.append(f"{key[1]}: {_told_apart(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
@@ -257,7 +258,9 @@ class Guard:
         self._add_constants(entries)
         for place in self._places:
             column = self._index["line", place]
-            entries.numbers.append((column, "the order of collectives since the start", self._ledger.orders[place].number))
+            entries.numbers.append(
+                (column, "the order of collectives since the start", self._ledger.orders[place].number)
+            )
         seen: dict[str, int] = {}
         for place, name, value in self._activations:
             seen[name] = seen.get(name, 0) + 1
@@ -305,6 +308,17 @@ def _plain(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_meta and not t.is_nested and not t.is_quantized
 
 
+def _told_apart(ranks: Sequence[list[int]]) -> str:
+    """In words which ranks differ from the most; ``ranks``: of each value, the most first.
+
+    >>> _told_apart([[0, 2, 3], [1]])
+    'rank 1 differs from ranks 0 2 3'
+    """
+    most, *others = ranks
+    verb = "differs" if len(others) == len(others[0]) == 1 else "differ"
+    return f"{', '.join(map(spelled_ranks, others))} {verb} from {spelled_ranks(most)}"
+
+
 def _number(text: str) -> int:
     """A number that follows from a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -331,8 +345,8 @@ def _steps_done(optimizers: Optimizers) -> Mapping[int, Tensor]:
 
 def _key(line: ParameterRecipe, recipe: Recipe) -> Key:
     """Parameters with the same key are held alike by the same ranks."""
-    owners = recipe.owners(line)
-    return "parameter", line.places, isinstance(line.tp, Cut), recipe.shards(line) > 1, owners if len(owners) > 1 else ()
+    owners, shares = recipe.owners(line), (isinstance(line.tp, Cut), recipe.shards(line) > 1)
+    return "parameter", line.places, shares, owners if len(owners) > 1 else ()
 
 
 def _columns(recipe: Recipe) -> dict[Key, Column]:
@@ -347,9 +361,7 @@ def _columns(recipe: Recipe) -> dict[Key, Column]:
         at = [places.at(rank, place) for rank in ranks]
         found["buffer", place] = Column(tuple(None if c is None else c.pp for c in at))
         if places.axis_size(place, "tp") > 1:
-            found["line", place] = Column(
-                tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at)
-            )
+            found["line", place] = Column(tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at))
     return found
 
 

@@ -167,14 +167,14 @@ class Job:
 
     def _losses(self, pieces: Pieces, *, backward: bool) -> list[Tensor]:
         """The scaled losses of all microbatches, on the ranks that have them."""
-        if self._pipeline is not None:
-            self._sync(last=False)
-            return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, backward=backward)
-        found = []
         # Rows that do not couple leave the same state, whichever of them are run: each microbatch begins with the state
         # that the step begins with, and what the first one leaves stays.
         once = len(pieces.batches) > 1 and self.rows != SPLIT
-        begin = ModuleState(self.module) if once else None
+        begin = ModuleState(self.module, self._written()) if once else None
+        if self._pipeline is not None:
+            self._sync(last=False)
+            return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, begin, backward=backward)
+        found = []
         for i, piece in enumerate(pieces.batches):
             self._sync(last=i == len(pieces.batches) - 1)
             with self._on(), begin.restored() if begin is not None and i else nullcontext():
@@ -513,9 +513,17 @@ class Job:
         smallest, largest = found.tolist()
         return -smallest, largest
 
+    def _loose(self) -> set[str]:
+        """The parameters that a forward may write to; they are not FSDP's."""
+        return {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
+
+    def _written(self) -> list[nn.Parameter]:
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        return [named[name] for name in sorted(self._loose())]
+
     def _changed(self) -> list[Slot]:
-        """What a forward may change: buffers, and the parameters that it writes, which are not FSDP's."""
-        held = {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
+        """What a forward may change: buffers, and the parameters that it writes."""
+        held = self._loose()
         slots: list[Slot] = []
         for path, module in self.module.named_modules():
             slots += [(module, name) for name, _ in module.named_buffers(recurse=False)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.private import without_modes
+from meshwright.run.parameters import local_tensor
 from meshwright.view.standing import Standing
 from meshwright.view.tensor import View
 from meshwright.view.work import whole
@@ -31,9 +32,13 @@ class ModuleState:
     """The state of a module and of the modules in it, as it is when this is made.
 
     Tensors are copied, as a forward may write to them in place; tensors with a gradient are kept as they are.
+
+    Args:
+        parameters: those that a forward may write to (the average of another's, in a momentum encoder).
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._parameters = [(p, local_tensor(p).detach().clone()) for p in parameters]
         self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         for holder in holders(module):
@@ -53,13 +58,23 @@ class ModuleState:
         """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
         now = [(holder, _content(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
+        written = [(p, local_tensor(p).detach().clone()) for p, _ in self._parameters]
         for holder, content in self._contents:
             _fill(holder, content, copies)
+        _write(self._parameters)
         try:
             yield
         finally:
             for holder, content in now:
                 _fill(holder, content, {})
+            _write(written)
+
+
+def _write(values: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Puts values into parameters, which stay the same objects. Autograd does not count it as a write: the forward, which
+    then writes its own, leaves what earlier forwards of the step have left."""
+    for p, value in values:
+        local_tensor(p).detach().data.copy_(value)
 
 
 def _copy(value: Tensor) -> Tensor:

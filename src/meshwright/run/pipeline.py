@@ -31,6 +31,7 @@ from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
+from meshwright.run.modulestate import ModuleState
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
@@ -145,6 +146,7 @@ class Pipeline:
         pieces: list[Any],
         scale: list[float],
         shares: list[Share | None],
+        begin: ModuleState | None = None,
         *,
         backward: bool,
     ) -> list[Tensor]:
@@ -153,8 +155,10 @@ class Pipeline:
         Args:
             scale: for each microbatch, what its loss is multiplied by.
             shares: for each microbatch, what its means are to be.
+            begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before
+                has left.
         """
-        step = _Step(self, pieces, called, self._loss, scale, shares, backward=backward)
+        step = _Step(self, pieces, called, self._loss, scale, shares, begin, backward=backward)
         step.perform()
         return step.losses
 
@@ -270,11 +274,12 @@ class _Step:
         loss: Loss | None,
         scale: list[float],
         shares: list[Share | None],
+        begin: ModuleState | None = None,
         *,
         backward: bool,
     ) -> None:
         self.p, self.pieces, self.call, self.loss, self.scale, self.shares = pipeline, pieces, call, loss, scale, shares
-        self.backward = backward
+        self.backward, self.state = backward, begin
         self.programs = [pipeline.program(piece, call, loss) for piece in pieces]
         edges = tuple(sorted({e for p in self.programs for e in p.crossing.values}))
         back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in self.programs))
@@ -351,7 +356,8 @@ class _Step:
             with without_modes():  # what crosses is of the type that was recorded
                 getattr(self, "_" + action.kind.lower())(action, flight)
         elif action.kind == "F":
-            self._forward(action, flight)
+            with self.state.restored() if self.state is not None and action.microbatch else nullcontext():
+                self._forward(action, flight)
         elif action.kind == "W":
             assert flight.later is not None
             flight.later.finish()

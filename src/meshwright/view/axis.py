@@ -29,8 +29,8 @@ class Order:
 
     Attributes:
         number: of all collectives so far.
-        meet: if set, it is called with a description before each collective that ranks wait in. Ranks then see a difference before they
-            wait for each other in different collectives (run/guard.py).
+        meet: if set, it is called with a description before each collective that ranks wait in. So ranks see a difference
+            before they wait for each other in different collectives (run/guard.py).
     """
 
     number: int = 0
@@ -50,8 +50,7 @@ class Order:
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "fork", "join")
 _DTYPES = {
-    dtype: i
-    for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
 
 

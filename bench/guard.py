@@ -1,0 +1,102 @@
+"""What it costs that ranks compare what they hold alike (``verify`` in the plan).
+
+    python bench/guard.py [--quick]
+
+Three jobs of the same small Llama-like model take a step each in turn, so that all meet the same machine: with
+``verify: 1``, with a period that is not reached, and with ``0``. A step is forward, backward and AdamW; the slowest rank's
+time counts; medians are over steps. Printed: a step without and with a comparison; the share that a comparison adds, and
+that share with the default period; what a job with a period adds to the steps between; calls and bytes of a comparison, as
+rank 0 puts them in. Processes are local, with gloo on CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overhead import VOCAB, Decoder
+from torch import Tensor
+
+import meshwright as mw
+
+MESHES = ({"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2})
+PERIODS = (1, 10**6, 0)
+
+
+def measured(
+    mesh: dict[str, int], blocks: int, rows: int, length: int, steps: int
+) -> tuple[list[list[float]], list[int]]:
+    """Seconds of each step of each job on this rank; calls, then bytes, of a comparison."""
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(0, VOCAB, (rows, length), generator=draw) for name in ("ids", "labels")}
+    stepping = [_stepping(mesh, blocks, batch, verify) for verify in PERIODS]
+    for step in stepping:
+        step()
+    told, gather = [0, 0], dist.all_gather
+
+    def counted(tensors: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        told[0], told[1] = told[0] + 1, told[1] + tensor.numel() * tensor.element_size()
+        return gather(tensors, tensor, *args, **kwargs)
+
+    dist.all_gather = counted
+    stepping[1]()
+    between = list(told)
+    stepping[0]()
+    dist.all_gather = gather
+    times: list[list[float]] = [[] for _ in PERIODS]
+    for i in range(steps):
+        for which in (0, 1, 2) if i % 2 else (2, 1, 0):
+            dist.barrier()
+            begin = time.perf_counter()
+            stepping[which]()
+            times[which].append(time.perf_counter() - begin)
+    return times, [told[0] - 2 * between[0], told[1] - 2 * between[1]]
+
+
+def _stepping(mesh: dict[str, int], blocks: int, batch: dict[str, Tensor], verify: int) -> Callable[[], None]:
+    job = mw.parallelize(lambda: Decoder(blocks), {"mesh": mesh, "rows": "split", "verify": verify}, batch=batch)
+    optimizer = torch.optim.AdamW(job.parameters(), lr=1e-4)
+    job.guard.optimizers = optimizer
+    data = job.recipe.mesh
+    mine = {name: t.chunk(data.data_size)[data.data_index(job.rank)] for name, t in batch.items()}
+
+    def step() -> None:
+        job.step(mine)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    steps = 10 if parser.parse_args().quick else 60
+    every = mw.Plan("tp=2").verify
+    heads = f"{'mesh':<16}{'layers':>6}{'ms':>9}{'compares':>10}{'adds':>8}{f'every {every}':>11}{'between':>9}"
+    print(f"{heads}{'calls':>7}{'bytes':>7}")
+    with mw.local_workers(2) as workers:
+        for mesh in MESHES:
+            for blocks, rows, length in ((4, 4, 128), (8, 8, 256)):
+                found = workers.run(partial(measured, mesh, blocks, rows, length, steps), ranks=2, timeout=900)
+                slowest = [[max(of) for of in zip(*(times[k] for times, _ in found), strict=True)] for k in range(3)]
+                compares, never = 1e3 * median(slowest[0]), 1e3 * median(slowest[2])
+                paired = median((a - b) / b for a, b in zip(slowest[0], slowest[2], strict=True))
+                quiet = median((a - b) / b for a, b in zip(slowest[1], slowest[2], strict=True))
+                calls, size = found[0][1]
+                name = ",".join(f"{axis}={n}" for axis, n in mesh.items())
+                print(
+                    f"{name:<16}{blocks:>6}{never:>9.1f}{compares:>10.1f}{paired:>8.1%}{paired / every:>11.2%}"
+                    f"{quiet:>9.1%}{calls:>7}{size:>7}", flush=True,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
