@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from overhead import VOCAB, Decoder
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.view.axis import Ledger
 
 MESHES = ({"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2})
 PERIODS = (1, 10**6, 0)
@@ -36,20 +36,16 @@ def measured(
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(0)
     batch = {name: torch.randint(0, VOCAB, (rows, length), generator=draw) for name in ("ids", "labels")}
-    stepping = [_stepping(mesh, blocks, batch, verify) for verify in PERIODS]
+    jobs = [
+        mw.parallelize(lambda: Decoder(blocks), {"mesh": mesh, "rows": "split", "verify": verify}, batch=batch)
+        for verify in PERIODS
+    ]
+    stepping = [_stepping(job, batch) for job in jobs]
     for step in stepping:
         step()
-    told, gather = [0, 0], dist.all_gather
-
-    def counted(tensors: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told[0], told[1] = told[0] + 1, told[1] + tensor.numel() * tensor.element_size()
-        return gather(tensors, tensor, *args, **kwargs)
-
-    dist.all_gather = counted
-    stepping[1]()
-    between = list(told)
+    cost = jobs[0].guard.cost = Ledger()
     stepping[0]()
-    dist.all_gather = gather
+    told = [cost.calls["all_gather"], cost.bytes["all_gather"]]
     times: list[list[float]] = [[] for _ in PERIODS]
     for i in range(steps):
         for which in (0, 1, 2) if i % 2 else (2, 1, 0):
@@ -57,11 +53,10 @@ def measured(
             begin = time.perf_counter()
             stepping[which]()
             times[which].append(time.perf_counter() - begin)
-    return times, [told[0] - 2 * between[0], told[1] - 2 * between[1]]
+    return times, told
 
 
-def _stepping(mesh: dict[str, int], blocks: int, batch: dict[str, Tensor], verify: int) -> Callable[[], None]:
-    job = mw.parallelize(lambda: Decoder(blocks), {"mesh": mesh, "rows": "split", "verify": verify}, batch=batch)
+def _stepping(job: mw.Job, batch: dict[str, Tensor]) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(job.parameters(), lr=1e-4)
     job.guard.optimizers = optimizer
     data = job.recipe.mesh

@@ -44,6 +44,7 @@ from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, rep
 LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
 MOMENTS = ["any", "writing", "before the rename", "loading"]
 STEPS, ROWS, VOCAB, DIM = 8, 96, 61, 32
+STARTED, LOADING, LOADED = "started", "loading", "loaded"
 
 
 class Block(nn.Module):
@@ -82,22 +83,43 @@ def train(layout: str, folder: str, asynchronous: bool) -> dict[str, Tensor]:
     """On each rank; rank 0's weights, whole."""
     job = mw.parallelize(Decoder, layout, batch={"tokens": data()["tokens"][:24]})
     record = loop.Record(Path(folder), save_every=1, keep=3, asynchronous=asynchronous)
-    report("started")
+    load = job.load
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        report(LOADING)
+        loaded = load(*args, **kwargs)
+        report(LOADED)
+        return loaded
+
+    job.load = told  # type: ignore[method-assign]
+    report(STARTED)
     loop.train(job, data(), steps=STEPS, global_batch=24, lr=1e-2, record=record)
     return job.full_state_dict()
 
 
 @dataclass
 class Killer:
-    """Kills a process at a moment, from a thread. ``found``: what was there of a checkpoint then."""
+    """Kills a process at a moment, from a thread.
+
+    Attributes:
+        found: what was there of a checkpoint then.
+        loads: whether the run is loading, as its rank 0 says.
+    """
 
     folder: Path
     moment: str
     random: random.Random
     seconds: float
     found: str = "too late"
+    loads: bool = False
     newest: Path | None = None
     done: threading.Event = field(default_factory=threading.Event)
+
+    def told(self, what: str, pids: list[int]) -> None:
+        """What rank 0 reports."""
+        self.loads = what == LOADING
+        if what == (LOADING if self.moment == "loading" else STARTED):
+            self.begin(pids)
 
     def begin(self, pids: list[int]) -> None:
         self.pid = self.random.choice(pids)
@@ -105,7 +127,9 @@ class Killer:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        if self.moment in ("any", "loading"):
+        if self.moment in ("any", "loading", "after a save"):
+            while self.moment == "after a save" and checkpoints.newest(self.folder) is None and not self.done.is_set():
+                time.sleep(0.002)
             self.done.wait(self.random.uniform(0, self.seconds))
         else:
             saves = self.random.randint(1, STEPS - 1)
@@ -115,10 +139,11 @@ class Killer:
             if self.moment == "writing":
                 time.sleep(self.random.uniform(0, 0.03))
         if not self.done.is_set():
-            self.newest = checkpoints.newest(self.folder)
+            self.newest, loads = checkpoints.newest(self.folder), self.loads
             os.kill(self.pid, signal.SIGKILL)
             files = [file for _, files in self._writing() for file in files]
-            self.found = "before the rename" if MANIFEST in files else "writing" if files else "between saves"
+            saving = "before the rename" if MANIFEST in files else "writing" if files else "between saves"
+            self.found = "loading" if loads else saving
 
     def _writing(self) -> list[tuple[str, list[str]]]:
         """The directories that a checkpoint is being written to, and what is in them."""
@@ -136,16 +161,19 @@ def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, wo
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as name:
         folder = Path(name)
         killers, runs = [Killer(folder, moment, chance, seconds)], 0
-        if moment == "loading":  # which is what a run begins with
-            killers.append(Killer(folder, moment, chance, seconds / 8))
+        if moment == "loading":  # as a run does that goes on
+            killers = [
+                Killer(folder, "after a save", chance, seconds / 2),
+                Killer(folder, moment, chance, seconds / 16),
+            ]
         while True:
             runs += 1
             killer, kills = killers[min(runs, len(killers)) - 1], runs <= len(killers)
             try:
                 found = workers.run(
                     train, layout, name, asynchronous, ranks=ranks, timeout=60.0,
-                    on_report=lambda _, killer=killer, kills=kills: (
-                        killer.begin(workers.pids()[:ranks]) if kills else None
+                    on_report=lambda what, killer=killer, kills=kills: (
+                        killer.told(what, workers.pids()[:ranks]) if kills else None
                     ),
                 )[0]  # fmt: skip
             except WorkerError as error:
@@ -187,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count on")
+    parser.add_argument("--moment", choices=MOMENTS, help="only this one")
     parser.add_argument("--layouts", default=";".join(LAYOUTS), help="separated by semicolons")
     chosen = parser.parse_args()
     layouts, failed, when = chosen.layouts.split(";"), 0, Counter[str]()
@@ -198,7 +227,8 @@ def main() -> None:
         known: dict[str, Any] = {}
         for number in range(chosen.trials):
             seed = chosen.seed + number
-            layout, moment = layouts[seed % len(layouts)], MOMENTS[seed // len(layouts) % len(MOMENTS)]
+            layout = layouts[seed % len(layouts)]
+            moment = chosen.moment or MOMENTS[seed // len(layouts) % len(MOMENTS)]
             if layout not in known:
                 known[layout] = undisturbed(layout, workers)
             expected, seconds = known[layout]

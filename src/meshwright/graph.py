@@ -120,7 +120,7 @@ class Call:
         fresh: whether a tensor in what it returned follows from the batch, and was made within.
         stashed: values that it left on the module, or in what it was called with.
         visible: whether it changes something that was there before and is used after it: memory that follows from the
-            batch, a list that it was given, an attribute. So every stage looks into it.
+            batch, a list that it was given, an attribute; Python's or NumPy's random numbers. So every stage looks into it.
         grown: what it appended to lists that it was given.
         acts: whether it reads a value, on which what it does next may follow.
         leaf: whether the module has no modules within.
@@ -173,6 +173,7 @@ class ModelGraph:
         rows: of the batch, where data ranks of branches can each run their own of them; else 0.
         by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
         resized: whether values are of another length than what calls and events gave when they were recorded.
+        draws: whether the forward drew random numbers of Python's or NumPy's.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -188,6 +189,7 @@ class ModelGraph:
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     resized: bool = False
+    draws: bool = False
 
     def like(self, number: int, t: Any) -> Any:
         """A tensor that stood for a value when it was recorded, of the size that the value has."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import is_ours, line_of, model_line
+from meshwright.chance import host_drawn
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Value
 from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together
@@ -31,19 +32,21 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
         staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
     """
-    kept = Kept(model)
+    kept, numbers = Kept(model), host_drawn()
     recorder = _recorded(model, run, ())
-    changed = kept.changed(recorder.memory.written)
+    changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn() != numbers
     kept.put_back()
-    if changed and staged:  # what is kept is a value from the start, which is known only now
-        recorder = _recorded(model, run, changed)
+    if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
+        recorder = _recorded(model, run, changed, draws=draws)
         kept.put_back()
     return recorder.graph
 
 
-def _recorded(model: nn.Module, run: Callable[[nn.Module], Any], changed: Sequence[Slot]) -> Recorder:
-    """A forward, recorded; ``changed``: where modules keep what it changes."""
-    recorder, shadow, meeting = Recorder(model, changed), Shadow(), Meeting()
+def _recorded(
+    model: nn.Module, run: Callable[[nn.Module], Any], changed: Sequence[Slot], *, draws: bool = False
+) -> Recorder:
+    """A forward, recorded; ``changed``: where modules keep what it changes; ``draws``: random numbers of the host's."""
+    recorder, shadow, meeting = Recorder(model, changed, draws=draws), Shadow(), Meeting()
     modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
     with torch.enable_grad(), ExitStack() as stack:
         for mode in modes:
@@ -121,11 +124,12 @@ class Recorder(Walk):
 
     Args:
         changed: where modules keep what the forward changes.
+        draws: whether the forward draws random numbers of Python's or NumPy's; then calls that do are told.
     """
 
-    def __init__(self, model: nn.Module, changed: Sequence[Slot] = ()) -> None:
+    def __init__(self, model: nn.Module, changed: Sequence[Slot] = (), *, draws: bool = False) -> None:
         super().__init__(kept_in(model, changed))
-        self.graph, self.cost, self.memory = ModelGraph(), Cost(), Memory()
+        self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events))
         self._model = model
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
@@ -154,10 +158,12 @@ class Recorder(Walk):
         had = set(map(id, call.taken))
         before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
         lengths = [len(x) for x in lists]
+        numbers = host_drawn() if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         call.visible = before != self._state(call.given) or self._wrote_to_the_batch(tick)
+        call.visible |= graph.draws and host_drawn() != numbers
         call.grown = tuple(
             Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
             for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n

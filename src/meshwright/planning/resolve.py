@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_ours
-from meshwright.errors import Findings, nearest
+from meshwright.chance import WAYS, drawing, drawn, host_drawn
+from meshwright.errors import Findings, PlanError, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
 from meshwright.place import Place, Places, trunk
@@ -87,7 +88,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     branches = read_places(model, plan, entries, findings)
     findings.raise_if_any()
     blocks = repeated_blocks(model)
-    graph = _captured(model, plan, run, branches.places) if branches or plan.mesh.axis_size("pp") > 1 else None
+    graph = _checked_graph(model, plan, run, branches, findings)
     if graph is not None:
         branches, more = find_branches(model, plan, branches, graph, findings)
         of_branches += more
@@ -99,7 +100,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
     _check_refused(cuts, names, findings)
     findings.raise_if_any()
     data = plan.mesh.data_size * max((p.data for p in branches.places), default=1)
-    routed = data > 1 and (cuts is None or cuts.reads > 0)
+    routed = data > 1 and (cuts is None or uses is None or cuts.reads > 0 or uses.draws)
     skipped = _sometimes_skipped(model, uses, run) if routed and uses is not None else set()
     units, more = _closed_units(units, uses, skipped)
     written = uses.written if uses is not None else set()
@@ -336,17 +337,47 @@ def _answering_units(
 
 
 def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
-    """Units that a forward does not call when every question it asks of values is answered the other way."""
-    contrary = Uses(model, uses.candidates)
-    try:
-        with torch.no_grad(), Shadow(contrary=True), Meeting(), contrary.watching():
-            undisturbed(model, run)(model)
-    except Exception as error:
-        # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
-        # rank skips would leave the others waiting.
-        if is_ours(error):
-            raise
-    return set(uses.candidates) - (uses.called & contrary.called)
+    """Units that a forward does not call when every question it asks of values is answered the other way, or when it draws
+    other random numbers."""
+    always = set(uses.called)
+    for contrary, way in ((True, None), *((False, way) for way in WAYS if uses.draws)):
+        other = Uses(model, uses.candidates)
+        try:
+            with torch.no_grad(), Shadow(contrary=contrary), Meeting(), other.watching(), drawing(way):
+                undisturbed(model, run)(model)
+        except Exception as error:
+            # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
+            # rank skips would leave the others waiting.
+            if is_ours(error):
+                raise
+        always &= other.called
+    return set(uses.candidates) - always
+
+
+def _checked_graph(model: nn.Module, plan: Plan, run: Run, branches: Branches, findings: Findings) -> ModelGraph | None:
+    """The forward, recorded, if there are stages or branches. Each runs a part of it, so random numbers must not decide what
+    it calls."""
+    if not branches and plan.mesh.axis_size("pp") == 1:
+        return None
+    graph = _captured(model, plan, run, branches.places)
+    for way in WAYS if graph.draws else ():
+        with drawing(way):
+            try:
+                other = _captured(model, plan, run, branches.places)
+            except PlanError:  # with these numbers it cannot be followed
+                other = ModelGraph()
+        if other.signature != graph.signature:
+            pairs = zip(graph.events, other.events, strict=False)
+            apart = next((a.line for a, b in pairs if (a.path, a.function) != (b.path, b.function)), "")
+            findings.add(
+                where="the model's forward",
+                given="random numbers of Python's or NumPy's decide what it computes"
+                + (f": with others it does not come to {apart} next" if apart else ""),
+                required="for a pipeline or branches, a forward that calls the same functions in every step",
+                fix="mesh: {dp_shard: 2}",
+            )
+            break
+    return graph
 
 
 def _owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
@@ -383,8 +414,9 @@ def _cuts(
         styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
     seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
     try:
-        outer = _styles_in(0, styles, branches)
+        outer, numbers, of_host = _styles_in(0, styles, branches), drawn(), host_drawn()
         cuts = infer_cuts(model, run, axis="tp", size=size, styles=outer, names=ids, seeds=seeds, uses=uses)
+        uses.draws = host_drawn() != of_host or (cuts.reads > 0 and drawn() != numbers)
     except Exception as error:  # whatever a model may raise on tensors without values
         if is_ours(error):
             raise

@@ -100,12 +100,14 @@ class Guard:
 
     Attributes:
         optimizers: whose counts of steps are compared as well.
+        cost: the all-gathers of comparisons: calls, and bytes that this rank puts in.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, every: int) -> None:
         self._model, self._recipe, self._groups, self._ledger = model, recipe, groups, ledger
         self.every = every if recipe.mesh.size > 1 else 0
         self.optimizers: Optimizers = None
+        self.cost = Ledger()
         self._columns: dict[Key, Column] = {}
         self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
         self._activations: list[tuple[int, str, Tensor]] = []
@@ -181,6 +183,7 @@ class Guard:
             with without_modes():
                 own = torch.tensor([_number(collective)], device=self._groups.device)
                 numbers = [torch.empty_like(own) for _ in ranks]
+                self.cost.moved("all_gather", own)
                 dist.all_gather(numbers, own, group=group)
                 if len({int(n) for n in numbers}) > 1:
                     self._meet_no_more()
@@ -220,6 +223,7 @@ class Guard:
             for column, _, number in entries.numbers:
                 mine[column] += number
             table = [torch.empty_like(mine) for _ in range(self._recipe.mesh.size)]
+            self.cost.moved("all_gather", mine)
             dist.all_gather(table, mine)
             rows = torch.stack(table).tolist()
         self._activations = []

@@ -12,6 +12,7 @@ need not be neighbours: a skip goes straight to where it is used.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError
 from meshwright.graph import ModelGraph, Value, spelled
 from meshwright.private import without_modes
@@ -281,6 +283,9 @@ class _Step:
         self.p, self.pieces, self.call, self.loss, self.scale, self.shares = pipeline, pieces, call, loss, scale, shares
         self.backward, self.state = backward, begin
         self.programs = [pipeline.program(piece, call, loss) for piece in pieces]
+        # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
+        draws = any(program.graph.draws for program in self.programs)
+        self.seeds = [random.getrandbits(48) for _ in pieces] if draws else []
         edges = tuple(sorted({e for p in self.programs for e in p.crossing.values}))
         back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in self.programs))
         self.schedule = pipeline.schedule(len(pieces), edges, back if backward else (), backward=backward)
@@ -356,7 +361,8 @@ class _Step:
             with without_modes():  # what crosses is of the type that was recorded
                 getattr(self, "_" + action.kind.lower())(action, flight)
         elif action.kind == "F":
-            with self.state.restored() if self.state is not None and action.microbatch else nullcontext():
+            state = self.state.restored() if self.state is not None and action.microbatch else nullcontext()
+            with state, host_seeded(self.seeds[action.microbatch]) if self.seeds else nullcontext():
                 self._forward(action, flight)
         elif action.kind == "W":
             assert flight.later is not None
@@ -552,13 +558,22 @@ def _call(model: nn.Module, given: Any) -> Any:
 def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
     """What other stages change of what modules keep is, here, after a forward what it was before."""
     slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
-    before = [(slot, held_in(model, slot)) for slot in slots]
+    before = [(slot, value, _content(value)) for slot in slots if (value := held_in(model, slot)) is not None]
     try:
         yield
     finally:
-        for slot, value in before:
-            if value is not None and held_in(model, slot) is not value:
+        for slot, value, content in before:
+            if held_in(model, slot) is not value:
                 setattr(model.get_submodule(slot[0]), slot[1], value)
+            if isinstance(content, list):
+                value[:] = content
+            elif content is not None:
+                value.clear()
+                value.update(content)
+
+
+def _content(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict, set) else None
 
 
 def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:

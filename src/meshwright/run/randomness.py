@@ -3,7 +3,7 @@
     generator                     starts from               alike on               differs between
     torch's, of CPU and device    seed, data rank, stage    ranks of a tp group    data ranks, stages
     Python's and NumPy's          seed, data rank           tp group and stages    data ranks
-    those that modules hold       what the model made       tp group and stages
+    those that modules hold       what the model made       tp group
 
 Ranks of a tp group run the same forward, so they must draw the same numbers. Stages run the same Python between module
 calls, so Python's and NumPy's numbers, which may decide what is called, are the same on all stages of a pipeline.
@@ -84,12 +84,12 @@ class Generators:
         """A number below 2**32 that differs, all but surely, between states that differ."""
         return _digest(self.state())
 
-    def host(self) -> State:
-        """The state of every generator but torch's default ones."""
+    def host(self, *, held: bool = True) -> State:
+        """The state of every generator but torch's default ones; ``held``: of those that modules hold, too."""
         found: State = {"python": random.getstate()}
         if "numpy" in sys.modules:
             found["numpy"] = self._numpy.state()
-        return found | {name: _state(generator) for name, generator in self._held.items()}
+        return found | {name: _state(generator) for name, generator in self._held.items() if held}
 
     def set(self, state: State) -> None:
         """Puts the generators named in ``state`` where they were."""
@@ -118,9 +118,9 @@ class Generators:
         """Whether the ranks of a group were in step; if not, all take the first rank's state. Collective over the group.
 
         Args:
-            torch_too: compare torch's default generators as well.
+            torch_too: compare torch's generators, and those that modules hold, as well: stages run other modules.
         """
-        state = self.state() if torch_too else self.host()
+        state = self.state() if torch_too else self.host(held=False)
         digest = _digest(state)
         most = torch.tensor([digest, -digest], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,157 @@
+"""Random numbers that decide what a forward calls: one error under a pipeline, no unit that a data rank could skip."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.chance import LARGEST, SMALLEST, drawing
+from meshwright.run.workers import LocalWorkers
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Skipping(nn.Module):
+    """Skips blocks by chance; ``by``: whose numbers; ``share``: how often."""
+
+    def __init__(self, by: str, share: float = 0.05) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.by, self.share = by, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i % 2 or self.draw() >= self.share:
+                x = block(x)
+        return x.square().mean()
+
+    def draw(self) -> float:
+        return {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[self.by]()
+
+
+class Noisy(nn.Module):
+    """Values that follow from Python's and NumPy's numbers, drawn in the model and in its blocks; no path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + random.random()
+        keep = torch.from_numpy(np.random.rand(x.shape[-1]) < 0.7)
+        x = x * scale * keep
+        for block in self.blocks:
+            x = block(x)
+        last = 1 + random.random()
+        x = self.blocks[0](x * last) / last
+        return ((x / scale) * keep).square().mean() + last
+
+
+class NoisyBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+class Refusing(Block):
+    """An error if a value is not what it always is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == x).any()):
+            return super().forward(x)
+        raise ValueError("nothing is equal to itself")
+
+
+class Refuses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Refusing(), Refusing()])
+        self.last = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.last):
+            x = block(x)
+        return x.square().mean()
+
+
+def rows() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def units(recipe: mw.Recipe) -> set[str]:
+    return {unit.name for unit in recipe.units} - {""}
+
+
+@pytest.mark.parametrize("by", ["python", "numpy"])
+@pytest.mark.parametrize("plan", [{"mesh": "pp=2"}, {"mesh": "pp=2,dp_shard=2"}])
+def test_a_path_by_chance_is_one_error_before_anything_starts(by: str, plan: dict[str, str]) -> None:
+    with pytest.raises(mw.PlanError, match=r"Python's or NumPy's decide what it computes.*test_chance.py") as raised:
+        mw.make_recipe(lambda: Skipping(by), plan, rows())
+    assert len(raised.value.findings) == 1
+
+
+@pytest.mark.parametrize("by", ["python", "numpy", "torch"])
+def test_a_block_that_chance_may_skip_is_no_unit_of_fsdp(by: str) -> None:
+    recipe = mw.make_recipe(lambda: Skipping(by, 0.01), "dp_shard=2", rows())
+    assert units(recipe) == {"blocks.1", "blocks.3"}
+    assert recipe.routed
+
+
+def test_numbers_that_decide_no_path_leave_plans_as_they_are() -> None:
+    recipe = mw.make_recipe(Noisy, "pp=2", rows())
+    assert len(recipe.stages) == 2
+    assert units(mw.make_recipe(Noisy, "dp_shard=2", rows())) == {f"blocks.{i}" for i in range(4)}
+
+
+def test_units_that_another_answer_does_not_come_to_are_taken_to_be_skipped() -> None:
+    recipe = mw.make_recipe(Refuses, "dp_shard=2", rows())
+    assert units(recipe) == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_smallest_and_largest_numbers_and_then_as_before() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.getstate(), np.random.get_state()[1].tolist()
+    with drawing(SMALLEST):
+        assert [random.random(), np.random.rand(), random.choice("abc")] == [0.0, 0.0, "a"]
+        np.random.randn(3)  # draws until a pair fits
+    with drawing(LARGEST):
+        assert min(random.random(), np.random.rand()) > 0.999999
+        random.randrange(5)  # draws until a number fits
+    with drawing(7):
+        torch.rand(3)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected
+
+
+def stepped(build: type[nn.Module], plan: dict[str, object], steps: int) -> tuple[list[float], list[float]]:
+    job = mw.parallelize(build, plan, batch=rows())
+    own = rows().chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    return [job.step(own).item() for _ in range(steps)], [random.random(), float(np.random.rand())]
+
+
+def skipping() -> nn.Module:
+    return Skipping("python", 0.5)
+
+
+def test_data_ranks_that_skip_different_blocks_do_not_wait_for_each_other(workers: LocalWorkers) -> None:
+    first, second = workers.run(stepped, skipping, {"mesh": "dp_shard=2"}, 8, ranks=2, timeout=60)
+    assert first[0] == second[0]
+    assert first[1] != second[1], "data ranks draw different numbers"
+
+
+def test_stages_draw_the_same_numbers_of_the_host_s(workers: LocalWorkers) -> None:
+    first, second = workers.run(stepped, Noisy, {"mesh": "pp=2", "microbatches": 2}, 3, ranks=2, timeout=60)
+    assert first == second
+    # x·s/s and x·l/l are x if all stages have the same s and l; blocks multiply by 1 to 2.
+    assert all(1 < loss < 3000 for loss in first[0]) and len(set(first[0])) == 3
