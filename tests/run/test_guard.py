@@ -174,6 +174,7 @@ class Case:
     step: int = 5  # at which it is seen
     at: int = 4
     ranks: int = 2
+    proof: bool = False  # tried in the proof alone
 
 
 NOT_SEEN = ""
@@ -183,7 +184,7 @@ CASES = {
     ),
     "hsdp: a shard": Case(
         Net, tokens, {"mesh": "dp_replicate=2,dp_shard=2"}, Flip("blocks.1.up.weight"),
-        "parameter blocks.1.up.weight: rank 3 differs from rank 1", ranks=4,
+        "parameter blocks.1.up.weight: rank 3 differs from rank 1", ranks=4, proof=True
     ),
     "dp × tp: a parameter that all ranks have": Case(
         Net, tokens, {"mesh": "dp_replicate=2,tp=2"}, Flip("blocks.1.norm.bias"),
@@ -192,14 +193,14 @@ CASES = {
     "tp: a parameter": Case(
         Net, tokens, {"mesh": "tp=2"}, Flip("blocks.1.norm.weight"), "parameter blocks.1.norm.weight: rank 1 differs"
     ),
-    "tp: a share is no copy": Case(Net, tokens, {"mesh": "tp=2"}, Flip("blocks.1.up.weight"), NOT_SEEN),
-    "fsdp: a shard is no copy": Case(Net, tokens, {"mesh": "dp_shard=2"}, Flip("blocks.1.up.weight"), NOT_SEEN),
+    "tp: a share is no copy": Case(Net, tokens, {"mesh": "tp=2"}, Flip("blocks.1.up.weight"), NOT_SEEN, proof=True),
+    "fsdp: a shard is no copy": Case(Net, tokens, {"mesh": "dp_shard=2"}, Flip("blocks.1.up.weight"), NOT_SEEN, proof=True),
     "pp: a table of two stages": Case(
         Net, tokens, {"mesh": "pp=2"}, Flip("table.weight"), "parameter table.weight: rank 1 differs from rank 0"
     ),
-    "pp: another stage's buffer": Case(Net, tokens, {"mesh": "pp=2"}, Flip("blocks.0.table"), NOT_SEEN),
+    "pp: another stage's buffer": Case(Net, tokens, {"mesh": "pp=2"}, Flip("blocks.0.table"), NOT_SEEN, proof=True),
     "fsdp: a buffer": Case(
-        Net, tokens, {"mesh": "dp_shard=2"}, Flip("blocks.0.table"), "buffer blocks.0.table: rank 1 differs from rank 0"
+        Net, tokens, {"mesh": "dp_shard=2"}, Flip("blocks.0.table"), "buffer blocks.0.table: rank 1 differs from rank 0", proof=True
     ),
     "tp: a buffer that forwards change": Case(
         Net, tokens, {"mesh": "tp=2"}, Flip("blocks.0.seen", byte=2), "buffer blocks.0.seen: rank 1 differs from rank 0"
@@ -212,7 +213,7 @@ CASES = {
         Net, tokens, {"mesh": "tp=2"}, Set("", "offset", torch.tensor(1e-6)), "loss of microbatch 1: rank 1 differs"
     ),
     "dp: the optimizer's steps": Case(
-        Net, tokens, {"mesh": "dp_replicate=2"}, no_step, "steps of the optimizer, of parameter"
+        Net, tokens, {"mesh": "dp_replicate=2"}, no_step, "steps of the optimizer, of parameter", proof=True
     ),
     "tp: sums in another order, in a step that compares": Case(
         TwoSums, tokens, {"mesh": "tp=2"}, Set("", "other_way", True),
@@ -222,15 +223,15 @@ CASES = {
         TwoSums, tokens, {"mesh": "tp=2"}, Set("", "other_way", True), "the order of collectives since the start: rank 1 differs"
     ),
     "tp: a sum that a rank leaves out": Case(
-        TwoSums, tokens, {"mesh": "tp=2"}, Set("", "leaves_out", True), "the order of collectives in a tp group: rank 0 enters all_reduce of", at=5
+        TwoSums, tokens, {"mesh": "tp=2"}, Set("", "leaves_out", True), "the order of collectives in a tp group: rank 0 enters all_reduce of", at=5, proof=True
     ),
     "odd values, tp": Case(Odd, vectors, {"mesh": "tp=2"}),
     "odd values, dp": Case(Odd, vectors, {"mesh": "dp_replicate=2"}),
-    "odd values, fsdp": Case(Odd, vectors, {"mesh": "dp_shard=2"}),
-    "odd values, changed": Case(Odd, vectors, {"mesh": "dp_replicate=2"}, Flip("unused"), "parameter unused: rank 1 differs"),
+    "odd values, fsdp": Case(Odd, vectors, {"mesh": "dp_shard=2"}, proof=True),
+    "odd values, changed": Case(Odd, vectors, {"mesh": "dp_replicate=2"}, Flip("unused"), "parameter unused: rank 1 differs", proof=True),
     "experts": Case(Experts, chosen, {"mesh": "dp_replicate=2"}),
-    "sequence parallel": Case(Net, tokens, {"mesh": "tp=2", "sequence_parallel": True}),
-    "pp, microbatches": Case(Net, tokens, {"mesh": "pp=2", "microbatches": 4}),
+    "sequence parallel": Case(Net, tokens, {"mesh": "tp=2", "sequence_parallel": True}, proof=True),
+    "pp, microbatches": Case(Net, tokens, {"mesh": "pp=2", "microbatches": 4}, proof=True),
 }  # fmt: skip
 
 
@@ -258,12 +259,14 @@ def steps(cases: list[Case]) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "proof"), [(2, False), (4, False), *(pytest.param(n, True, marks=pytest.mark.proof) for n in (2, 4))]
+)
 def test_a_difference_is_one_error_that_names_it_on_all_ranks_and_none_is_silent(
-    workers: LocalWorkers, ranks: int
+    workers: LocalWorkers, ranks: int, proof: bool
 ) -> None:
-    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
-    of_ranks = workers.run(steps, list(cases.values()), ranks=ranks)
+    cases = {name: case for name, case in CASES.items() if (case.ranks, case.proof) == (ranks, proof)}
+    of_ranks = workers.run(steps, list(cases.values()), ranks=ranks, timeout=400)
     for i, (name, case) in enumerate(cases.items()):
         assert {found[i] for found in of_ranks} == {of_ranks[0][i]}, name
         done, told = of_ranks[0][i]

@@ -18,7 +18,7 @@ compared the ranks of a tp group say which one they enter, before they do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ from meshwright.run.hang import spelled_ranks
 from meshwright.run.parameters import local_tensor
 from meshwright.view.axis import Ledger
 from meshwright.view.standing import Standing, arrived
-from meshwright.view.structure import tensors_of
 from meshwright.view.tensor import View
 
 if TYPE_CHECKING:
@@ -160,19 +159,19 @@ class Guard:
         """Hooks of a block."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(f"what enters {name}", place, (args, kwargs))
+            self._note(f"what enters {name}", place, [*args, *kwargs.values()])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(f"what leaves {name}", place, output)
+            self._note(f"what leaves {name}", place, _items(output))
 
         return before, after
 
-    def _note(self, name: str, place: int, values: Any) -> None:
+    def _note(self, name: str, place: int, values: Iterable[Any]) -> None:
         """Checksums of the tensors that this rank has whole."""
         with without_modes():  # none of this is the model's
-            for t in tensors_of(values):
-                known = isinstance(t, (View, Standing, nn.Parameter))
-                if not known and t.device == self._groups.device and _plain(t):
+            for t in values:
+                own = isinstance(t, Tensor) and not isinstance(t, (View, Standing, nn.Parameter))
+                if own and t.device == self._groups.device and _plain(t):
                     arrived(t)
                     self._activations.append((place, name, checksum(t)))
 
@@ -306,6 +305,13 @@ class Guard:
         for name, b in self._model.named_buffers():
             if self._recipe.owns_buffer(name, self._groups.rank) and not isinstance(b, (Standing, View)) and _plain(b):
                 yield name, b
+
+
+def _items(output: Any) -> Iterable[Any]:
+    """What a module returns, one by one; containers in it (a cache of all layers) are not looked into."""
+    if isinstance(output, dict):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else [output]
 
 
 def _plain(t: Tensor) -> bool:

@@ -3,6 +3,9 @@
 FSDP2 reduces, unit by unit, the gradients that are there. Ranks that disagree on which those are would reduce different
 things together, or wait for each other. So each rank fills in zeros for the parameters it did not use, just before its
 unit is reduced; and what no rank used is taken back to ``None`` after the step, as it is on one device.
+
+FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if they have no gradient. Where a rank skips
+the blocks before a unit, its input is the batch. So that all ranks reduce in the same order, such an input has a gradient.
 """
 
 from __future__ import annotations
@@ -11,13 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.private import without_modes
+from meshwright.private import pytree, without_modes
 from meshwright.recipe import Recipe
 from meshwright.run.data import before_reduction, parameter_groups, without_gradient
 from meshwright.run.groups import Groups
+
+
+class _Anchor(torch.autograd.Function):
+    """A tensor without a gradient as one with a gradient, which goes nowhere. No leaf: the model may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class Routed:
@@ -39,12 +54,25 @@ class Routed:
             if isinstance(module, FSDPModule):
                 for group in parameter_groups(module):
                     before_reduction(group, self._fill)
+                if module is not model:
+                    module.register_forward_pre_hook(self._anchored, prepend=True, with_kwargs=True)
 
     def _fill(self, fsdp_param: Any) -> None:
         if (p := without_gradient(fsdp_param)) is not None:
             with without_modes():  # a backward may run under the view, to make activations again
                 p.grad = torch.zeros_like(p)
             self._filled.add(id(fsdp_param))
+
+    def _anchored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's arguments, at least one of them with a gradient, if any can have one."""
+        given = [*args, *kwargs.values()]
+        tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+        first = next((i for i, t in enumerate(given) if type(t) is Tensor and t.is_floating_point()), None)
+        if first is None or not torch.is_grad_enabled() or any(t.requires_grad for t in tensors):
+            return None
+        with without_modes():
+            given[first] = _Anchor.apply(given[first], torch.zeros((), device=given[first].device, requires_grad=True))
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     def begin(self) -> None:
         """Before a step: gradients that are there already stay, whatever the step uses."""

@@ -45,10 +45,10 @@ class Order:
     def note(self, kind: str, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> None:
         """A collective begins that ranks do not wait in."""
         # Integers have the same hash in every process; a text has not.
-        self.number = hash((self.number, _KINDS.index(kind), *shape, -1 if dtype is None else _DTYPES[dtype]))
+        self.number = hash((self.number, _KINDS[kind], *shape, -1 if dtype is None else _DTYPES[dtype]))
 
 
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "fork", "join")
+_KINDS = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 2, "all_to_all": 3, "fork": 4, "join": 5}
 _DTYPES = {
     dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
