@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -341,13 +342,16 @@ def test_silence_leaves_a_shared_configuration_alone() -> None:
 
 
 def test_everything_that_cannot_be_sent_is_named_at_once(check: Check) -> None:
+    lock = threading.Lock()
     with pytest.raises(mw.PlanError) as raised:
         check(
-            lambda: Small(), batch() | {"f": open}, "tp=16", loss=lambda output: output.loss, dtype=torch.int32, steps=0
-        )
+            lambda: lock and Small(), batch() | {"f": open}, "tp=16", loss=lambda output: lock and output.loss,
+            dtype=torch.int32, steps=0,
+        )  # fmt: skip
     assert [f.where for f in raised.value.findings] == ["build", "loss", "dtype", "steps", "workers"]
     with pytest.raises(mw.PlanError, match=r"where: *batch"), open(__file__) as file:
         check(Small, batch() | {"file": file}, TP)
+    assert check(lambda: Small(), batch(), TP), "a lambda can be sent"
 
 
 def test_a_plan_error_of_the_workers_is_raised_here(check: Check) -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,10 +118,6 @@ def reports(count: int) -> None:
     for step in range(count):
         print(f"step {step} of rank {dist.get_rank()} ✓")
         report(step)
-
-
-def returns_a_lambda() -> object:
-    return lambda: 0
 
 
 # ---- what a run gives and leaves ----
@@ -284,10 +281,11 @@ def test_an_interrupt_ends_all_workers_and_what_they_started(workers: LocalWorke
 
 
 def test_what_cannot_be_sent_is_refused(workers: LocalWorkers) -> None:
-    with pytest.raises(TypeError, match="top level"):
-        workers.run(lambda: 0)
-    with pytest.raises(WorkerError, match="top level"):
-        workers.run(returns_a_lambda, ranks=1)
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent .*lock"):
+        workers.run(lambda: lock)
+    with pytest.raises(WorkerError, match=r"cannot be sent .*lock"):
+        workers.run(threading.Lock, ranks=1)
     with pytest.raises(ValueError, match="1 to 3"):
         workers.run(os.getpid, ranks=4)
 
@@ -305,7 +303,9 @@ class Answer:
     rank: int
 
 def function(answer):
-    return Answer(answer.rank + dist.get_rank())
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, Answer(dist.get_rank()))
+    return Answer(answer.rank + dist.get_rank() + 100 * sum(a.rank for a in found))
 
 print("started")
 with local_workers(2) as workers:
@@ -325,7 +325,7 @@ with local_workers(1) as workers:
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
     lines = python("script.py", directory=tmp_path)
-    assert lines[0] == "started" and lines[1].startswith("[Answer(rank=5), Answer(rank=6)]")
+    assert lines[0] == "started" and lines[1].startswith("[Answer(rank=105), Answer(rank=106)]")
     assert lines[2:] == ["['last']"]
     assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]], timeout=0) == []
 
@@ -334,6 +334,17 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
 def test_a_command_line_program_works_and_its_death_leaves_no_orphan() -> None:
     lines = python("-c", PLAIN_SCRIPT, "die", code=-signal.SIGKILL)
     assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]]) == []
+
+
+def test_an_interactive_session_works() -> None:
+    """As a notebook's cells do: functions and classes that are in no file."""
+    assert python("-", text=PLAIN_SCRIPT)[1].startswith("[Answer(rank=105), Answer(rank=106)]")
+
+
+def test_a_lambda_and_what_it_names_can_be_sent(workers: LocalWorkers) -> None:
+    scale = torch.arange(3)
+    found = workers.run(lambda rows: (scale * rows, lambda: dist.get_rank()), 2, ranks=2)
+    assert torch.equal(found[0][0], 2 * scale) and callable(found[1][1])
 
 
 def test_a_file_loaded_by_its_path_is_found(workers: LocalWorkers, tmp_path: Path) -> None:
@@ -351,14 +362,15 @@ def test_a_file_loaded_by_its_path_is_found(workers: LocalWorkers, tmp_path: Pat
     assert type(result) is module.Thing
 
 
-def python(*arguments: str, directory: Path | None = None, code: int = 0) -> list[str]:
-    """Run the interpreter; the lines it printed."""
+def python(*arguments: str, directory: Path | None = None, text: str | None = None, code: int = 0) -> list[str]:
+    """Run the interpreter, which reads ``text``; the lines it printed."""
     source = Path(workers_module.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,
         env=environment,
+        input=text,
         capture_output=True,
         text=True,
         timeout=60,

@@ -34,7 +34,7 @@ from meshwright.parity.sides import Case, Outcome, Reference, digest, distribute
 from meshwright.plan import Plan, PlanLike
 from meshwright.run.batch import plain
 from meshwright.run.job import Loss, output_loss
-from meshwright.run.parcel import MainReachedWorkers, main_is_loading, pack
+from meshwright.run.parcel import pack
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers
 
 __all__ = ["Report", "check"]
@@ -83,8 +83,6 @@ def check(
     Raises:
         PlanError: every problem of the plan, or of what cannot be sent to a worker.
     """
-    if main_is_loading():  # in a worker, which runs the caller's script for its functions alone
-        raise MainReachedWorkers
     started, plan, batch = time.monotonic(), Plan.parse(plan), plain(batch)
     case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed)
     _refuse(case, plan, workers)
@@ -225,7 +223,9 @@ def _must_pickle(name: str, value: Any, findings: Findings) -> None:
         findings.add(
             where=name,
             given=f"{getattr(value, '__qualname__', type(value).__name__)}: {error}",
-            required="tensors and plain values" if data else "a function or class at the top level of a module",
+            required="tensors and plain values"
+            if data
+            else "a function or class that names no locks, files or handles",
             fix=f"{name} = ..., without functions, open files or handles"
             if data
             else f"def {name}_of_check(...):  # in a file, not nested; its arguments with functools.partial",

@@ -29,6 +29,12 @@ _TAIL = 4000  # bytes of output shown in an error
 _END_TIMEOUT = 5.0  # seconds a process may take to end: killed ones take milliseconds
 
 
+def _script() -> str:
+    """Code that gives a worker's main module the file of the one here: some look for the source of a class there."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return "" if file is None else f"__file__ = {os.path.abspath(file)!r}; "
+
+
 class WorkerProcess:
     """One process; its rank is the same in every run."""
 
@@ -40,7 +46,7 @@ class WorkerProcess:
         self.log = _scratch_file()
         self._stacks = _scratch_file()
         command = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {sys.path!r}; {_script()}"
             f"from meshwright.run.worker import main; main({theirs.fileno()}, {self._stacks.fileno()})"
         )
         with theirs:

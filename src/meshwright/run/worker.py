@@ -35,7 +35,7 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.run.channel import Channel, Message
-from meshwright.run.parcel import Names, pack, unpack
+from meshwright.run.parcel import pack, unpack
 
 STACK_SIGNAL = signal.SIGUSR1  # the pool asks with it for the stack a worker is in
 LISTENER = "meshwright-listener"
@@ -58,7 +58,6 @@ class Task:
     directory: str
     path: list[str]  # sys.path
     arguments: list[str]  # sys.argv
-    names: Names
 
 
 def report(value: object) -> None:
@@ -67,7 +66,7 @@ def report(value: object) -> None:
     Only rank 0's reports are sent; outside a worker nothing happens.
     """
     if _worker is not None and _worker.rank == 0:
-        _worker.channel.send(("report",), pack(value)[0])
+        _worker.channel.send(("report",), pack(value))
 
 
 def main(descriptor: int, stacks: int) -> None:
@@ -122,10 +121,10 @@ class _Worker:
 
     def _answer(self, task: Task, parcel: memoryview) -> None:
         try:
-            function, args, kwargs = unpack(parcel, task.names)
+            function, args, kwargs = unpack(parcel)
             with _process_group(task):
                 try:
-                    result, _ = pack(function(*args, **kwargs))
+                    result = pack(function(*args, **kwargs))
                 except BaseException as error:
                     self._fail(error)  # before the group goes: peers that fail for it come later
                     raise _FailedError from None
@@ -146,7 +145,7 @@ class _Worker:
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         # A person's mistake is told as it is. Other errors go as text alone: not all can be made anew elsewhere.
-        mistake = pack(error)[0] if type(error) in (PlanError, CheckpointError) else b""
+        mistake = pack(error) if type(error) in (PlanError, CheckpointError) else b""
         self.channel.send(("failed", when, summary, details), mistake)
         # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
         traceback.clear_frames(error.__traceback__)

@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from meshwright.errors import PlanError
-from meshwright.run.parcel import MainReachedWorkers, Names, main_is_loading, pack, unpack
+from meshwright.run.parcel import pack, unpack
 from meshwright.run.process import Echo, WorkerProcess, exchange, stacks_of
 from meshwright.run.worker import Task, report
 
@@ -120,12 +120,10 @@ class LocalWorkers:
         Errors: `WorkerError`, the first failure; `TypeError` for what cannot be pickled. Arguments named like
         these four go through `functools.partial`.
         """
-        if main_is_loading():
-            raise MainReachedWorkers
         count = self.ranks if ranks is None else ranks
         if not 1 <= count <= self.ranks:
             raise ValueError(f"ranks must be 1 to {self.ranks}, the size of the pool; given {count}")
-        parcel, names = pack((function, args, kwargs))
+        parcel = pack((function, args, kwargs))
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("these workers are busy with another run")
         try:
@@ -133,7 +131,7 @@ class LocalWorkers:
             self._await_start(count)
             run = _Run(self._runs + 1, [self._children[rank] for rank in range(count)], echo, on_report)
             self._runs += 1
-            answers = self._perform(run, parcel, names, self.timeout if timeout is None else timeout)
+            answers = self._perform(run, parcel, self.timeout if timeout is None else timeout)
         except WorkerError:
             raise
         except BaseException:  # an interrupt, or an error of on_report: nobody waits for the answers now
@@ -145,8 +143,6 @@ class LocalWorkers:
 
     def start(self, ranks: int | None = None) -> None:
         """Start workers without waiting for them. Never needed: it only hides the time they take."""
-        if main_is_loading():
-            raise MainReachedWorkers
         with self._lock:
             self._start(self.ranks if ranks is None else ranks)
 
@@ -212,9 +208,9 @@ class LocalWorkers:
                 self._drop(child for child in missing if not child.ready)
                 raise WorkerError(child.rank, f"worker {child.rank} did not start: {what}", output)
 
-    def _perform(self, run: _Run, parcel: bytes, names: Names, timeout: float) -> list[memoryview]:
+    def _perform(self, run: _Run, parcel: bytes, timeout: float) -> list[memoryview]:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
-            self._send(run, parcel, names, timeout, directory)
+            self._send(run, parcel, timeout, directory)
             error = run.wait(timeout)
             run.leave(GRACE if error else _LEAVE_TIMEOUT)
             error = error or run.first_failure()
@@ -223,7 +219,7 @@ class LocalWorkers:
             raise error
         return [run.answers[child.rank] for child in run.children]
 
-    def _send(self, run: _Run, parcel: bytes, names: Names, timeout: float, directory: str) -> None:
+    def _send(self, run: _Run, parcel: bytes, timeout: float, directory: str) -> None:
         port = _free_port()
         for child in run.children:
             child.clear_output()
@@ -239,7 +235,6 @@ class LocalWorkers:
                 directory=os.getcwd(),
                 path=list(sys.path),
                 arguments=list(sys.argv),
-                names=names,
             )
             child.channel.post(("task", task), parcel)
 
