@@ -349,8 +349,8 @@ def test_everything_that_cannot_be_sent_is_named_at_once(check: Check) -> None:
             dtype=torch.int32, steps=0,
         )  # fmt: skip
     assert [f.where for f in raised.value.findings] == ["build", "loss", "dtype", "steps", "workers"]
-    with pytest.raises(mw.PlanError, match=r"where: *batch"), open(__file__) as file:
-        check(Small, batch() | {"file": file}, TP)
+    with pytest.raises(mw.PlanError, match=r"where: *batch"):
+        check(Small, batch() | {"lock": lock}, TP)
     assert check(lambda: Small(), batch(), TP), "a lambda can be sent"
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -228,12 +228,12 @@ def _must_pickle(name: str, value: Any, findings: Findings) -> None:
             else "a function or class that names no locks, files or handles",
             fix=f"{name} = ..., without functions, open files or handles"
             if data
-            else f"def {name}_of_check(...):  # in a file, not nested; its arguments with functools.partial",
+            else f"def {name}_of_check(...):  # which makes what it needs itself",
         )
 
 
-class _Digest(pickle.Pickler):
-    """Pickles tensors as digests of their values."""
+class _Digest(cloudpickle.Pickler):
+    """Pickles tensors as digests of their values, and functions as they are sent."""
 
     def persistent_id(self, x: Any) -> Any:
         return digest(x) if isinstance(x, Tensor) else None
