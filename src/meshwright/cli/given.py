@@ -13,7 +13,7 @@ import yaml
 from meshwright.errors import Findings, PlanError
 from meshwright.mesh import Mesh
 from meshwright.plan import KEYS, Plan
-from meshwright.target import Target, TargetLoss, load_target
+from meshwright.target import Target, TargetLoss, is_of_transformers, load_target
 
 _T = TypeVar("_T")
 
@@ -44,13 +44,16 @@ class Given:
         ranks: int | None = None,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
     ) -> Given:
-        """Raises PlanError with every problem of all of them."""
+        """Raises PlanError with every problem of all of them; of the plan alone, if it has any and the target is a model of
+        transformers."""
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
         found, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
         if found is not None:
             count = rows(_pieces(found))
+        if problems.errors and is_of_transformers(target):  # which takes seconds to import
+            problems.raise_if_any()
         loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
         loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
         problems.of(lambda: _check_device(device))

@@ -8,6 +8,7 @@ then see another path than a run takes. That costs nothing but speed, since the 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class Shadow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         if self.memory:
             targets = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
             self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
@@ -71,7 +72,8 @@ class Shadow(TorchDispatchMode):
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
         given = args
-        args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        if not all(t.is_meta for t in tensors):
+            args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
             args = (args[0], [_positions(i) for i in given[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
@@ -142,6 +144,17 @@ def _again(x: Any) -> Any:
         return x()
     kind, value = x
     return kind(map(_again, value)) if kind in (list, tuple) else value
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an op, which are in lists at most."""
+    found: list[Tensor] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
 
 
 def _to_meta(t: Tensor) -> Tensor:

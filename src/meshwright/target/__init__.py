@@ -35,7 +35,7 @@ from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HF", "HFTarget", "Target", "TargetBuild", "TargetLoss", "head", "load_target", "with_rows"]
+__all__ = ["HF", "HFTarget", "Target", "TargetBuild", "TargetLoss", "head", "is_of_transformers", "load_target", "with_rows"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Target:
     dataset: Any = None
 
 
+def is_of_transformers(spec: str) -> bool:
+    """Whether a TARGET names a model of transformers."""
+    return spec.startswith(HF)
+
+
 def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: int = 8, length: int = 16) -> Target:
     """The model that a TARGET names.
 
@@ -67,7 +72,7 @@ def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: i
         PlanError: what is wrong with the target, and what to write instead.
     """
     settings = dict(settings or {})
-    if spec.startswith(HF):
+    if is_of_transformers(spec):
         build, batch = hf_target(spec, settings, rows, length)
         return Target(spec, build, batch)
     spec = absolute(spec, TARGET)
