@@ -440,13 +440,13 @@ take("nystrom-attention", "nystromformer", "nystrom_attention:Nystromformer", pa
 take("linformer", "lm", "linformer:LinformerLM", tokens, "keys projected along the sequence",
      num_tokens=VOCAB, dim=32, seq_len=16, depth=2, heads=4, k=4)  # fmt: skip
 take("vector-quantize-pytorch", "vq", "vector_quantize_pytorch:VectorQuantize", partial(features, 12, 16),
-     "codebook by moving averages", dim=16, codebook_size=8, commitment_weight=0.5)  # fmt: skip
+     "codebook by moving averages", dim=16, codebook_dim=8, codebook_size=8, commitment_weight=0.5)  # fmt: skip
 take("vector-quantize-pytorch", "fsq", "vector_quantize_pytorch:FSQ", partial(features, 12, 16),
      "finite scalars", levels=[4, 4, 4], dim=16)  # fmt: skip
 take("vector-quantize-pytorch", "lfq", "vector_quantize_pytorch:LFQ", partial(features, 12, 16),
      "signs, entropy loss", dim=16, codebook_size=16)  # fmt: skip
 take("vector-quantize-pytorch", "residual_vq", "vector_quantize_pytorch:ResidualVQ", partial(features, 12,
-     16), "codebooks one after another", dim=16, codebook_size=8, num_quantizers=2)  # fmt: skip
+     16), "codebooks one after another", dim=16, codebook_dim=8, codebook_size=8, num_quantizers=2)  # fmt: skip
 take("egnn-pytorch", "egnn", "egnn_pytorch:EGNN", lambda: (normal(6, 16), normal(6, 3)),
      "equivariant, distances", dim=16)  # fmt: skip
 take("mambapy", "mamba", "mambapy.mamba:Mamba", partial(features, 8, 16), "parallel scan, custom backward",

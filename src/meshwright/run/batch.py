@@ -126,6 +126,11 @@ def differs(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[in
     return frozenset(other.union(written(copy, before)))
 
 
+def as_given(batch: Any) -> Any:
+    """A batch in the same memory, which keeps its shapes whatever a forward does to those of the batch (``unsqueeze_``)."""
+    return mapped(torch.Tensor.detach, batch)
+
+
 def versions(batch: Any) -> list[int | None]:
     """How often each tensor of a batch has been written, to tell later whether one was."""
     return [version(t) for t in tensors_in(batch)]

@@ -83,6 +83,7 @@ def how_rows_combine(
     dtype: torch.dtype,
     agreed: Agreed,
     fatal: tuple[type[Exception], ...] = (),
+    single: bool = False,
 ) -> Verdict:
     """How the rows of a batch combine into its loss; the same verdict on every rank.
 
@@ -94,6 +95,8 @@ def how_rows_combine(
             multiplied by).
         dtype: what the model computes in.
         agreed: a number → the smallest and the largest of all ranks.
+        single: whether a piece may be a single row. Then one of the trial is: a dim of size 1 is another shape to a model
+            (``squeeze``), and memory that is contiguous where it was not (``transpose(0, 1).contiguous()`` copies nothing).
         fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
     """
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
@@ -103,7 +106,7 @@ def how_rows_combine(
         _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
         _Computing(dtype, nullcontext, wide=False),
     ):
-        attempt = _Attempt(rows, model, random, changed, losses, computing)
+        attempt = _Attempt(rows, model, random, changed, losses, computing, single=single)
         ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
         # Agreed on after each: every rank runs as many forwards, which have collectives.
         for compared in (*ways, attempt.compared_by_noise):
@@ -154,8 +157,10 @@ class _Attempt:
         changed: Sequence[Slot],
         losses: Losses,
         computing: _Computing,
+        *,
+        single: bool,
     ) -> None:
-        self._rows, self._count = rows, rows_of(rows)
+        self._rows, self._count, self._single = rows, rows_of(rows), single
         self._model, self._random, self._changed = model, random, changed
         self._losses, self._computing = losses, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
@@ -177,7 +182,8 @@ class _Attempt:
     def _try(self, way: str) -> None:
         if not self._whole.losses:
             self._whole = self._tried([(0, self._count)], [self._rows], MEAN, self._draws)
-        middle = self._count // 2 - (self._count > 5)  # uneven, as even halves may happen to be alike
+        # Uneven, as even halves may happen to be alike.
+        middle = 1 if self._single else self._count // 2 - (self._count > 5)
         spans = [(0, middle), (middle, self._count)]
         pieces = [take_rows(self._rows, *span) for span in spans]
         self._parts[way] = self._tried(spans, pieces, way, self._draws)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
-from meshwright.run.batch import copied, mapped, plain, versions, with_shared
+from meshwright.run.batch import as_given, copied, mapped, plain, versions, with_shared
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
@@ -36,6 +36,7 @@ from meshwright.run.step import (
     microbatches,
     rows_of,
     take_rows,
+    weighed,
     weights,
     write_back,
 )
@@ -143,7 +144,7 @@ class Job:
         self._agree_on_random()
         batch = with_shared(plain(batch), self.recipe.shared_inputs)
         pieces = self._pieces(batch)
-        before = versions(pieces.batches)
+        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.steps + self.steps_before
         guarded = backward and self.guard.due(self.steps)
         self._reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
@@ -157,7 +158,7 @@ class Job:
             losses = self._losses(pieces, backward=False)
             self._reshard()
         if pieces.gathered is not None:
-            write_back(pieces.batches[0], before, batch, pieces.gathered)
+            write_back(given, before, batch, pieces.gathered)
         self._settle_modules()
         found = self._summed(losses, pieces.shares)
         if guarded:
@@ -179,7 +180,7 @@ class Job:
             self._sync(last=i == len(pieces.batches) - 1)
             with self._on(), begin.restored() if begin is not None and i else nullcontext():
                 with Shares(pieces.shares[i]).on(self.module):
-                    loss = whole(self._loss(called(self.module, piece))) * pieces.scale[i]
+                    loss = weighed(whole(self._loss(called(self.module, piece))), pieces.scale[i])
                 if backward and loss.requires_grad:
                     BACKWARD(loss)
             found.append(loss.detach())
@@ -206,6 +207,7 @@ class Job:
             )
         return found[0].to(torch.float64 if found[1] else torch.float32)
 
+    @one_process()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, its tensors whole; with a pipeline, on the ranks of its last stage, and
         without gradients (None on other ranks)."""
@@ -473,13 +475,16 @@ class Job:
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
         way = self.rows if self.rows in (SUM, RATIO, SPLIT) else MEAN
-        scale, shares = weights(split, self._counter, self._copies, self.groups.device, way=way, waiting=self.waiting)
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
+        scale, shares = weights(
+            split, self._counter, self._copies, self.groups.device, way=way, waiting=self.waiting, stand_in=row
+        )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
         fewest, _ = self._agreed(rows_of(batch))
+        single = fewest < 2 * self.recipe.microbatches  # some piece is a single row
         rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
         if rows_of(rows) < 2:
             return Verdict(MEAN)
@@ -504,7 +509,9 @@ class Job:
             dtype = torch.bfloat16
         # An error in one stage leaves the others waiting for what it would send.
         fatal = (StageError,) if self.recipe.mesh.axis_size("pp") > 1 else ()
-        return how_rows_combine(rows, self.module, self.random, self._changed(), losses, dtype, self._agreed, fatal)
+        return how_rows_combine(
+            rows, self.module, self.random, self._changed(), losses, dtype, self._agreed, fatal, single=single
+        )
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""

@@ -37,7 +37,7 @@ from meshwright.run.modulestate import ModuleState
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
-from meshwright.run.step import BACKWARD, called
+from meshwright.run.step import BACKWARD, called, weighed
 from meshwright.run.streams import Streams
 from meshwright.run.waiting import Waiting
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
@@ -507,7 +507,7 @@ class _Step:
             elif self.loss is None:
                 self.result = map_tensors(whole, output)
             else:
-                flight.loss = whole(self.loss(output)) * self.scale[m]
+                flight.loss = weighed(whole(self.loss(output)), self.scale[m])
                 self.losses.append(flight.loss.detach())
         if not self.backward:
             flight.received.clear()

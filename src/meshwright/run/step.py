@@ -97,6 +97,7 @@ def weights(
     way: str = MEAN,
     alone: bool = False,
     waiting: Waiting | None = None,
+    stand_in: Any = None,
 ) -> tuple[list[float], list[Share | None]]:
     """What each microbatch's loss is multiplied by, and what its means are to be where that is not enough.
 
@@ -104,14 +105,20 @@ def weights(
 
     Args:
         way: how the losses of pieces make that of the batch (run/counts.py).
+        stand_in: the row that runs for a piece without rows. It weighs nothing, and divides by what the others divide by:
+            its own mask may be empty, and 0/0 has no finite gradient.
     """
-    counted = [counter.counted(p, n) if counter is not None and (n := rows_of(p)) else None for p in pieces]
-    slots, total = _totals([rows_of(p) for p in pieces], counted, counter, device, alone=alone, waiting=waiting)
+    sizes = [rows_of(p) for p in pieces]
+    counted = [counter.counted(p, n) if counter is not None and n else None for p, n in zip(pieces, sizes, strict=True)]
+    slots, total = _totals(sizes, counted, counter, device, alone=alone, waiting=waiting)
     rows, *_ = sums = (total if alone else total / copies).split([1, 1, *(size for _, _, size in slots)])
     totals, every = dict(zip(slots, sums[2:], strict=True)), float(rows)
     scale, shares = [], []
-    for piece, found in zip(pieces, counted, strict=True):
-        weight = rows_of(piece) / every
+    for size, found in zip(sizes, counted, strict=True):
+        weight = size / every
+        if not size and counter is not None and stand_in is not None:
+            found = counter.counted(stand_in, 1)
+            found = found if totals.keys() >= set(found.program.slots.values()) else None
         scale.append(weight if way != SUM else float(weight > 0))
         share = None if found is None or not found.program.matters else Share(found, totals, every, weight, way)
         shares.append(None if share is None or share.even else share)
@@ -156,6 +163,11 @@ def _totals(
 def _as_slot(slot: Any) -> Slot:
     line, before, size = slot
     return line, before, size
+
+
+def weighed(loss: Tensor, scale: float) -> Tensor:
+    """A microbatch's part of the mean. A mean over nothing, 0/0, weighs nothing."""
+    return loss * scale if scale else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
 
 
 def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> tuple[Any, int]:

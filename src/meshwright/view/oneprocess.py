@@ -49,8 +49,12 @@ _THE_SAME = frozenset(
     get_node_local_rank get_default_backend_for_device supports_complex".split()
 )
 
-# Modules whose functions are collectives. A model that uses one has imported it.
-_COLLECTIVES = ("torch.distributed.nn.functional", "torch.distributed._functional_collectives")
+# Modules whose functions are collectives. Of the last ones, a model that uses one has imported it.
+_MODULES = (
+    distributed_c10d.__name__,
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+)
 
 _IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
 
@@ -114,44 +118,50 @@ class _StandIns:
 
     def __init__(self) -> None:
         self._lock, self._within = threading.Lock(), 0
-        self._made: dict[FunctionType, _StandIn] = {}
+        self._made: list[_StandIn] = []
+        self._modules: set[str] = set()  # whose functions have stand-ins
 
     def enter(self) -> None:
         with self._lock:
+            for module in _MODULES:
+                if module in sys.modules and module not in self._modules:  # a model has imported it since
+                    self._modules.add(module)
+                    new = [_stand_in(function, answer) for function, answer in _functions(module)]
+                    self._made += new
+                    if self._within:
+                        _put(new, 1)
             self._within += 1
             if self._within == 1:
-                for function, answer in _functions():
-                    if function not in self._made:
-                        self._made[function] = _stand_in(function, answer)
-                    self._made[function].put(1)
+                _put(self._made, 1)
 
     def leave(self) -> None:
         with self._lock:
             self._within -= 1
             if not self._within:
-                for made in self._made.values():
-                    made.put(0)
+                _put(self._made, 0)
+
+
+def _put(stand_ins: list[_StandIn], which: int) -> None:
+    for stand_in in stand_ins:
+        stand_in.put(which)
 
 
 _STAND_INS = _StandIns()  # of the process: torch's functions are
 
 
-def _functions() -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
-    """The functions of torch's that get a stand-in, and what this answers a caller."""
-    for name in distributed_c10d.__all__:
-        function = getattr(distributed_c10d, name)
-        if type(function) is FunctionType and name not in _THE_SAME:
-            yield (
-                function,
-                functools.partial(_answer, name) if name in _ANSWERS else _refusal(f"torch.distributed.{name}"),
-            )
-    yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
-    yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
-    yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
-    for module in filter(None, map(sys.modules.get, _COLLECTIVES)):
-        for name, function in vars(module).items():
-            if isinstance(function, FunctionType) and function.__module__ == module.__name__ and name[0] != "_":
-                yield function, _refusal(f"{module.__name__}.{name}")
+def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
+    """The functions of a module of torch's that get a stand-in, and what this answers a caller."""
+    if module == distributed_c10d.__name__:
+        yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
+        yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
+        yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
+    names = distributed_c10d.__all__ if module == distributed_c10d.__name__ else sorted(vars(sys.modules[module]))
+    for name in names:
+        function = getattr(sys.modules[module], name)
+        if type(function) is not FunctionType or function.__module__ != module or name[0] == "_" or name in _THE_SAME:
+            continue
+        shown = f"{module.removesuffix('.distributed_c10d')}.{name}"
+        yield function, functools.partial(_answer, name) if name in _ANSWERS else _refusal(shown)
 
 
 def _answer(name: str, caller: FrameType) -> Any:
