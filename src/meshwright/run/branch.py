@@ -120,6 +120,7 @@ class Branching:
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
         self.rows = 0
         self._streams: dict[int, Any] = {}
+        self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
         self.random = random
 
     def _line(self, around: int) -> Line:
@@ -127,9 +128,13 @@ class Branching:
         return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
-        """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's."""
+        """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's, and take none
+        of them: what the trunk draws is what it draws on one device, if branches draw nothing."""
         self.rows, self._gates = rows, {}
+        self._move_on()
+        self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, ()))
+        torch.set_rng_state(self._begun_at)
         own = [b for b in self.places.branches if b in self.mine]
         self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in own}
 
@@ -138,6 +143,14 @@ class Branching:
         begun, self._begun = self._begun, []
         for arrival in begun:
             arrival.wait()
+        self._move_on()
+        self._begun_at = None
+
+    def _move_on(self) -> None:
+        """If the trunk has drawn nothing in a forward, its generator moves on by one draw: the branches' numbers in the next
+        forward are others."""
+        if self._begun_at is not None and torch.equal(self._begun_at, torch.get_rng_state()):
+            torch.randint(2**48, ())
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
