@@ -35,7 +35,17 @@ from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HF", "HFTarget", "Target", "TargetBuild", "TargetLoss", "head", "is_of_transformers", "load_target", "with_rows"]
+__all__ = [
+    "HF",
+    "HFTarget",
+    "Target",
+    "TargetBuild",
+    "TargetLoss",
+    "head",
+    "is_of_transformers",
+    "load_target",
+    "with_rows",
+]
 
 
 @dataclass(frozen=True)

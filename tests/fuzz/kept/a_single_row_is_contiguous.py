@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'tp': 2}, 'microbatches': 4}
+PLAN = {"mesh": {"tp": 2}, "microbatches": 4}
 ROWS = ((4,),)
 TOKENS, WIDTH = 3, 4
 

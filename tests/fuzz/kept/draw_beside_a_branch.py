@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'tp': 2}, 'modules': {'right': {'on': 'tp[1:2]'}}}
+PLAN = {"mesh": {"tp": 2}, "modules": {"right": {"on": "tp[1:2]"}}}
 ROWS = ((4,), (4,))
 TOKENS, WIDTH = 5, 6
 

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'dp_shard': 2}, 'microbatches': 3}
+PLAN = {"mesh": {"dp_shard": 2}, "microbatches": 3}
 ROWS = ((5,),)
 TOKENS, WIDTH = 3, 4
 
