@@ -64,6 +64,28 @@ class NoisyBlock(Block):
         return super().forward(x) * (1 + random.random())
 
 
+class Held(nn.Module):
+    """The last block draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Block() for _ in range(3)), HeldBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class HeldBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(x.shape, generator=self.generator)
+
+
 class Refusing(Block):
     """An error if a value is not what it always is."""
 
@@ -155,3 +177,10 @@ def test_stages_draw_the_same_numbers_of_the_host_s(workers: LocalWorkers) -> No
     assert first == second
     # x·s/s and x·l/l are x if all stages have the same s and l; blocks multiply by 1 to 2.
     assert all(1 < loss < 3000 for loss in first[0]) and len(set(first[0])) == 3
+
+
+def test_a_generator_of_a_later_stage_goes_on_from_step_to_step(workers: LocalWorkers) -> None:
+    losses, _ = workers.run(stepped, Held, {"mesh": "pp=2", "microbatches": 1}, 3, ranks=2, timeout=60)[0]
+    torch.manual_seed(0)
+    model = Held()
+    assert losses == pytest.approx([model(rows()).item() for _ in range(3)], rel=1e-5)

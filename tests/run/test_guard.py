@@ -97,6 +97,41 @@ class Odd(nn.Module):
         return self.last(self.norm(F.dropout(self.first(x), 0.3, self.training))).square().mean()
 
 
+class OwnRows(nn.Module):
+    """Buffers of which each data rank makes something else: written in place, past autograd, assigned, some times only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(DIM, 1)
+        for name in ("in_place", "past", "assigned", "at_times"):
+            self.register_buffer(name, torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.in_place.lerp_(mean, 0.1)
+        self.past.data.add_(mean)
+        self.assigned = self.assigned * 0.5 + mean
+        if mean[1] > 0:  # of one rank
+            self.at_times += 1
+        return self.last(x).square().mean()
+
+
+class Towers(nn.Module):
+    """Two blocks side by side, which share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+        self.a, self.b = Block(), Block()
+        self.b.up.weight = self.a.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        a = self.a(x)
+        b = self.b(x)
+        return self.head(a + b).square().mean()
+
+
 class Experts(nn.Module):
     """Rows choose an expert; no row of data rank 1 ever takes expert 0, and nobody takes expert 2."""
 
@@ -139,7 +174,7 @@ class Flip:
 
     def __call__(self, job: mw.Job) -> None:
         values = dict(job.module.named_parameters(remove_duplicate=False)) | dict(job.module.named_buffers())
-        data = local_tensor(values[self.name]).detach().view(-1).view(torch.uint8)
+        data = local_tensor(values[self.name]).data.view(-1).view(torch.uint8)  # autograd does not count it as a write
         data[self.byte] ^= 1
 
 
@@ -178,6 +213,7 @@ class Case:
 
 
 NOT_SEEN = ""
+TOWERS = {"mesh": "tp=2", "modules": {"a": {"on": "tp[0]"}, "b": {"on": "tp[1]"}}}
 CASES = {
     "dp: a parameter": Case(
         Net, tokens, {"mesh": "dp_replicate=2"}, Flip("blocks.0.up.weight"), "parameter blocks.0.up.weight: rank 1 differs"
@@ -229,6 +265,14 @@ CASES = {
     "odd values, dp": Case(Odd, vectors, {"mesh": "dp_replicate=2"}),
     "odd values, fsdp": Case(Odd, vectors, {"mesh": "dp_shard=2"}, proof=True),
     "odd values, changed": Case(Odd, vectors, {"mesh": "dp_replicate=2"}, Flip("unused"), "parameter unused: rank 1 differs", proof=True),
+    "branches: a parameter of the trunk": Case(
+        Towers, vectors, TOWERS, Flip("stem.weight"), "parameter stem.weight: rank 1 differs from rank 0"
+    ),
+    "branches: a weight of two": Case(
+        Towers, vectors, TOWERS, Flip("a.up.weight"), "parameter a.up.weight: rank 1 differs from rank 0", proof=True
+    ),
+    "branches: a block's own": Case(Towers, vectors, TOWERS, Flip("b.up.bias"), NOT_SEEN, proof=True),
+    "buffers of a rank's own rows": Case(OwnRows, vectors, {"mesh": "dp_shard=2", "rows": "split"}),
     "experts": Case(Experts, chosen, {"mesh": "dp_replicate=2"}),
     "sequence parallel": Case(Net, tokens, {"mesh": "tp=2", "sequence_parallel": True}, proof=True),
     "pp, microbatches": Case(Net, tokens, {"mesh": "pp=2", "microbatches": 4}, proof=True),

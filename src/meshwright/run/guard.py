@@ -2,8 +2,8 @@
 
     what                                                            equal on all ranks that
     a parameter, and how often an optimizer has updated it          hold the same part of it (dp, tp, ties over stages)
-    a buffer, or frozen parameter, that nothing has changed         hold it
-    a buffer that forwards change, which may follow from rows       run the same rows: a tp group
+    a buffer, or frozen parameter, that no forward writes           hold it
+    a buffer that forwards write, which may follow from rows        run the same rows: a tp group
     what enters and leaves a block as a whole tensor; the loss      run the same rows: a tp group
     the collectives of tensor parallelism, in their order           are of a tp group
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ReplicaError
 from meshwright.layout import WHOLE, Cut
-from meshwright.private import without_modes
+from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.checksum import checksum
 from meshwright.run.groups import Groups
@@ -72,18 +72,33 @@ class Column:
         return [sorted(ranks.values(), key=len, reverse=True) for ranks in by_set.values() if len(ranks) > 1]
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A buffer, or frozen parameter, as it was when values were filled or loaded; its checksum then."""
+
+    value: Tensor
+    version: int | None
+    checksum: int
+
+    def written(self, now: Tensor) -> bool:
+        """Whether something has written to it since, or put another tensor in its place."""
+        return now is not self.value or version(local_tensor(now)) != self.version
+
+
 @dataclass
 class Entries:
     """What a rank holds, each with its column and its checksum.
 
     Attributes:
         numbers: of what is known as a number already.
+        changed: those of no write that have other bits than in the beginning: written past autograd's counting.
     """
 
     columns: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     numbers: list[tuple[int, str, int]] = field(default_factory=list)
+    changed: set[tuple[int, str]] = field(default_factory=set)
 
     def add(self, column: int, name: str, value: Tensor) -> None:
         self.columns.append(column)
@@ -110,7 +125,7 @@ class Guard:
         self._columns: dict[Key, Column] = {}
         self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
         self._activations: list[tuple[int, str, Tensor]] = []
-        self._constants: dict[str, int] = {}
+        self._constants: dict[str, Constant] = {}
         if self.every:
             self._columns = _columns(recipe)
             self.begin()
@@ -125,7 +140,10 @@ class Guard:
         if self.every:
             values = [*self._buffers(), *((n, p) for n, _, p in self._parameters() if not p.requires_grad)]
             sums = _listed([checksum(local_tensor(t)) for _, t in values], self._groups.device)
-            self._constants = dict(zip((name for name, _ in values), sums, strict=True))
+            self._constants = {
+                name: Constant(t, version(local_tensor(t)), number)
+                for (name, t), number in zip(values, sums, strict=True)
+            }
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 
@@ -227,9 +245,8 @@ class Guard:
             rows = torch.stack(table).tolist()
         self._activations = []
         differs = [i for i, c in enumerate(self._columns.values()) if c.differing([row[i] for row in rows])]
-        if differs:
-            fix = _FIX.format(_ON_GPU if device.type == "cuda" else "")
-            raise ReplicaError(step, self._differences(entries, differs), fix)
+        if differs and (lines := self._differences(entries, differs)):
+            raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 
     def _differences(self, entries: Entries, differs: Sequence[int]) -> list[str]:
         """What differs in some columns, in words; the same on every rank. Collective over all ranks."""
@@ -239,11 +256,13 @@ class Guard:
             for column, name, value in [*zip(entries.columns, entries.names, sums, strict=True), *entries.numbers]
             if column in differs
         }
-        told: list[dict[tuple[int, str], int]] = [{} for _ in range(self._recipe.mesh.size)]
-        dist.all_gather_object(told, mine)
+        told: list[tuple[dict[tuple[int, str], int], set[tuple[int, str]]]] = [({}, set())] * self._recipe.mesh.size
+        dist.all_gather_object(told, (mine, entries.changed))
         columns, lines = list(self._columns.values()), list[str]()
-        for key in dict.fromkeys(key for of_rank in told for key in of_rank):
-            for ranks in columns[key[0]].differing([of_rank.get(key) for of_rank in told]):
+        for key in dict.fromkeys(key for own, _ in told for key in own):
+            if all(key in changed for own, changed in told if key in own):
+                continue  # all ranks have changed it, from their own rows perhaps
+            for ranks in columns[key[0]].differing([own.get(key) for own, _ in told]):
                 lines.append(f"{key[1]}: {_told_apart(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
@@ -274,7 +293,7 @@ class Guard:
         return entries
 
     def _add_constants(self, entries: Entries) -> None:
-        """Buffers and frozen parameters. Those that have changed may follow from rows, or from random numbers that differ
+        """Buffers and frozen parameters. Those that forwards write may follow from rows, or from random numbers that differ
         between data ranks, so they are compared over tp alone."""
         frozen = {
             name: (line, p) for name, line, p in self._parameters() if not p.requires_grad and name in self._constants
@@ -288,8 +307,11 @@ class Guard:
             else:
                 what, place = "buffer", self._recipe.buffer_place(name)
                 key = "buffer", place
-            if self._constants.get(name) == number:
+            before = self._constants.get(name)
+            if before is not None and not before.written(values[name]):
                 entries.add(self._index[key], f"{what} {name}", value)
+                if before.checksum != number:
+                    entries.changed.add((self._index[key], f"{what} {name}"))
             elif place in self._places:
                 entries.add(self._index["line", place], f"{what} {name}", value)
 
