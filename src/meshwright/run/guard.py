@@ -18,7 +18,7 @@ compared the ranks of a tp group say which one they enter, before they do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -63,11 +63,15 @@ class Column:
 
     sets: tuple[Hashable, ...]
 
-    def differing(self, values: Sequence[Any]) -> list[list[list[int]]]:
-        """For each set whose ranks have different values: the ranks of each value, the most ranks first."""
+    def differing(self, values: Sequence[Any], without: Collection[int] = ()) -> list[list[list[int]]]:
+        """For each set whose ranks have different values: the ranks of each value, the most ranks first.
+
+        Args:
+            without: ranks that are not compared.
+        """
         by_set: dict[Hashable, dict[Any, list[int]]] = {}
         for rank, (of, value) in enumerate(zip(self.sets, values, strict=True)):
-            if of is not None:
+            if of is not None and rank not in without:
                 by_set.setdefault(of, {}).setdefault(value, []).append(rank)
         return [sorted(ranks.values(), key=len, reverse=True) for ranks in by_set.values() if len(ranks) > 1]
 
@@ -91,7 +95,8 @@ class Entries:
 
     Attributes:
         numbers: of what is known as a number already.
-        changed: those of no write that have other bits than in the beginning: written past autograd's counting.
+        changed: buffers and frozen parameters that were written; and, of the others, those that have other bits than in the
+            beginning.
     """
 
     columns: list[int] = field(default_factory=list)
@@ -262,7 +267,8 @@ class Guard:
         for key in dict.fromkeys(key for own, _ in told for key in own):
             if all(key in changed for own, changed in told if key in own):
                 continue  # all ranks have changed it, from their own rows perhaps
-            for ranks in columns[key[0]].differing([own.get(key) for own, _ in told]):
+            written = [rank for rank, (own, changed) in enumerate(told) if key in changed and key not in own]
+            for ranks in columns[key[0]].differing([own.get(key) for own, _ in told], written):
                 lines.append(f"{key[1]}: {_told_apart(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
@@ -308,10 +314,11 @@ class Guard:
                 what, place = "buffer", self._recipe.buffer_place(name)
                 key = "buffer", place
             before = self._constants.get(name)
-            if before is not None and not before.written(values[name]):
+            written = before is None or before.written(values[name])
+            if written or (before is not None and before.checksum != number):
+                entries.changed.add((self._index[key], f"{what} {name}"))
+            if not written:
                 entries.add(self._index[key], f"{what} {name}", value)
-                if before.checksum != number:
-                    entries.changed.add((self._index[key], f"{what} {name}"))
             elif place in self._places:
                 entries.add(self._index["line", place], f"{what} {name}", value)
 
