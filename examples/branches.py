@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.draw.branches import branches
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 
 A, B = "foo.block_a", "foo.block_b"
 PLANS: dict[str, dict[str, Any]] = {

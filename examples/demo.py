@@ -21,10 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.draw import terminal
-from meshwright.draw.terminal import count_text, render, size_text
-from meshwright.run import loop
+from meshwright.draw import console as consoles
+from meshwright.draw.terminal import render
+from meshwright.draw.text import count_text, size_text
 from meshwright.run.workers import LocalWorkers, report
+from meshwright.train import loop
 
 PLAN = {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "microbatches": 2}
 STEPS, ROWS, LENGTH, HELD_OUT = 80, 16, 128, 64
@@ -69,7 +70,7 @@ def train(steps: int) -> float:
 
 
 def main(steps: int = STEPS) -> int:
-    console, started = terminal.console(), time.monotonic()
+    console, started = consoles.console(), time.monotonic()
     ids = text()
     alone = entropy(ids)
     console.print(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.draw.terminal import console, render
+from meshwright.draw.console import console
+from meshwright.draw.terminal import render
 
 
 class Foo(nn.Module):  # as asked

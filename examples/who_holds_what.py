@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.draw.terminal import render, slices_text
+from meshwright.draw.terminal import render
+from meshwright.draw.text import slices_text
 from meshwright.recipe import take_slices
 
 BATCH_ROWS = 8

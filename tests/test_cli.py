@@ -314,7 +314,7 @@ def test_a_run_goes_on_over_other_ranks_with_its_own_global_batch(file: str) -> 
 
 
 def test_what_training_cannot_do_is_told_before_it_starts(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.run.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.train.metrics.find_spec", lambda name: None)
     text = meshwright("train", f"{file}:model", "--mesh", "tp=2", "--tensorboard", code=2).stderr
     assert "pip install 'meshwright[tensorboard]'" in text
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

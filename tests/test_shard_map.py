@@ -15,8 +15,10 @@ from rich.console import Console
 import branching as models
 from branching import on
 from meshwright.api import make_recipe
+from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, itemsize, shard_map
-from meshwright.draw.terminal import console, count_text, ranges_text, ranks_text, render, size_text
+from meshwright.draw.terminal import render
+from meshwright.draw.text import count_text, ranges_text, ranks_text, size_text
 from meshwright.layout import WHOLE, cut
 from meshwright.mesh import Mesh
 from meshwright.place import Place

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshwright.draw.terminal import console, count_text, size_text
+from meshwright.draw.console import console
+from meshwright.draw.text import count_text, size_text
 
 if TYPE_CHECKING:
-    from meshwright.run import loop
+    from meshwright.train import loop
 
 
 class Bar:

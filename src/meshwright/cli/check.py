@@ -17,7 +17,7 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 
 
 def check(

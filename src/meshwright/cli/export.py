@@ -9,7 +9,8 @@ import typer
 from rich.text import Text
 
 from meshwright.cli import processes
-from meshwright.draw.terminal import console, size_text
+from meshwright.draw.console import console
+from meshwright.draw.text import size_text
 
 
 def export(

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 
 
 class Taught(TyperCommand):

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli import processes
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 
 
 def inspect(

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.given import Given
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 from meshwright.errors import NonFiniteError, PlanError, ReplicaError
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them

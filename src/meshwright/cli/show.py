@@ -10,7 +10,8 @@ import typer
 from meshwright.cli import processes
 from meshwright.cli.given import Given
 from meshwright.cli.options import LossOption, MeshOption, PlanOption, RanksOption, SeqOption, SetOption, TargetArgument
-from meshwright.draw.terminal import console, render
+from meshwright.draw.console import console
+from meshwright.draw.terminal import render
 from meshwright.errors import Findings
 from meshwright.target import with_rows
 

@@ -31,12 +31,12 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
-from meshwright.draw.terminal import console
+from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
-    from meshwright.run import loop
     from meshwright.run.workers import LocalWorkers
+    from meshwright.train import loop
 
 _PATIENCE = 900.0  # seconds that a step, or the start of a large model, may take
 
@@ -136,7 +136,7 @@ def train(
         if rank <= 0:
             _tell(course, outcome, seconds)
     if outcome.stopped:
-        from meshwright.run.preemption import EXIT_CODE
+        from meshwright.train.sigterm import EXIT_CODE
 
         raise typer.Exit(EXIT_CODE)
 
@@ -150,7 +150,7 @@ def _check_course(given: Given, course: Course, global_batch: int | None, before
     """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
     from meshwright.api import make_recipe
     from meshwright.run.batches import check_global_batch
-    from meshwright.run.metrics import check_tensorboard
+    from meshwright.train.metrics import check_tensorboard
 
     if before is not None:
         courses.check_same(course.folder, before, course.same)
@@ -237,7 +237,7 @@ def _train_here(
     import torch.distributed as dist
 
     from meshwright.api import parallelize
-    from meshwright.run import loop
+    from meshwright.train import loop
 
     target, same = given.target, course.same
     started = not dist.is_initialized()

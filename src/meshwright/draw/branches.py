@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.draw.facts import BranchFacts, ShardMap
+from meshwright.draw.text import count_text, ranks_text
 from meshwright.names import fold_names
 from meshwright.place import Places
 from meshwright.recipe import Recipe
@@ -65,8 +66,6 @@ def _calls(turns: Sequence[int]) -> str:
 
 
 def _table(found: Sequence[BranchFacts]) -> Table:
-    from meshwright.draw.terminal import count_text, ranks_text
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("place", "ranks", "mesh", "rows", "modules"):
         table.add_column(title, no_wrap=title != "modules")
@@ -98,8 +97,6 @@ def _beside(siblings: list[BranchFacts], places: Places) -> list[list[BranchFact
 
 def _region(beside: Sequence[BranchFacts], places: Places) -> Text:
     """Who runs what between fork and join, for the first of the groups of ranks that do so."""
-    from meshwright.draw.terminal import ranks_text
-
     around = beside[0].parent
     everyone = [rank for branch in beside for rank in branch.ranks]
     found = {(at.pp, at.dp_replicate, at.dp_shard) for rank in everyone if (at := places.at(rank, around))}

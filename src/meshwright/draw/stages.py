@@ -18,6 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.draw.text import count_text, ranks_text, size_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
 
@@ -42,8 +43,6 @@ def stages_text(indices: Sequence[int]) -> str:
 
 
 def _table(recipe: Recipe) -> Table:
-    from meshwright.draw.terminal import count_text, ranks_text, size_text
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("stage", "ranks", "from", "to"):
         table.add_column(title, no_wrap=True)

@@ -12,12 +12,10 @@ from datetime import datetime, timezone
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.errors import Findings
-
-if TYPE_CHECKING:
-    from meshwright.run.loop import Progress
+from meshwright.train.progress import Progress
 
 FILE = "metrics.jsonl"
 

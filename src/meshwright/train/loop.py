@@ -6,7 +6,7 @@
                                    ├─ not, skip: counted ─┘
                                    └─ not, stop: NonFiniteError          told to stop: save ─ Preempted
 
-What all ranks do in the same way is decided in ``agree``, from numbers of all ranks (see ``verdict``).
+What all ranks do in the same way is decided in ``agree``, from numbers of all ranks (train/agreement.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from meshwright.errors import Finding, NonFiniteError
 from meshwright.place import bounds
 from meshwright.private import pytree
 from meshwright.run.job import Job
-from meshwright.run.metrics import Metrics
-from meshwright.run.preemption import Notice, Preempted
 from meshwright.run.step import rows_of, take_rows
-from meshwright.run.verdict import agree, culprit
 from meshwright.run.watch import Watch
+from meshwright.train.agreement import agree, culprit
+from meshwright.train.metrics import Metrics
+from meshwright.train.progress import Progress
+from meshwright.train.sigterm import Notice, Preempted
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.save import Saving
@@ -42,34 +43,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = ["NonFiniteError", "Preempted", "Progress", "Record", "memory", "train"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One step, as it is told.
-
-    Attributes:
-        step: from 1 to ``steps``.
-        loss: the mean over the global batch.
-        grad_norm: of all gradients, before clipping.
-        rate: ``unit`` (tokens or rows) of all ranks a second, of this step.
-        memory: bytes this process holds; on a GPU, the most its tensors have held.
-        waiting: the share of the step's time that ranks waited for each other, in the mean over ranks; at least (see
-            ``waiting``).
-        skipped: steps so far whose loss or gradient was not finite, and that left the parameters as they were.
-        seconds: this step's, without saving.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    grad_norm: float
-    rate: float
-    unit: str
-    memory: int
-    waiting: float
-    skipped: int
-    seconds: float
 
 
 @dataclass(frozen=True)

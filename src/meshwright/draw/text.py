@@ -1,0 +1,81 @@
+"""Sizes, counts, ranks, layouts and slices as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.draw.facts import ParameterFacts, elements
+from meshwright.layout import Cut, Interval, Layout
+from meshwright.recipe import Slices
+
+
+def dim_text(dim: int, dims: int) -> str:
+    """What a dim is called: *rows* and *cols* of a matrix; nothing, of a tensor with one dim."""
+    if dims == 1:
+        return ""
+    return ("rows", "cols")[dim] if dims == 2 else f"dim {dim}"
+
+
+def layout_text(layout: Layout, dims: int) -> str:
+    """A layout in a word: what of a tensor is cut."""
+    if not isinstance(layout, Cut):
+        return str(layout)
+    word = dim_text(layout.dim, dims) or "cut"
+    return word if layout.parts == 1 else f"{word} of {layout.parts} blocks"
+
+
+def slices_text(slices: Slices, shape: Sequence[int]) -> str:
+    """What a rank holds: ``rows 64:128, cols 0:32``; *all*, or *nothing*."""
+    if not elements(slices):
+        return "nothing"
+    said = [
+        f"{dim_text(dim, len(shape))} {ranges_text(ranges)}".strip()
+        for dim, (ranges, size) in enumerate(zip(slices, shape, strict=True))
+        if ranges != ((0, size),)
+    ]
+    return ", ".join(said) or "all"
+
+
+def ranges_text(ranges: Sequence[Interval], most: int = 4) -> str:
+    """Half-open ranges as Python writes slices, ``0:4+8:12``; *–* where there is none."""
+    said = [f"{start}:{stop}" for start, stop in ranges[:most]]
+    return "+".join([*said, *(["…"] if len(ranges) > most else [])]) or "–"
+
+
+def shape_text(facts: ParameterFacts) -> str:
+    return "×".join(map(str, facts.shape)) or "scalar"
+
+
+def size_text(size: float) -> str:
+    """Bytes, in a unit that leaves a small number.
+
+    >>> size_text(26615936)
+    '25.4 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def count_text(count: float) -> str:
+    """A count, in a unit that leaves a small number.
+
+    >>> count_text(6738415616)
+    '6.74 G'
+    """
+    for unit in ("", " k", " M", " G"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} T"
+
+
+def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks as ``0, 4``; many of them as ``0–7`` or ``0, 8 … 120``."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    if len(ranks) > most:
+        return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
+    return ", ".join(map(str, ranks))

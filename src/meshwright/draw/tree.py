@@ -1,0 +1,172 @@
+"""The tree of a model's modules, a line a parameter, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.text import Text
+from rich.tree import Tree
+
+from meshwright.draw.facts import ParameterFacts, Row, ShardMap
+from meshwright.draw.stages import stages_text
+from meshwright.draw.text import layout_text, ranks_text, shape_text, slices_text
+from meshwright.layout import Cut
+
+_GUIDE = 4  # columns that rich.tree spends a level
+_GAP = 2  # columns between two columns
+_COLORS = {"tp": "cyan", "dp_shard": "green"}
+
+
+@dataclass
+class _Node:
+    """A module, or a parameter: the one with a row."""
+
+    label: str = ""
+    path: str = ""  # the module's name; of folded ones the first's
+    copies: int = 1  # how many are folded into it
+    row: Row | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def joined(self) -> _Node:
+        """A module with one child only is one node with it, as in ``self_attn.q_proj.weight``."""
+        children = {label: child.joined() for label, child in self.children.items()}
+        if self.label and len(children) == 1:
+            (only,) = children.values()
+            return replace(only, label=f"{self.label}.{only.label}")
+        return replace(self, children=children)
+
+    def depths(self, depth: int = 0) -> Iterator[tuple[int, _Node]]:
+        for child in self.children.values():
+            yield depth + 1, child
+            yield from child.depths(depth + 1)
+
+
+def _grown(rows: Iterable[Row]) -> _Node:
+    """The tree of modules over the rows."""
+    root = _Node()
+    for row in rows:
+        node, labels, parts = root, row.label.split("."), [name.split(".") for name in row.names]
+        for end, label in enumerate(labels, 1):
+            copies = len({tuple(part[:end]) for part in parts})
+            node = node.children.setdefault(label, _Node(label, ".".join(parts[0][:end]), copies))
+        node.row = row
+    return root.joined()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The tree with its columns, laid out for the width it is printed at."""
+
+    map: ShardMap
+    rows: Sequence[Row]
+    rank: int
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or options.max_width, options.max_width)
+        yield _Columns(self.map, _grown(self.rows), self.rank, width).tree()
+
+
+class _Columns:
+    """The tree's lines, padded so that they stand in columns; what is too wide goes below its line."""
+
+    def __init__(self, shard_map: ShardMap, root: _Node, rank: int, width: int) -> None:
+        self.map, self.root, self.rank = shard_map, root, rank
+        self.axes = _axes(shard_map)
+        self.parted = bool(shard_map.recipe.branches)
+        self.units = {unit.name for unit in shard_map.recipe.units if unit.name}
+        nodes = list(root.depths())
+        cells = [self.cells(node.row) for _, node in nodes if node.row]
+        titles = self.titles()
+        self.name = max([len("parameter"), *(_GUIDE * depth + cell_len(node.label) for depth, node in nodes)])
+        self.wide = [max(cell_len(column[i]) for column in [titles, *cells]) for i in range(len(titles))]
+        self.below = self.name + sum(_GAP + w for w in self.wide) > width
+
+    def titles(self) -> list[str]:
+        sizes = dict(self.map.mesh.axes)
+        axes = [f"{axis}={sizes[axis]}" if sizes.get(axis, 1) > 1 else axis for axis in self.axes]
+        return ["shape", *axes, *["ranks"] * self.parted, f"rank {self.rank} holds"]
+
+    def cells(self, row: Row) -> list[str]:
+        facts = row.first
+        layouts = [
+            stages_text(facts.stages) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
+            for axis in self.axes
+        ]
+        layouts += [self.ranks(facts)] * self.parted
+        held = slices_text(self.map.slices(facts.name, self.rank), facts.shape)
+        return [shape_text(facts), *layouts, held if self.map.holds(facts.name, self.rank) else "nothing"]
+
+    def ranks(self, facts: ParameterFacts) -> str:
+        """Who holds a parameter; of one of a branch ``2–7 (tp[2:8])``."""
+        if facts.places == (0,):
+            return "all" if facts.stages == (0,) else "of its stage"
+        held = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
+        places = [self.map.recipe.places.spelled(p) or "the trunk" for p in facts.places]
+        return f"{ranks_text(held)} ({', '.join(places)})"
+
+    def tree(self) -> Tree:
+        titles = self.titles()[: -1 if self.below else None]
+        tree = Tree(self.line("parameter", 0, titles, ["bold"] * len(titles)), guide_style="dim")
+        self.grow(tree, self.root, 1)
+        return tree
+
+    def grow(self, tree: Tree, node: _Node, depth: int) -> None:
+        for child in node.children.values():
+            if child.row is not None:
+                tree.add(self.leaf(child, child.row, depth))
+                continue
+            label = Text(child.label, style="bold")
+            label.append(f" ×{child.copies}" if child.copies > node.copies else "")
+            if child.path in self.units and self.map.mesh.data_size > 1:
+                label.append("  gathered as one unit", style="dim not bold")
+            self.grow(tree.add(label), child, depth + 1)
+
+    def leaf(self, node: _Node, row: Row, depth: int) -> RenderableType:
+        *cells, held = self.cells(row)
+        facts = row.first
+        styles = [
+            "",
+            *("dim" if cell == "whole" else _COLORS.get(a, "") for a, cell in zip(self.axes, cells[1:], strict=False)),
+            *[""] * self.parted,
+        ]
+        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
+        tp = self.map.recipe.places[facts.places[0]].tp > 1
+        below += [Text(remark, style="dim") for remark in remarks(facts, tp)]
+        if not self.below:
+            cells, styles = [*cells, held], [*styles, ""]
+        line = self.line(node.label, depth, cells, styles)
+        return Group(line, *(Padding(text, (0, 0, 0, 2), expand=False) for text in below)) if below else line
+
+    def line(self, label: str, depth: int, cells: Sequence[str], styles: Sequence[str]) -> Text:
+        name = self.name - _GUIDE * depth
+        text = Text(label + " " * (name - cell_len(label)), no_wrap=True, overflow="ellipsis")
+        for cell, wide, style in zip(cells, self.wide, styles, strict=False):
+            text.append(" " * _GAP)
+            text.append(cell, style=style)
+            text.append(" " * (wide - cell_len(cell)))
+        text.rstrip()
+        return text
+
+
+def _axes(shard_map: ShardMap) -> list[str]:
+    """The axes that have a column: those of the mesh, and ``dp_shard`` where a branch alone has it."""
+    axes = [axis for axis, size in shard_map.mesh.axes if size > 1]
+    if "dp_shard" not in axes and any(b.mesh.axis_size("dp_shard") > 1 for b in shard_map.recipe.branches):
+        axes.insert(axes.index("tp"), "dp_shard")
+    return axes
+
+
+def remarks(facts: ParameterFacts, tp: bool = True) -> Iterator[str]:
+    """What is to be said of a parameter below its line. ``tp``: whether there is such an axis where it is used."""
+    if facts.aliases:
+        yield f"the same tensor: {', '.join(facts.aliases)}"
+    if not facts.requires_grad:
+        yield "frozen"
+    if facts.reason and tp and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
+        cut = isinstance(facts.on_axis("tp"), Cut)
+        yield f"{'cut' if cut else 'whole'} over tp: {facts.reason}"

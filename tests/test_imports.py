@@ -1,0 +1,80 @@
+"""No file imports in a circle, and no room imports one that stands above it, also within functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import meshwright
+
+ROOT = Path(meshwright.__file__).parent
+MODULES = {
+    ".".join(("meshwright", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file
+    for file in ROOT.rglob("*.py")
+}
+# A room imports from those of its own line and of the lines before it. A file may be a room.
+LADDER = (
+    "meshwright",  # names, loaded when they are asked for
+    "private blame errors identity mesh layout names place plan schedule graph regions recipe hardware container chance",
+    "view",
+    "cost",
+    "planning",
+    "run",
+    "checkpoint",
+    "train",
+    "api",
+    "cost.compare draw parity target",
+    "cli __main__",
+)
+FACADES = {("run.job", "checkpoint"), ("run.job", "draw")}  # Job.save, Job.load and Job.shard_map: when they are called
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules of ours that a file imports, wherever in it, but for types alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for a in node.names:
+                yield f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module
+        yield from imported(node)
+
+
+def graph() -> dict[str, set[str]]:
+    return {name: set(imported(ast.parse(file.read_text()))) - {name} for name, file in MODULES.items()}
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    try:
+        TopologicalSorter({name: of for name, of in graph().items() if name != "meshwright"}).prepare()
+    except CycleError as error:
+        raise AssertionError(" → ".join(error.args[1])) from None
+
+
+def room(module: str) -> str:
+    """The room of a module: the longest name in the ladder that its own begins with."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((name for name in names if name in HEIGHT), "meshwright")
+
+
+HEIGHT = {name: height for height, names in enumerate(LADDER) for name in names.split()}
+
+
+def test_no_room_imports_one_above_it() -> None:
+    wrong = [
+        f"{module} → {other}"
+        for module, others in graph().items()
+        for other in sorted(others)
+        if room(module) != "meshwright" and HEIGHT[room(other)] > HEIGHT[room(module)]
+        and (module.removeprefix("meshwright."), room(other)) not in FACADES
+    ]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_has_a_room() -> None:
+    assert {m for m in MODULES if room(m) == "meshwright"} == {"meshwright"}
