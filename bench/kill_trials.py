@@ -44,6 +44,7 @@ from meshwright.train import loop, metrics
 LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
 MOMENTS = ["any", "writing", "before the rename", "loading"]
 STEPS, ROWS, VOCAB, DIM = 8, 96, 61, 32
+_PATIENCE = 240.0  # seconds for a run; on a loaded machine new processes alone take some 30
 STARTED, LOADING, LOADED = "started", "loading", "loaded"
 
 
@@ -171,7 +172,7 @@ def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, wo
             killer, kills = killers[min(runs, len(killers)) - 1], runs <= len(killers)
             try:
                 found = workers.run(
-                    train, layout, name, asynchronous, ranks=ranks, timeout=60.0,
+                    train, layout, name, asynchronous, ranks=ranks, timeout=_PATIENCE,
                     on_report=lambda what, killer=killer, kills=kills: (
                         killer.told(what, workers.pids()[:ranks]) if kills else None
                     ),
