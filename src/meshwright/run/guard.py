@@ -36,7 +36,7 @@ from meshwright.run.groups import Groups
 from meshwright.run.hang import spelled_ranks
 from meshwright.run.parameters import local_tensor
 from meshwright.view.axis import Ledger
-from meshwright.view.standing import Standing, arrived
+from meshwright.view.standing import Standing
 from meshwright.view.tensor import View
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ class Guard:
                 order = self._ledger.orders[place]
                 stack.callback(setattr, order, "meet", None)
                 order.meet = self._meeting(step, place)
-            if not self._recipe.streams:  # whose blocks may not have ended when the model gets what they return
+            # Beside branches and streams a value may still be on its way, and a look at it would wait for it.
+            if not self._recipe.streams and not self._recipe.branches:
                 for unit in self._recipe.units:
                     if unit.name and unit.place in self._places:
                         module = self._model.get_submodule(unit.name)
@@ -195,7 +196,6 @@ class Guard:
             for t in values:
                 own = isinstance(t, Tensor) and not isinstance(t, (View, Standing, nn.Parameter))
                 if own and t.device == self._groups.device and _plain(t):
-                    arrived(t)
                     self._activations.append((place, name, checksum(t)))
 
     def _meeting(self, step: int, place: int) -> Callable[[str], None]:
