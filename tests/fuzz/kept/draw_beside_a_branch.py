@@ -26,4 +26,4 @@ class Model(nn.Module):
     def forward(self, x, ids, labels):
         v1 = x + 0.1 * torch.randn_like(x)
         v2 = self.left(v1) + self.right(x)
-        return {"loss": self.head(F.dropout(v2, 0.5)).square().mean()}
+        return {"loss": self.head(v2).square().mean()}
