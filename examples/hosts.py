@@ -33,10 +33,10 @@ def launch(hosts: int, processes: int, command: list[str], timeout: float = 240)
     """Runs a script under torchrun on every host; the largest exit status. Hosts and links are gone afterwards."""
     launched: list[subprocess.Popen[bytes]] = []
     with joined(hosts), _store() as where:
+        meet = f"--rdzv-backend c10d --rdzv-endpoint {where} --rdzv-conf is_host=false --rdzv-id {os.getpid()}"
         try:
             for n in range(hosts):
-                torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --local-addr {address(n)} \
-                    --rdzv-backend c10d --rdzv-endpoint {where} --rdzv-conf is_host=false --rdzv-id {os.getpid()}"
+                torchrun = f"--nnodes {hosts} --nproc-per-node {processes} --local-addr {address(n)} {meet}"
                 launched.append(start(n, [*torchrun.split(), *command]))
             return max(abs(p.wait(timeout=timeout)) for p in launched)
         finally:
@@ -46,11 +46,8 @@ def launch(hosts: int, processes: int, command: list[str], timeout: float = 240)
 
 @contextmanager
 def _store() -> Iterator[str]:
-    """The address at which torchruns meet: a store on host 0, in a process of its own.
-
-    If the first torchrun kept it, as ``--node-rank 0`` does, it would be gone while the others still take their leave, who
-    then print tracebacks after a run that went well.
-    """
+    """The address at which torchruns meet: a store on host 0, which outlives them. If the first torchrun kept it, it would be
+    gone while the others take their leave, who then print tracebacks after a run that went well."""
     keep = (
         "import sys; from torch.distributed import TCPStore; "
         f"store = TCPStore('{address(0)}', {PORT}, is_master=True, wait_for_workers=False); print(flush=True); sys.stdin.read()"
@@ -59,10 +56,7 @@ def _store() -> Iterator[str]:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()) as process:
         assert process.stdout is not None
         process.stdout.readline()  # it listens now
-        try:
-            yield f"{address(0)}:{PORT}"
-        finally:
-            process.terminate()
+        yield f"{address(0)}:{PORT}"  # at the end its input is closed, and so it ends
 
 
 @contextmanager
@@ -96,8 +90,7 @@ def start(host: int, arguments: list[str], **options: Any) -> subprocess.Popen[b
 
 def _environment() -> dict[str, str]:
     """For processes on the hosts, whose addresses have no names: torch's C++ would warn of that at each connection."""
-    known = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **known}
+    return {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def set_link(host: int, state: str) -> None:
