@@ -31,6 +31,10 @@ without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorc
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
+# Whether autocast is on for any device. The public question asks for one device at a time, in twice the time of a call.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def without_any_mode() -> AbstractContextManager[Any]:
     """Torch functions run plainly, and no dispatch mode sees their operations: what is asked of torch on the side."""
     stack = ExitStack()
@@ -198,6 +202,7 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
 
 __all__ = [
     "TorchDispatchMode",
+    "autocast_is_on",
     "autograd_local",
     "collectives_entered",
     "compiles",

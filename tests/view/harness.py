@@ -36,7 +36,8 @@ from meshwright.run.workers import report
 from meshwright.view import work as work_module
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
-from meshwright.view.rules import RULES
+from meshwright.view.decision import Gather
+from meshwright.view.rules import DECIDERS, RULES
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
@@ -508,27 +509,29 @@ class recorded:
     """For the time of a ``with``: which rules are asked, and which of them answer."""
 
     def __init__(self, outcome: Outcome) -> None:
-        self.outcome, self.before = outcome, dict(RULES)
+        self.outcome, self.before = outcome, (dict(RULES), dict(DECIDERS))
 
     def __enter__(self) -> None:
-        for function, rule in self.before.items():
-            RULES[function] = self._watched(rule_name(function), rule)
+        rules, deciders = self.before
+        RULES.update({f: self._watched(rule_name(f), rule, lambda out: out is not NotImplemented) for f, rule in rules.items()})
+        DECIDERS.update({f: self._watched(rule_name(f), decide, lambda out: not isinstance(out, Gather)) for f, decide in deciders.items()})
 
     def __exit__(self, *_: object) -> None:
-        RULES.update(self.before)
+        RULES.update(self.before[0])
+        DECIDERS.update(self.before[1])
 
-    def _watched(self, name: str, rule: Any) -> Any:
-        def watched(work: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watched(self, name: str, rule: Any, answers: Callable[[Any], bool]) -> Any:
+        def watched(*call: Any) -> Any:
             self.outcome.asked.add(name)
-            out = rule(work, func, args, kwargs)
-            if out is not NotImplemented:
+            out = rule(*call)
+            if answers(out):
                 self.outcome.answered.add(name)
             return out
 
         return watched
 
 
-assert work_module.RULES is RULES  # or else nothing would be recorded
+assert work_module.RULES is RULES and work_module.DECIDERS is DECIDERS  # or else nothing would be recorded
 
 
 class Table(dict[str, Case]):

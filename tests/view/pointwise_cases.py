@@ -10,7 +10,7 @@ from harness import Case, Make, Table, rule_name
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.view.rules import RULES
+from meshwright.view.rules import DECIDERS
 from meshwright.view.rules.pointwise import copy_, pointwise
 
 CASES = Table()
@@ -129,7 +129,7 @@ def _works(function: Any, build: Callable[[Make], Any], name: str) -> bool:
 
 def _register() -> None:
     counts: dict[str, int] = {}
-    for function, rule in list(RULES.items()):
+    for function, rule in list(DECIDERS.items()):
         name = rule_name(function)
         base = _base(name)
         if rule not in (pointwise, copy_) or base in ("where", "masked_fill", "rrelu", "requires_grad", *_ELSEWHERE):

@@ -17,11 +17,12 @@ from harness import GUISES, Case, Make, Outcome, rule_name, run_cases
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.layout import cut
+from meshwright.layout import WHOLE, cut
 from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
-from meshwright.view.rules import RULES
+from meshwright.view.decision import Decision, held
+from meshwright.view.rules import DECIDERS, RULES
 from meshwright.view.work import Work
 
 FAMILIES: dict[str, dict[str, Case]] = {
@@ -230,7 +231,7 @@ def test_every_function_that_has_a_rule_has_a_case() -> None:
     if not FAMILIES.keys() <= {family for family, _ in _seen}:
         pytest.skip("only some of the cases were run")
     asked = set().union(*(outcome.asked for outcome in _seen.values()))
-    missing = {rule_name(function) for function in RULES} - asked - set(UNREACHED)
+    missing = {rule_name(function) for function in RULES | DECIDERS} - asked - set(UNREACHED)
     # Operators hand over the function they stand for: x + y asks for Tensor.add.
     missing -= {name for name in missing if name.startswith("__")}
     assert not missing, f"functions with a rule but no case that reaches it: {sorted(missing)}"
@@ -282,16 +283,20 @@ def try_wrong_rules() -> dict[str, list[str]]:
         return [make(4, 6)], lambda x: torch.sin(x)
 
     found: dict[str, list[str]] = {}
-    before = RULES[torch.sin]
-    wrong: dict[str, Any] = {
-        "wrong value": lambda work, f, a, k: work.view(a[0]._mw_local * 2, work.layout(a[0])),
-        "wrong gradient": lambda work, f, a, k: work.view(a[0]._mw_local.detach().sin() + 0 * a[0]._mw_local, work.layout(a[0])),
-        "wrong layout": lambda work, f, a, k: a[0]._mw_local.sin(),
-    }  # fmt: skip
+    before = DECIDERS[torch.sin]
+
+    def wrong(run: Any, whole: bool = False) -> Any:
+        return lambda call: Decision(run, (held(call.args[0]),), {}, WHOLE if whole else call.args[0].layout)
+
+    rules = {
+        "wrong value": wrong(lambda x: x * 2),
+        "wrong gradient": wrong(lambda x: x.detach().sin() + 0 * x),
+        "wrong layout": wrong(lambda x: x.sin(), whole=True),
+    }
     try:
-        for name, rule in wrong.items():
-            RULES[torch.sin] = rule
+        for name, rule in rules.items():
+            DECIDERS[torch.sin] = rule
             found |= run_cases([Case(name, build)]).failures
     finally:
-        RULES[torch.sin] = before
+        DECIDERS[torch.sin] = before
     return found

@@ -34,6 +34,7 @@ from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import storage_of
 from meshwright.view.axis import Ledger, PlannedAxis
+from meshwright.view.decision import Answer, Blocks, Body, Choice, Decision, Gather, Units
 from meshwright.view.functions import custom_functions
 from meshwright.view.mode import GlobalView
 from meshwright.view.tensor import View
@@ -368,6 +369,48 @@ class PlanningWork(Work):
             if isinstance(x._mw_layout, Cut):
                 x._mw_sources = x._mw_sources | frozenset(frame.sources)
         return out
+
+    def decision(self, func: Any, form: tuple[Any, Any], tensors: list[Tensor]) -> Answer:
+        """The decision on a call, once every parameter in it that may be cut is; what it says of cuts is learnt."""
+        declined: set[int] = set()
+        while True:
+            answer = super().decision(func, form, tensors)
+            choices = () if isinstance(answer, Body) else answer.choices
+            choice = next((c for c in choices if c.index not in declined), None)
+            if choice is None:
+                break
+            taken = self._taken(tensors[choice.index], choice)
+            if taken is tensors[choice.index]:
+                declined.add(choice.index)
+            tensors[choice.index] = taken
+        if isinstance(answer, Gather):
+            self._learn_of(answer.finding, tensors)
+        elif isinstance(answer, Decision):
+            for index, role in answer.roles:
+                self.used_as(tensors[index], role)
+        return answer
+
+    def _keep(self, *_: Any) -> None:
+        """Nothing: every call may teach something."""
+
+    def _taken(self, p: Any, choice: Choice) -> Any:
+        """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
+        if choice.table:
+            return self.table(p)
+        if choice.follows and choice.match is not None:
+            return self.match(p, choice.match)
+        wanted = self.wanted(p)
+        if wanted == "row" and choice.row is not None:
+            return self.row(p, choice.row)
+        if wanted != "column" and choice.match is not None:
+            return self.match(p, choice.match)
+        return self.column(p, choice.column) if choice.column is not None else p
+
+    def _learn_of(self, finding: Blocks | Units | None, tensors: list[Tensor]) -> None:
+        if isinstance(finding, Blocks):
+            self.blocks(tensors[finding.index], finding.sizes)
+        elif isinstance(finding, Units):
+            self.units(tensors[finding.index], finding.count)
 
     def gathered(self, func: Any, views: list[View]) -> None:
         place = self.place(func)

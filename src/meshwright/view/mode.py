@@ -29,6 +29,7 @@ from meshwright.view.functions import (
 )
 from meshwright.view.rules import FACTS
 from meshwright.view.rules.gradient import ENGINES
+from meshwright.view.signature import read
 from meshwright.view.tensor import View, first_view, local_of
 from meshwright.view.work import Work, whole
 
@@ -89,9 +90,13 @@ class GlobalView(FunctionMode):
         self.work, self.local, self._forget = work, local, forget
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if func in _SPECIAL or transforming():
             return self._special(func, args, kwargs)
+        ours, parts, tensors = read(func, args, kwargs, self.local)
+        if ours is not None and (prepared := ours.prepared.get(tuple(parts))) is not None:
+            return prepared(ours, tensors)
         ours, args, kwargs = self._substitute(args, kwargs)
         return ours.call(func, args, kwargs) if ours is not None else func(*args, **kwargs)
 

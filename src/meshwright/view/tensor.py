@@ -6,19 +6,53 @@ Model code meets it as a ``torch.Tensor`` of the whole shape. Every torch functi
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Cut, Layout
+from meshwright.layout import WHOLE, Cut, Layout, Partial
 from meshwright.private import pytree, storage_of, without_subclasses, wrapper
-from meshwright.view.alias import Like, Memory, Strides, contiguous, placed
+from meshwright.view.alias import Like, Memory, Strides, alike, contiguous, placed
 
 if TYPE_CHECKING:
     from meshwright.view.work import Work
 
 _NO_SOURCES: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Spec:
+    """All that decisions may depend on of a tensor. Made by ``spec``: equal ones are one object, compared by identity.
+
+    Attributes:
+        layout: along the axis; ``WHOLE`` for a tensor that is no View.
+        strides: of the whole tensor on one device; None if it is contiguous, or is not cut (then it lies as it does here).
+        offset: of the whole tensor in its storage on one device, if it is cut.
+        lies: the strides of what this rank holds.
+        parameter: whether it is a parameter of the model.
+    """
+
+    layout: Layout
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: Strides | None
+    offset: int
+    lies: Strides
+    parameter: bool
+
+    @property
+    def usual(self) -> bool:
+        """Whether the whole tensor is contiguous."""
+        if isinstance(self.layout, (Cut, Partial)):
+            return self.strides is None
+        return not self.lies or alike(self.shape, self.lies, contiguous(tuple(self.shape)))
+
+
+spec = functools.lru_cache(maxsize=32768)(Spec)
 
 
 class View(Tensor):
@@ -38,6 +72,7 @@ class View(Tensor):
         _mw_memory: shared with all Views of the same storage; None until there is a second one.
         _mw_silent: whether this came from ``.data``: a write to it is none that autograd knows of.
         _mw_apart: whether it shares memory with another View on one device, and not here: writes are refused.
+        _mw_spec: the Spec, where it is known and says all that there is to know (see ``spec_of``).
     """
 
     _mw_local: Tensor
@@ -45,14 +80,15 @@ class View(Tensor):
     _mw_layout: Layout
     _mw_work: Work
     _mw_memo: dict[str, Any]
-    _mw_sources: frozenset[str]
-    _mw_parameter: tuple[str, tuple[int, ...]] | None
-    _mw_origin: tuple[View, Any] | None
+    _mw_sources: frozenset[str] = _NO_SOURCES
+    _mw_parameter: tuple[str, tuple[int, ...]] | None = None
+    _mw_origin: tuple[View, Any] | None = None
     _mw_strides: Strides | None = None
     _mw_offset: int = 0
     _mw_memory: Memory | None = None
     _mw_silent: bool = False
     _mw_apart: bool = False
+    _mw_spec: Spec | None = None
 
     @staticmethod
     def __new__(
@@ -68,7 +104,7 @@ class View(Tensor):
             shape[layout.dim] = layout.size
         self = wrapper(cls, local, shape)
         self._mw_local, self._mw_shape, self._mw_layout, self._mw_work = local, torch.Size(shape), layout, work
-        self._mw_memo, self._mw_sources, self._mw_parameter, self._mw_origin = {}, sources, parameter, None
+        self._mw_memo, self._mw_sources, self._mw_parameter = {}, sources, parameter
         return self
 
     # Facts that models and rules ask for most, each many times an operation. As methods of this class they are no torch
@@ -140,6 +176,11 @@ class View(Tensor):
         with without_subclasses():
             Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # the wrapper's own shape
 
+    def _mw_remember(self, *, silent: bool = False, apart: bool = False) -> None:
+        """Notes what no Spec says."""
+        self._mw_silent, self._mw_apart = self._mw_silent or silent, self._mw_apart or apart
+        self._mw_spec = None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,6 +211,37 @@ class View(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
+
+
+_make = Tensor._make_wrapper_subclass  # in a steady state, half of what a call costs; ``private.wrapper`` says what it is
+
+
+def wrapped(local: Tensor, known: Spec, work: Work) -> View:
+    """A View of a local tensor of which all is known."""
+    made: View = _make(View, known.shape, dtype=known.dtype, device=known.device)
+    made._mw_local, made._mw_shape, made._mw_layout, made._mw_work = local, known.shape, known.layout, work
+    made._mw_spec, made._mw_memo = known, {}
+    if known.strides is not None:
+        made._mw_strides = known.strides
+    if known.offset:
+        made._mw_offset = known.offset
+    return made
+
+
+def spec_of(t: Tensor) -> Spec:
+    """The Spec of a tensor. A View keeps its own, unless it is a slice that a fallback made, comes from ``.data``, or shares
+    memory with another on one device and not here: then there is more to know than the Spec says."""
+    if not isinstance(t, View):
+        strided = t.layout == torch.strided
+        return spec(WHOLE, t.shape, t.dtype, t.device, None, 0, t.stride() if strided else (), False)
+    if t._mw_spec is not None:
+        return t._mw_spec
+    local, is_parameter = t._mw_local, t._mw_parameter is not None
+    strides, offset = (t._mw_strides, t._mw_offset) if isinstance(t._mw_layout, Cut) else (None, 0)
+    found = spec(t._mw_layout, t._mw_shape, local.dtype, local.device, strides, offset, local.stride(), is_parameter)
+    if t._mw_origin is None and not t._mw_silent and not t._mw_apart:
+        t._mw_spec = found
+    return found
 
 
 def local_of(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,12 @@ from meshwright.view.alias import (
     share,
 )
 from meshwright.view.axis import Axis, Fallback, Ledger
-from meshwright.view.rules import ELEMENTWISE, FACTS, RESHAPING, RULES, ordered, writes
-from meshwright.view.rules.registry import functions
-from meshwright.view.tensor import View, lies
+from meshwright.view.decision import Answer, Body, Decision, Gather, Need, Use
+from meshwright.view.execute import Prepared
+from meshwright.view.rules import DECIDERS, FACTS, RESHAPING, RULES, ordered, writes
+from meshwright.view.rules.registry import BY_DEVICE, ELEMENTWISE, SOMETIMES
+from meshwright.view.signature import NEVER, Call, Operand, ReadsValue, read, replaced
+from meshwright.view.tensor import View, lies, spec_of
 
 
 class Work:
@@ -57,18 +60,23 @@ class Work:
 
     def __init__(self, axis: Axis, ledger: Ledger, names: dict[int, str] | None = None) -> None:
         self.axis, self.ledger, self.names = axis, ledger, names or {}
+        self.prepared: dict[tuple[Any, ...], Prepared] = {}  # the decision on each signature that was met
         self._running: set[Any] = set()  # functions whose Python body is being run
 
     # --- answering -------------------------------------------------------------------------------------------------
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` as one device would give it; cut tensors come back as Views."""
+        _, parts, tensors = read(func, args, kwargs, None)
+        if (prepared := self.prepared.get(tuple(parts))) is not None:
+            return prepared(self, tensors)
         if func in FACTS:
             with without_subclasses():
                 return func(*args, **kwargs)
+        asked_for = args, kwargs
         args, kwargs = ordered(func, args, kwargs)
         if args and writes(func, args, kwargs):
-            return self._write(func, args, kwargs)
+            return self._write(func, args, kwargs, asked_for)
         usual, sliced = True, False  # whether all operands are contiguous; whether one has an origin
         for x in (*args, *kwargs.values()) if kwargs else args:
             if type(x) is View:
@@ -80,11 +88,13 @@ class Work:
                 usual = x.layout != torch.strided or x.is_contiguous()
         if sliced and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
             return self.fallback(func, args, kwargs)  # a slice of a slice: a write to it goes all the way
-        rule = RULES.get(func)
-        if rule is not None and kwargs.get("out") is None:
-            out = rule(self, func, args, kwargs)
-            if out is not NotImplemented:
-                return self._settled(func, args, kwargs, out, usual)
+        if kwargs.get("out") is None:
+            if (rule := RULES.get(func)) is not None:
+                out = rule(self, func, args, kwargs)
+                if out is not NotImplemented:
+                    return self._settled(func, args, kwargs, out, usual)
+            elif func in DECIDERS and (out := self._decided(func, *asked_for)) is not NotImplemented:
+                return out
         if (body := python_body(func)) is not None and func not in self._running:
             # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
             self._running.add(func)
@@ -93,6 +103,73 @@ class Work:
             finally:
                 self._running.discard(func)
         return self.fallback(func, args, kwargs)
+
+    # --- decisions -----------------------------------------------------------------------------------------------------
+
+    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the decider of ``func`` makes of a call; NotImplemented if it does not fit."""
+        tensors: list[Tensor] = []
+
+        def numbered(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            tensors.append(x)
+            return Use(len(tensors) - 1, Need.GIVEN)
+
+        form = replaced(args, numbered), replaced(kwargs, numbered)
+        given = functools.partial(replaced, change=lambda x: tensors[x.index] if type(x) is Use else x)
+        try:
+            answer = self.decision(func, form, tensors)
+        except ReadsValue:
+            (first, *more), named = given(form)
+            read_first = functools.partial(replaced, change=_value)
+            return self.call(func, (first, *read_first(more)), read_first(named))
+        if isinstance(answer, Gather):
+            return NotImplemented
+        asked_for = args, kwargs = given(form)
+        args, kwargs = ordered(func, args, kwargs)
+        if isinstance(answer, Body):
+            out = answer.run(*given(answer.args), **given(answer.kwargs))
+            return self._settled(func, args, kwargs, out, all(spec_of(t).usual for t in tensors))
+        if answer.follows is not None:
+            return self._follow(answer, tensors)
+        prepared = Prepared(answer)
+        out = prepared.settle(self, func, args, kwargs, tensors)
+        if func == _DATA:
+            if isinstance(out, View):
+                out._mw_remember(silent=True)
+        elif answer.kept:
+            self._keep(func, *asked_for, prepared)
+        return out
+
+    def decision(self, func: Any, form: tuple[Any, Any], tensors: list[Tensor]) -> Answer:
+        """The decision on a call of this form, with Uses in place of tensors."""
+        return DECIDERS[func](self.as_call(func, form, tensors))
+
+    def as_call(self, func: Any, form: tuple[Any, Any], tensors: Sequence[Tensor]) -> Call:
+        """What a decider may know of a call."""
+        operands = [Operand(i, spec_of(t)) for i, t in enumerate(tensors)]
+        args, kwargs = replaced(form, lambda x: operands[x.index] if type(x) is Use else x)
+        return Call(func, *ordered(func, args, kwargs), rank=self.axis.rank, ranks=self.axis.size)
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, prepared: Prepared) -> None:
+        """Keeps a decision for later calls, if their signature says all that there is to know."""
+        _, parts, tensors = read(func, args, kwargs, None)
+        if NEVER in parts or any(type(t) is View and t._mw_spec is None for t in tensors):
+            return
+        if len(self.prepared) >= _KEPT:
+            self.prepared.clear()
+        self.prepared[tuple(parts)] = prepared
+
+    def _follow(self, answer: Decision, tensors: Sequence[Tensor]) -> View:
+        """Planning only: what is still the parameter that it is made of, undecided."""
+        assert answer.follows is not None
+        index, dims = answer.follows
+        source = tensors[index]
+        assert isinstance(source, View) and source._mw_parameter is not None
+        name, places = source._mw_parameter
+        local = Prepared(answer)(self, tensors)
+        return View(local, WHOLE, self, parameter=(name, tuple(-1 if d < 0 else places[d] for d in dims)))
 
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gathers every argument and runs ``func`` whole, on every rank the same."""
@@ -127,14 +204,14 @@ class Work:
             elif piece.layout == torch.strided and (i := bases.get(storage_of(piece))) is not None:
                 again = functools.partial(_again, func, tuple(plain), spec, i, number)
                 found[number] = self._alias(piece, leaves[i], again)
-                found[number]._mw_silent |= func == _DATA
+                found[number]._mw_remember(silent=func == _DATA)
         return pytree.tree_unflatten(found, result_spec)
 
     def _alias(self, local: Tensor, base: View, select: Callable[[Tensor], Tensor]) -> View:
         alias = View(local, WHOLE, self)
         alias._mw_memory = base._mw_memory = base._mw_memory or Memory()
         base = base._mw_twin()
-        alias._mw_origin, alias._mw_silent = (base, select), base._mw_silent
+        alias._mw_origin, alias._mw_silent, alias._mw_spec = (base, select), base._mw_silent, None
         alias._mw_memo["origin"] = self._state(base)
         return alias
 
@@ -157,15 +234,14 @@ class Work:
 
     # --- writes ------------------------------------------------------------------------------------------------------
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked_for: Any) -> Any:
         """A function that writes to its first argument: to all that shares the memory, as on one device."""
         for x in args:
             if isinstance(x, View) and x._mw_origin is not None:
                 self._refresh(x)
         target = args[0]
         if not isinstance(target, View):
-            rule = RULES.get(func)
-            out = NotImplemented if rule is None else rule(self, func, args, kwargs)
+            out = self._ruled_write(func, args, kwargs, asked_for)
             return self.fallback(func, args, kwargs) if out is NotImplemented else out
         if (anew := RESHAPING.get(func)) is not None:
             shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
@@ -180,13 +256,18 @@ class Work:
         if target._mw_origin is not None:
             out = self._write_through(func, target, args, kwargs)
         else:
-            rule = RULES.get(func)
-            out = NotImplemented if rule is None else rule(self, func, args, kwargs)
+            out = self._ruled_write(func, args, kwargs, asked_for)
             if out is NotImplemented:
                 out = self.fallback(func, args, kwargs)
         if target._mw_memory is not None:
             target._mw_memory.written += 1
         return out
+
+    def _ruled_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked_for: Any) -> Any:
+        if func in DECIDERS:
+            return self._decided(func, *asked_for)
+        rule = RULES.get(func)
+        return NotImplemented if rule is None else rule(self, func, args, kwargs)
 
     def _set_data(self, x: View, value: Tensor) -> None:
         """``x.data = value``: x is of the memory of value from now on; other names of its memory are not."""
@@ -204,7 +285,7 @@ class Work:
                 new = View(held, layout, self)
         local.data = new._mw_local.data
         x._mw_become(new)
-        x._mw_local, x._mw_silent = local, False
+        x._mw_local, x._mw_silent, x._mw_spec = local, False, None
 
     def _write_through(self, func: Any, target: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
@@ -251,7 +332,7 @@ class Work:
             pieces = out
         else:
             return out
-        places = asked(func, args, kwargs, lies) if aliasing or (not usual and func not in _BY_DEVICE) else None
+        places = asked(func, args, kwargs, lies) if aliasing or (not usual and func not in BY_DEVICE) else None
         if places is None or len(places) != len(pieces):
             places = (None,) * len(pieces)
         if type(out) is View and places[0] is not None and places[0].itself:
@@ -272,10 +353,10 @@ class Work:
             if memory is None:
                 memory = source._mw_memory = Memory()
             piece._mw_memory = memory
-            if source._mw_silent or func == _DATA:
-                piece._mw_silent = True
+            piece._mw_remember(silent=source._mw_silent or func == _DATA)
             if source._mw_apart or (func in SOMETIMES and not _begin_alike(piece._mw_local, source._mw_local)):
-                piece._mw_apart = source._mw_apart = True
+                piece._mw_remember(apart=True)
+                source._mw_remember(apart=True)
             return
         if may_alias(func) and any(isinstance(x, View) and share(piece._mw_local, x._mw_local) for x in args):
             piece._mw_local = piece._mw_local.clone()
@@ -284,6 +365,7 @@ class Work:
     def lay(self, piece: View, strides: Strides | None) -> None:
         """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known, is
         that of the local tensor."""
+        piece._mw_spec = None
         local, shape = piece._mw_local, tuple(piece._mw_shape)
         if strides is None:
             dims = order(tuple(local.shape), local.stride())
@@ -442,12 +524,7 @@ def whole(x: Any) -> Any:
     return x._mw_work.whole(x) if isinstance(x, View) else x
 
 
-# Functions that give a view or a copy, by how their argument lies.
-SOMETIMES = frozenset(
-    f for n in "reshape view flatten unflatten ravel view_as reshape_as contiguous".split() for f in functions(n)
-)
-# How the result lies depends on the kernel, and meta's is another.
-_BY_DEVICE = frozenset([torch.nn.functional.scaled_dot_product_attention])
+_KEPT = 1 << 15  # decisions, before all are forgotten: shapes may change with every batch
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -458,6 +535,12 @@ def _as_usual(func: Any, local: Tensor) -> bool:
     The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
     """
     return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(local.shape)
+
+
+def _value(x: Any) -> Any:
+    """A tensor that is one integer, as a number; anything else as it is."""
+    is_number = isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    return int(x) if is_number else x
 
 
 def _begin_alike(a: Tensor, b: Tensor) -> bool:

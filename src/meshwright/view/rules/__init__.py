@@ -14,7 +14,6 @@ from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
     shape,
     table,
 )
-from meshwright.view.rules.pointwise import ELEMENTWISE
-from meshwright.view.rules.registry import FACTS, RESHAPING, RULES, ordered, writes
+from meshwright.view.rules.registry import DECIDERS, ELEMENTWISE, FACTS, RESHAPING, RULES, ordered, writes
 
-__all__ = ["ELEMENTWISE", "FACTS", "RESHAPING", "RULES", "ordered", "writes"]
+__all__ = ["DECIDERS", "ELEMENTWISE", "FACTS", "RESHAPING", "RULES", "ordered", "writes"]

@@ -12,156 +12,169 @@ wants an input cut the same way and gives a partial sum (Megatron-LM, arXiv 1909
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import PARTIAL, Cut
-from meshwright.view import moves
+from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
+from meshwright.view.decision import (
+    GATHER,
+    Answer,
+    Body,
+    Choice,
+    Decision,
+    Need,
+    given,
+    matching,
+    need,
+    varying,
+    whole,
+)
 from meshwright.view.rules.pointwise import Aligner
-from meshwright.view.rules.registry import named, rule
-from meshwright.view.tensor import View
+from meshwright.view.rules.registry import decider, named
+from meshwright.view.signature import Call, Operand, is_undecided
 
 Labels = Sequence[Any]
 
 
-def contract(
-    work: Any, operands: list[Any], labels: list[Labels], out: Labels, run: Callable[..., Tensor]
-) -> tuple[Tensor, Any]:
-    """``run`` on local operands, cut along one label: (local result, its layout or None for whole)."""
-    locals_, layout = cut_operands(work, operands, labels, out)
-    return run(*locals_), layout
+@dataclass(frozen=True)
+class Product:
+    """What operands of a product must be, and what comes out.
+
+    Attributes:
+        uses: one for each operand.
+        out: the layout of the result; ``WHOLE`` if nothing is cut.
+    """
+
+    uses: list[Any]
+    out: Layout
+    choices: tuple[Choice, ...] = ()
+    roles: tuple[tuple[int, str], ...] = ()
+
+    def decision(self, run: Callable[..., Any], *more: Any, choices: tuple[Choice, ...] = (), **kwargs: Any) -> Decision:
+        """``run`` of the operands and ``more`` arguments."""
+        return Decision(run, (*self.uses, *more), kwargs, self.out, choices=self.choices + choices, roles=self.roles)
 
 
-def cut_operands(work: Any, operands: list[Any], labels: list[Labels], out: Labels) -> tuple[list[Tensor], Any]:
-    """Local operands, cut along one label; the layout of what comes out, None for whole."""
-    operands = [_decided(work, i, operands, labels, out) for i in range(len(operands))]
-    label, pieces = _cut_label(work, operands, labels, out)
+def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Product:
+    """A product cut along one label."""
+    choices = tuple(c for i in range(len(operands)) if (c := _choice(i, operands, labels, out)) is not None)
+    label, pieces = _cut_label(operands, labels, out)
     if label is None:
-        return [work.whole(x) for x in operands], None
-    locals_ = [
-        work.cut(x, Cut(list(names).index(label), pieces)) if label in names else work.varying(x)
+        return Product([whole(x) for x in operands], WHOLE, choices)
+    uses = [
+        need(x, Cut(list(names).index(label), pieces)) if label in names else varying(x)
         for x, names in zip(operands, labels, strict=True)
     ]
-    return locals_, Cut(list(out).index(label), pieces) if label in out else PARTIAL
+    roles = [
+        (x.index, "row" if label not in out else "batch" if sum(label in other for other in labels) > 1 else "column")
+        for x, names in zip(operands, labels, strict=True)
+        if isinstance(x.layout, Cut) and names[x.layout.dim] == label
+    ]
+    return Product(uses, Cut(list(out).index(label), pieces) if label in out else PARTIAL, choices, tuple(roles))
 
 
-def _decided(work: Any, i: int, operands: list[Any], labels: list[Labels], out: Labels) -> Any:
-    """An undecided parameter among the operands, cut to fit the others: by row, else by column (planning only)."""
+def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Choice | None:
+    """How an undecided parameter among the operands may be cut to fit the others."""
     p, mine = operands[i], list(labels[i])
-    if not isinstance(p, View) or p._mw_parameter is None or isinstance(p._mw_layout, Cut):
-        return p
+    if not is_undecided(p):
+        return None
     summed = [label for label in mine if label not in out]
     others = [(x, names) for j, (x, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
     own = [label for label in mine if label in out and not any(label in names for _, names in others)]
-    wanted = work.wanted(p)
-    if wanted == "row" and summed:
-        return work.row(p, mine.index(summed[0]))
-    for x, names in others:
-        layout = work.layout(x)
-        if wanted != "column" and isinstance(layout, Cut) and names[layout.dim] in mine:
-            return work.match(p, layout.on(mine.index(names[layout.dim])))
-    return work.column(p, mine.index(own[0])) if own and len(mine) > 1 else p
+    matches = (
+        x.layout.on(mine.index(names[x.layout.dim]))
+        for x, names in others
+        if isinstance(x.layout, Cut) and names[x.layout.dim] in mine
+    )
+    return Choice(
+        p.index,
+        column=mine.index(own[0]) if own and len(mine) > 1 else None,
+        match=next(matches, None),
+        row=mine.index(summed[0]) if summed else None,
+    )
 
 
-def _cut_label(work: Any, operands: list[Any], labels: list[Labels], out: Labels) -> tuple[Any, Any]:
+def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
     """The label to cut along: a parameter's cut first (weights do not move), then a summed label that all operands
     are cut along, then the largest operand's."""
     found = []
     for x, names in zip(operands, labels, strict=True):
-        layout = work.layout(x)
+        layout = x.layout
         if not isinstance(layout, Cut):
             continue
         label = names[layout.dim]
-        holders = [work.layout(y) for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
+        holders = [y.layout for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
         agreed = label not in out and all(isinstance(h, Cut) and h.pieces == layout.pieces for h in holders)
-        found.append(((x._mw_parameter is not None, agreed, x.numel()), label, layout.pieces))
-    if not found:
-        return None, None
-    _, label, pieces = max(found, key=lambda entry: entry[0])
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(layout := work.layout(x), Cut) and names[layout.dim] == label:
-            shared = sum(label in other for other in labels) > 1
-            work.used_as(x, "row" if label not in out else "batch" if shared else "column")
-    return label, pieces
+        found.append(((x.parameter, agreed, x.numel()), label, layout.pieces))
+    return max(found, key=lambda entry: entry[0])[1:] if found else (None, None)
 
 
-def finish(work: Any, local: Tensor, layout: Any) -> Tensor:
-    return local if layout is None else work.view(local, layout)
-
-
-@rule("linear")
-def linear(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input weight bias", args, kwargs)
+@decider("linear")
+def linear(call: Call) -> Answer:
+    names = named("input weight bias", call.args, call.kwargs)
     x, weight, bias = names["input"], names["weight"], names.get("bias")
     lead = list(range(x.dim() - 1))
     ends = ["o", "i"] if weight.dim() == 2 else ["i"]
     out = [*lead, *ends[:-1]]
-    locals_, layout = cut_operands(work, [x, weight], [[*lead, "i"], ends], out)
-    if bias is not None:  # in one kernel with the product, as on one device
-        locals_.append(local_bias(work, bias, layout, len(out) - 1))
-    return finish(work, torch.nn.functional.linear(*locals_), layout)
+    product = contract([x, weight], [[*lead, "i"], ends], out)
+    use, choices = local_bias(bias, product.out, len(out) - 1)  # in one kernel with the product, as on one device
+    return product.decision(torch.nn.functional.linear, use, choices=choices)
 
 
-def local_bias(work: Any, bias: Any, layout: Any, dim: int) -> Tensor:
+def local_bias(bias: Any, layout: Layout, dim: int) -> tuple[Any, tuple[Choice, ...]]:
     """A bias over one dim of a product, to be added to a local one: cut like it; to a partial sum by one rank only."""
-    if layout is None:
-        found = work.whole(bias)
-    elif not isinstance(layout, Cut):
-        found = moves.hold(work.whole(bias), work.axis)
-    elif layout.dim != dim:
-        found = work.varying(bias)
-    else:
-        own = layout.on(0)
-        found = work.cut(work.match(bias, own), own)
-    local: Tensor = found
-    return local
+    if isinstance(layout, Partial):
+        return need(bias, Need.SUMMAND), ()
+    if not isinstance(layout, Cut):
+        return whole(bias), ()
+    if layout.dim != dim:
+        return varying(bias), ()
+    return need(bias, layout.on(0)), matching(bias, layout.on(0))
 
 
-@rule("addmm", "baddbmm", "addbmm", "addmv")
-def addmm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 3 or func.__name__ in ("addbmm", "addmv"):
-        return NotImplemented
-    first, second = ("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2")
-    names = named(f"input {first} {second}", args, kwargs)
+@decider("addmm", "baddbmm", "addbmm", "addmv")
+def addmm(call: Call) -> Answer:
+    if len(call.args) > 3 or call.name in ("addbmm", "addmv"):
+        return GATHER
+    first, second = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
+    names = named(f"input {first} {second}", call.args, call.kwargs)
     base, x, weight = names.pop("input"), names.pop(first), names.pop(second)
     lead = ["b"] if first == "batch1" else []
-    locals_, layout = cut_operands(work, [x, weight], [[*lead, 0, "i"], [*lead, "i", "o"]], [*lead, 0, "o"])
-    if layout is None and isinstance(work.layout(base), Cut):
-        return NotImplemented
-    run = torch.addmm if first == "mat1" else torch.baddbmm
-    return finish(work, run(_local_base(work, base, layout, len(lead) + 2), *locals_, **names), layout)
+    product = contract([x, weight], [[*lead, 0, "i"], [*lead, "i", "o"]], [*lead, 0, "o"])
+    use, choices = _local_base(base, product.out, len(lead) + 2)
+    decision = product.decision(call.func, choices=choices, **names)
+    return replace(decision, args=(use, *decision.args))
 
 
-def _local_base(work: Any, base: Any, layout: Any, rank: int) -> Tensor:
+def _local_base(base: Any, layout: Layout, rank: int) -> tuple[Any, tuple[Choice, ...]]:
     """What is added to a product of ``rank`` dims, to be added to a local one: as ``local_bias``, of any shape."""
-    local: Tensor = (
-        Aligner(work, layout, rank)(base) if isinstance(layout, Cut) else local_bias(work, base, layout, rank - 1)
-    )
-    return local
+    if not isinstance(layout, Cut):
+        return local_bias(base, layout, rank - 1)
+    align = Aligner(layout, rank)
+    return align(base), tuple(align.choices)
 
 
-@rule("matmul", "mm", "bmm", "mv", "dot", "__matmul__", "__rmatmul__", "inner")
-def matmul(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs or len(args) != 2 or func.__name__ == "inner":
-        return NotImplemented
-    a, b = args if func.__name__ != "__rmatmul__" else args[::-1]
+@decider("matmul", "mm", "bmm", "mv", "dot", "__matmul__", "__rmatmul__", "inner")
+def matmul(call: Call) -> Answer:
+    if call.kwargs or len(call.args) != 2 or call.name == "inner":
+        return GATHER
+    a, b = call.args if call.name != "__rmatmul__" else call.args[::-1]
     left = [*_batch(a, b), "m", "i"][-a.dim() :] if a.dim() > 1 else ["i"]
     right = [*_batch(b, a), "i", "o"][-b.dim() :] if b.dim() > 1 else ["i"]
-    if any(
-        isinstance(layout := work.layout(x), Cut) and _spread(names[layout.dim]) for x, names in ((a, left), (b, right))
-    ):
-        return NotImplemented
+    if any(isinstance(x.layout, Cut) and _spread(names[x.layout.dim]) for x, names in ((a, left), (b, right))):
+        return GATHER
     lead = max(_batch(a, b), _batch(b, a), key=len)
     merged = [n if (n := _named(left, right, k)) is not None else k for k in lead]
     out = [*merged, *(["m"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
     # The very function: autocast casts a matmul, and leaves a dot as it is.
-    run = torch.matmul if func.__name__ == "__rmatmul__" else func
-    return finish(work, *contract(work, [a, b], [left, right], out, run))
+    run = torch.matmul if call.name == "__rmatmul__" else call.func
+    return contract([a, b], [left, right], out).decision(run)
 
 
-def _batch(x: Tensor, other: Tensor) -> list[Any]:
+def _batch(x: Operand, other: Operand) -> list[Any]:
     """Labels of batch dims, counted from the right; a dim of size 1 that broadcasts has a label of its own."""
     count = max(x.dim() - 2, 0)
     labels: list[Any] = []
@@ -182,21 +195,21 @@ def _named(left: Labels, right: Labels, label: Any) -> Any:
     return ("batch", label[-1]) if isinstance(label, tuple) else None
 
 
-@rule("einsum")
-def einsum(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    equation, *operands = args
+@decider("einsum")
+def einsum(call: Call) -> Answer:
+    equation, *operands = call.args
     if not isinstance(equation, str):
-        return NotImplemented
+        return GATHER
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
     equation = equation.replace(" ", "")
     inputs, arrow, out = equation.partition("->")
     terms = inputs.split(",")
     if len(terms) != len(operands):
-        return NotImplemented
+        return GATHER
     labels = [_terms(term, x.dim()) for term, x in zip(terms, operands, strict=True)]
     if any(names is None or len(set(names)) != len(names) for names in labels):
-        return NotImplemented
+        return GATHER
     every = [n for names in labels if names for n in names]
     dots = max(([n for n in names or [] if isinstance(n, tuple)] for names in labels), key=len)
     if arrow:
@@ -204,11 +217,11 @@ def einsum(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     else:
         target = [*dots, *sorted(n for n in set(every) - set(dots) if every.count(n) == 1)]
     if len(operands) == 1 and len(target) == len(labels[0] or ()):
-        return operands[0].permute([(labels[0] or []).index(name) for name in target])
-    if _sizes_differ(labels, operands) or _another_way(work, labels, operands, target):
-        return NotImplemented
-    run = lambda *locals_: torch.einsum(equation, *locals_)  # noqa: E731
-    return finish(work, *contract(work, operands, labels, target, run))  # type: ignore[arg-type]
+        return Body(Tensor.permute, (given(operands[0]), [(labels[0] or []).index(name) for name in target]), {})
+    if _sizes_differ(labels, operands) or _another_way(labels, operands, target):
+        return GATHER
+    product = contract(operands, labels, target)  # type: ignore[arg-type]
+    return replace(product.decision(torch.einsum), args=(equation, *product.uses))
 
 
 def _terms(term: str, rank: int) -> list[Any] | None:
@@ -220,14 +233,14 @@ def _terms(term: str, rank: int) -> list[Any] | None:
     return list(named) if at < 0 else [*term[:at], *dots, *term[at + 3 :]]
 
 
-def _another_way(work: Any, labels: list[Any], operands: list[Any], out: Labels) -> bool:
+def _another_way(labels: list[Any], operands: list[Any], out: Labels) -> bool:
     """Whether some rank's einsum might take another way than the whole one, which ends in another type.
 
     Torch multiplies and adds up where a summed dim has size 1, and calls ``bmm`` elsewhere: autocast casts the second.
     """
     if not any(x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) for x in operands):
         return False
-    cuts = [(work.layout(x), names) for x, names in zip(operands, labels, strict=True)]
+    cuts = [(x.layout, names) for x, names in zip(operands, labels, strict=True)]
     summed = [cut for cut, names in cuts if isinstance(cut, Cut) and names[cut.dim] not in out]
     return any(1 in (cut.size, *cut.locals) for cut in summed)
 

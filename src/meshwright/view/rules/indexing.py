@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -9,64 +11,62 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial
-from meshwright.view.rules.registry import rule
-from meshwright.view.rules.shape import moved
-from meshwright.view.tensor import View
+from meshwright.view.decision import GATHER, Answer, Blocks, Body, Decision, Gather, given, held
+from meshwright.view.rules.pointwise import Aligner, of_each
+from meshwright.view.rules.registry import decider
+from meshwright.view.signature import Call, Operand, is_undecided, layout_of, number, replaced
 
 
-@rule("tensor_split", "hsplit", "vsplit", "dsplit")
-def tensor_split(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("tensor_split", "hsplit", "vsplit", "dsplit")
+def tensor_split(call: Call) -> Answer:
     """By borders, or into so many pieces, of which the first have one more."""
-    x, given = args[0], [*args[1:], *kwargs.values()]
-    if not isinstance(x, View) or isinstance(given[0], Tensor):
-        return NotImplemented
-    if func.__name__ == "tensor_split":
-        dim = (given[1] if len(given) > 1 else 0) % x.dim()
+    x, more = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    if isinstance(more[0], Operand):
+        return GATHER
+    if call.name == "tensor_split":
+        dim = (more[1] if len(more) > 1 else 0) % x.dim()
     else:
-        dim = {"vsplit": 0, "hsplit": min(1, x.dim() - 1), "dsplit": 2}[func.__name__]
+        dim = {"vsplit": 0, "hsplit": min(1, x.dim() - 1), "dsplit": 2}[call.name]
     n = x.shape[dim]
-    if isinstance(given[0], int):
-        count = given[0]
+    if isinstance(more[0], int):
+        count = more[0]
         borders = list(accumulate([n // count + (i < n % count) for i in range(count)], initial=0))
     else:
-        borders = [0, *(slice(b).indices(n)[1] for b in given[0]), n]
-    pieces = []
-    for start, stop in pairwise(borders):
-        piece = _index(work, x, (slice(None),) * dim + (slice(start, max(start, stop)),))
-        if piece is NotImplemented:
-            return NotImplemented
-        pieces.append(piece)
-    return tuple(pieces)
+        borders = [0, *(slice(b).indices(n)[1] for b in more[0]), n]
+    indices = [(slice(None),) * dim + (slice(start, max(start, stop)),) for start, stop in pairwise(borders)]
+    taken = [_follow(call, x, index) for index in indices]
+    if any(isinstance(piece, Gather) for piece in taken):
+        return next(piece for piece in taken if isinstance(piece, Gather))
+    out = tuple(_out(x, piece) for piece in taken if isinstance(piece, Taken))
+    return Decision(_pieces, (held(x), [piece.index for piece in taken if isinstance(piece, Taken)]), {}, out)
 
 
-@rule("split", "chunk", "unsafe_split", "unsafe_chunk", "split_with_sizes")
-def split(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, given = args[0], [*args[1:], *kwargs.values()]
-    dim = (given[1] if len(given) > 1 else kwargs.get("dim", 0)) % x.dim()
-    if not isinstance(x, View):
-        return NotImplemented
-    layout, n = x._mw_layout, x.shape[dim]
+def _pieces(local: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(local[index] for index in indices)
+
+
+@decider("split", "chunk", "unsafe_split", "unsafe_chunk", "split_with_sizes")
+def split(call: Call) -> Answer:
+    x, more = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    dim = (more[1] if len(more) > 1 else call.kwargs.get("dim", 0)) % x.dim()
+    layout, n = x.layout, x.shape[dim]
     if not isinstance(layout, Cut) or layout.dim != dim:
-        return type(r := func(x._mw_local, *args[1:], **kwargs))(
-            moved(work, x, piece, [*range(x.dim())]) if layout != WHOLE else piece for piece in r
-        )
-    size = -(-n // given[0]) if "chunk" in func.__name__ else given[0]
-    sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(size)
+        return of_each(call, held, layout if isinstance(layout, (Cut, Partial)) else WHOLE)
+    size = -(-n // more[0]) if "chunk" in call.name else more[0]
+    sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(number, size))
     found = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in found):
-        work.blocks(x, tuple(sizes))
-        return NotImplemented
-    cuts = [f[1] for f in found if f is not None]
-    locals_ = x._mw_local.split([c.local(work.axis.rank) for c in cuts], dim)
-    return tuple(work.view(t, c) for t, c in zip(locals_, cuts, strict=True))
+        return Gather(Blocks(x.index, tuple(sizes)))
+    cuts = tuple(f[1] for f in found if f is not None)
+    return Decision(Tensor.split, (held(x), [c.local(call.rank) for c in cuts], dim), {}, cuts)
 
 
 def _between(layout: Cut, start: int, stop: int) -> tuple[int, Cut] | None:
     """The fused blocks that lie in [start, stop), if that is what the range holds: the first one's number, the cut."""
     base, inside, covered = 0, [], 0
-    for number, block in enumerate(layout.blocks):
+    for place, block in enumerate(layout.blocks):
         if start <= base and base + block <= stop:
-            inside.append(number)
+            inside.append(place)
             covered += block
         base += block
     if not inside or covered != stop - start:
@@ -74,85 +74,115 @@ def _between(layout: Cut, start: int, stop: int) -> tuple[int, Cut] | None:
     return inside[0], Cut(layout.dim, tuple(layout.pieces[i] for i in inside))
 
 
-@rule("unbind")
-def unbind(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+@decider("unbind")
+def unbind(call: Call) -> Answer:
+    x, dim = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
     dim %= x.dim()
-    if isinstance(layout := x._mw_layout, Cut) and layout.dim == dim:
-        work.blocks(x, (1,) * x.shape[dim])
-        return NotImplemented
+    layout = x.layout
+    if is_undecided(x):
+        return Body(_selected, (given(x), dim), {})
+    if isinstance(layout, Cut) and layout.dim == dim:
+        return Gather(Blocks(x.index, (1,) * x.shape[dim]))
+    out = layout.on(layout.dim - (dim < layout.dim)) if isinstance(layout, Cut) else layout
+    return Decision(torch.unbind, (held(x), dim), {}, out)
+
+
+def _selected(x: Tensor, dim: int) -> tuple[Tensor, ...]:
     return tuple(x.select(dim, i) for i in range(x.shape[dim]))
 
 
-@rule("__iter__")
-def iterate(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return iter(torch.unbind(args[0], 0))
+@decider("__iter__")
+def iterate(call: Call) -> Answer:
+    return Body(_iterator, (given(call.args[0]),), {})
 
 
-@rule("select")
-def select(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, index = (*args, *kwargs.values())
-    if isinstance(dim, str) or isinstance(index, View):
-        return NotImplemented
-    return _index(work, x, (slice(None),) * (dim % x.dim()) + (int(index),))
+def _iterator(x: Tensor) -> Iterator[Tensor]:
+    return iter(torch.unbind(x, 0))
 
 
-@rule("narrow")
-def narrow(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, start, length = (*args, *kwargs.values())
-    start = int(start) % max(x.shape[dim], 1) if int(start) < 0 else int(start)
-    return _index(work, x, (slice(None),) * (dim % x.dim()) + (slice(start, start + length),))
+@decider("select")
+def select(call: Call) -> Answer:
+    x, dim, index = (*call.args, *call.kwargs.values())
+    if isinstance(dim, str):
+        return GATHER
+    return _indexed(call, x, (slice(None),) * (dim % x.dim()) + (number(index),))
 
 
-@rule("__getitem__")
-def getitem(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, index = args
-    if not isinstance(x, View):
-        return NotImplemented
-    return _index(work, x, index if isinstance(index, tuple) else (index,))
+@decider("narrow")
+def narrow(call: Call) -> Answer:
+    x, dim, start, length = (*call.args, *call.kwargs.values())
+    start, length = number(start), number(length)
+    start = start % max(x.shape[dim], 1) if start < 0 else start
+    return _indexed(call, x, (slice(None),) * (dim % x.dim()) + (slice(start, start + length),))
 
 
-def _index(work: Any, x: View, index: tuple[Any, ...]) -> Any:
-    plan = _follow(work, x, index)
-    if plan is NotImplemented:
-        return NotImplemented
-    local_index, dims, layout = plan
-    local = x._mw_local[local_index]
-    if layout is not None:
-        return work.view(local, layout)
-    return _of_whole(work, x, local, dims)
+@decider("__getitem__")
+def getitem(call: Call) -> Answer:
+    x, index = call.args
+    return _indexed(call, x, index if isinstance(index, tuple) else (index,))
 
 
-def _of_whole(work: Any, x: View, local: Tensor, dims: list[int | None]) -> Any:
-    if isinstance(x._mw_layout, Partial):
-        return work.view(local, PARTIAL)
-    if x._mw_parameter is not None and all(d is None or local.shape[i] == x.shape[d] for i, d in enumerate(dims)):
-        name, places = x._mw_parameter
-        return View(local, WHOLE, work, parameter=(name, tuple(-1 if d is None else places[d] for d in dims)))
-    return local
+@dataclass(frozen=True)
+class Taken:
+    """What an index takes of a tensor.
+
+    Attributes:
+        index: of the local tensor.
+        dims: the dim of the tensor that each dim of the result was; None for a new one.
+        full: whether each of these is taken from beginning to end.
+        layout: the cut of the result; None if the tensor is not cut.
+    """
+
+    index: tuple[Any, ...]
+    dims: list[int | None]
+    full: bool
+    layout: Cut | None
 
 
-def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
-    """(index of the local tensor, the dim of ``x`` each result dim was, the cut of the result), or NotImplemented."""
+def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
+    taken = _follow(call, x, index)
+    if isinstance(taken, Gather):
+        return taken
+    # How many elements a mask takes, no signature says.
+    kept = not any(isinstance(i, Operand) and i.dtype in _MASKS for i in index)
+    args = (held(x), replaced(taken.index, held))
+    if is_undecided(x) and taken.full:
+        follows = (x.index, tuple(-1 if d is None else d for d in taken.dims))
+        return Decision(Tensor.__getitem__, args, {}, follows=follows)
+    return Decision(Tensor.__getitem__, args, {}, _out(x, taken), kept=kept)
+
+
+def _out(x: Operand, taken: Taken) -> Any:
+    return taken.layout if taken.layout is not None else PARTIAL if isinstance(x.layout, Partial) else WHOLE
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
+    """What an index takes of ``x``, if this rank's part of it is in the local tensor."""
     if not all(_is_plain(item) for item in index):
-        return NotImplemented
+        return GATHER
     index = _explicit(index, x.dim())
-    arrays = [i for i, item in enumerate(index) if isinstance(item, (Tensor, list))]
-    if any(isinstance(index[i], View) for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
-        return NotImplemented
-    layout = x._mw_layout
+    arrays = [i for i, item in enumerate(index) if isinstance(item, (Operand, list))]
+    if any(layout_of(index[i]) != WHOLE for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
+        return GATHER
+    if layout_of(x) == WHOLE and not is_undecided(x):
+        return GATHER  # a plain tensor, indexed by what is cut
+    layout = x.layout
     dims: list[int | None] = []
     local: list[Any] = []
-    dim, cut_index = 0, None
+    dim, full, of_result = 0, True, None
     for place, item in enumerate(index):
         used = _dims_used(item)
+        if isinstance(item, slice):
+            item = slice(*(None if i is None else number(i) for i in (item.start, item.stop, item.step)))
+            full = full and len(range(*item.indices(x.shape[dim]))) == x.shape[dim]
         if isinstance(layout, Cut) and dim <= layout.dim < dim + used:
-            cut_index = item
             taken = _on_cut(layout, item)
             if taken is None:
-                _explain(work, x, layout, item)
-                return NotImplemented
-            item = _local_slice(layout, taken, work.axis.rank)
+                return Gather(_finding(x, layout, item))
+            item, of_result = _local_slice(layout, taken, call.rank), taken[1].on(len(dims))
         local.append(item)
         if place in arrays:
             if place == arrays[0]:
@@ -162,19 +192,15 @@ def _follow(work: Any, x: View, index: tuple[Any, ...]) -> Any:
         elif isinstance(item, slice):
             dims.append(dim)
         dim += used
-    if not isinstance(layout, Cut):
-        return tuple(local), dims, None
-    taken = _on_cut(layout, cut_index)
-    assert taken is not None
-    return tuple(local), dims, taken[1].on(dims.index(layout.dim))
+    return Taken(tuple(local), dims, full, of_result)
 
 
 def _is_plain(item: Any) -> bool:
     """Whether an index is of the kinds followed here; not so booleans by themselves, arrays of NumPy, nested lists."""
     if isinstance(item, list):
         return all(isinstance(i, (int, bool)) for i in item)
-    if isinstance(item, Tensor):
-        return item.dtype not in (torch.bool, torch.uint8) or item.dim() > 0
+    if isinstance(item, Operand):
+        return item.dtype not in _MASKS or item.dim() > 0
     return (
         item is None
         or item is Ellipsis
@@ -184,14 +210,14 @@ def _is_plain(item: Any) -> bool:
 
 
 def _array_rank(index: tuple[Any, ...], arrays: list[int]) -> int:
-    items = [torch.as_tensor(index[i]) for i in arrays]
-    return max(1 if t.dtype in (torch.bool, torch.uint8) else t.dim() for t in items)
+    items = [index[i] if isinstance(index[i], Operand) else torch.as_tensor(index[i]) for i in arrays]
+    return max(1 if t.dtype in _MASKS else t.dim() for t in items)
 
 
 def _dims_used(item: Any) -> int:
     if item is None or isinstance(item, bool):
         return 0
-    if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+    if isinstance(item, Operand) and item.dtype in _MASKS:
         return item.dim()
     return 1
 
@@ -220,51 +246,53 @@ def _local_slice(layout: Cut, taken: tuple[int, Cut], rank: int) -> slice:
     return slice(start, start + part.local(rank))
 
 
-def _explain(work: Any, x: View, layout: Cut, item: Any) -> None:
-    """The borders that a slice asks for, for planning."""
+def _finding(x: Operand, layout: Cut, item: Any) -> Blocks | None:
+    """The borders that a slice asks for."""
     if isinstance(item, int) and layout.size <= 8:
-        work.blocks(x, (1,) * layout.size)
-    elif isinstance(item, slice):
-        start, stop, step = item.indices(layout.size)
-        borders = sorted({0, start, stop, layout.size, *_borders(layout)})
-        if step == 1:
-            work.blocks(x, tuple(b - a for a, b in pairwise(borders)))
+        return Blocks(x.index, (1,) * layout.size)
+    if not isinstance(item, slice):
+        return None
+    start, stop, step = item.indices(layout.size)
+    borders = sorted({0, start, stop, layout.size, *_borders(layout)})
+    return Blocks(x.index, tuple(b - a for a, b in pairwise(borders))) if step == 1 else None
 
 
 def _borders(layout: Cut) -> list[int]:
     return [sum(layout.blocks[:i]) for i in range(1, layout.parts)]
 
 
-@rule("__setitem__")
-def setitem(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, index, value = args
+@decider("__setitem__")
+def setitem(call: Call) -> Answer:
+    x, index, value = call.args
     index = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, View) or any(isinstance(i, (Tensor, list)) for i in index):
-        return NotImplemented
-    plan = _follow(work, x, index)
-    if plan is NotImplemented:
-        return NotImplemented
-    local_index, _, layout = plan
-    if layout is None:
-        return NotImplemented
-    place = x._mw_local[local_index]
+    if any(isinstance(i, (Operand, list)) for i in index):
+        return GATHER
+    taken = _follow(call, x, index)
+    if isinstance(taken, Gather) or taken.layout is None:
+        return taken if isinstance(taken, Gather) else GATHER
+    align = Aligner(taken.layout, len(taken.dims))
+    args = (held(x), taken.index, align(value))
+    return Decision(_set_item, args, {}, choices=tuple(align.choices), itself=x.index, writes=True)
+
+
+def _set_item(local: Tensor, index: Any, value: Any) -> None:
+    place = local[index]
     if isinstance(value, Tensor):
         while value.dim() > place.dim() and value.shape[0] == 1:
             value = value.squeeze(0)  # dims of size 1 in front count for nothing here, other than in copy_
-        work.view(place, layout).copy_(value)
+        place.copy_(value)
     else:
         place.fill_(value)
-    return None
 
 
-@rule("index_select", "index_copy", "index_add", "index_fill")
-def index_select(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("index_select", "index_copy", "index_add", "index_fill")
+def index_select(call: Call) -> Answer:
     """Local where rows are picked by a whole index along a dim that is not cut."""
-    if func.__name__ != "index_select" or len(args) < 3 or not isinstance(args[0], View) or isinstance(args[2], View):
-        return NotImplemented
-    x, dim, index = args[:3]
-    layout = x._mw_layout
+    if call.name != "index_select" or len(call.args) < 3 or layout_of(call.args[2]) != WHOLE:
+        return GATHER
+    x, dim, index = call.args[:3]
+    layout = layout_of(x)
     if isinstance(layout, Cut) and layout.dim == dim % x.dim():
-        return NotImplemented
-    local = x._mw_local.index_select(dim, index)
-    return work.view(local, layout) if layout != WHOLE else local
+        return GATHER
+    out = layout if isinstance(layout, (Cut, Partial)) else WHOLE
+    return Decision(torch.index_select, (held(x), dim, held(index)), {}, out)

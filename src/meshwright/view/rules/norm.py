@@ -2,69 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.nn import functional
 
 from meshwright.layout import Cut
-from meshwright.view.rules.pointwise import Aligner, cut_of_result
+from meshwright.view.decision import GATHER, Answer, Decision, Gather, Units, held, matching, need, varying
+from meshwright.view.rules.pointwise import Aligner, cut_of_result, of_each, rank_of
 from meshwright.view.rules.reduction import after_reduction
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.rules.registry import decider, named
+from meshwright.view.signature import Call, layout_of
 
 
-@rule("layer_norm", "rms_norm", "native_layer_norm")
-def layer_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, shape, *rest = args
-    layout = work.layout(x)
-    if not isinstance(layout, Cut) or layout.dim >= x.dim() - len(shape) or func.__name__.startswith("native"):
-        return NotImplemented
-    keep = {k: work.varying(v) for k, v in kwargs.items()}
-    return work.view(func(x._mw_local, shape, *map(work.varying, rest), **keep), layout)
+@decider("layer_norm", "rms_norm", "native_layer_norm")
+def layer_norm(call: Call) -> Answer:
+    x, shape = call.args[:2]
+    layout = layout_of(x)
+    if not isinstance(layout, Cut) or layout.dim >= x.dim() - len(shape) or call.name.startswith("native"):
+        return GATHER
+    return of_each(call, lambda y: held(y) if y is x else varying(y), layout)
 
 
-@rule("group_norm")
-def group_norm(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("group_norm")
+def group_norm(call: Call) -> Answer:
     """Over channels (dim 1): cut where no group is broken."""
-    names = named("input num_groups weight bias eps", args, kwargs)
-    x, groups, layout = names["input"], names["num_groups"], work.layout(names["input"])
+    names = named("input num_groups weight bias eps", call.args, call.kwargs)
+    x, groups, layout = names["input"], names["num_groups"], layout_of(names["input"])
     if not isinstance(layout, Cut):
-        return NotImplemented
+        return GATHER
     weight, bias, eps = names.get("weight"), names.get("bias"), names.get("eps", 1e-5)
     if layout.dim == 0:
-        return work.view(
-            functional.group_norm(x._mw_local, groups, work.varying(weight), work.varying(bias), eps), layout
-        )
+        args = (held(x), groups, varying(weight), varying(bias), eps)
+        return Decision(functional.group_norm, args, {}, layout)
     if layout.dim != 1:
-        return NotImplemented
+        return GATHER
     width = x.shape[1] // groups
     if layout.parts > 1 or any(n % width for n in layout.pieces[0]):
-        work.units(x, groups)
-        return NotImplemented
+        return Gather(Units(x.index, groups))
     own = layout.on(0)
-    weight, bias = (None if p is None else work.cut(work.match(p, own), own) for p in (weight, bias))
-    local = functional.group_norm(x._mw_local, layout.local(work.axis.rank) // width, weight, bias, eps)
-    return work.view(local, layout)
+    args = (held(x), layout.local(call.rank) // width, need(weight, own), need(bias, own), eps)
+    return Decision(
+        functional.group_norm, args, {}, layout, choices=(*matching(weight, own), *matching(bias, own))
+    )
 
 
-@rule("normalize")
-def normalize(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input p dim eps", args, kwargs)
+@decider("normalize")
+def normalize(call: Call) -> Answer:
+    names = named("input p dim eps", call.args, call.kwargs)
     x, dim = names["input"], names.get("dim", 1)
-    layout = work.layout(x)
+    layout = layout_of(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int) or layout.dim == dim % x.dim() or names.get("out"):
-        return NotImplemented
-    return work.view(functional.normalize(x._mw_local, names.get("p", 2.0), dim, names.get("eps", 1e-12)), layout)
+        return GATHER
+    args = (held(x), names.get("p", 2.0), dim, names.get("eps", 1e-12))
+    return Decision(functional.normalize, args, {}, layout)
 
 
-@rule("cosine_similarity")
-def cosine_similarity(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("x1 x2 dim eps", args, kwargs)
+@decider("cosine_similarity")
+def cosine_similarity(call: Call) -> Answer:
+    names = named("x1 x2 dim eps", call.args, call.kwargs)
     pair = [names["x1"], names["x2"]]
-    rank = max(t.dim() for t in pair)
+    rank = rank_of(pair)
     dim = names.get("dim", 1) % rank
-    target = cut_of_result(pair, [work.layout(t) for t in pair], func)
+    target = cut_of_result(pair, call.func)
     if target is None or target.dim == dim:
-        return NotImplemented
-    one, other = map(Aligner(work, target, rank), pair)
-    local = functional.cosine_similarity(one, other, dim, names.get("eps", 1e-8))
-    return work.view(local, after_reduction(target, [dim], False))
+        return GATHER
+    align = Aligner(target, rank)
+    args = (*map(align, pair), dim, names.get("eps", 1e-8))
+    out = after_reduction(target, [dim], False)
+    return Decision(functional.cosine_similarity, args, {}, out, choices=tuple(align.choices))

@@ -6,14 +6,32 @@ it enter the cut work whole. Sums stay lazy: partial ± partial is partial, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import PARTIAL, WHOLE, Cut, Partial
-from meshwright.view.rules.registry import RULES, functions, rule, writes
-from meshwright.view.tensor import View, local_of
+from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial
+from meshwright.view.decision import (
+    GATHER,
+    Answer,
+    Body,
+    Choice,
+    Decision,
+    given,
+    held,
+    matching,
+    need,
+    plain,
+    varying,
+    whole,
+)
+from meshwright.view.rules.registry import DECIDERS, ELEMENTWISE, RULES, decider, functions, writes
+from meshwright.view.signature import Call, Operand, is_undecided
+from meshwright.view.rules.types import like_here
+from meshwright.view.tensor import View
 
 _UNARY = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh tanh
@@ -56,65 +74,83 @@ _COPYING = {
 }
 
 
-@rule(*_NAMES, *(f"{n}_" for n in _UNARY + _BINARY))
-def pointwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("out") is not None:
-        return NotImplemented
+@decider(*_NAMES, *(f"{n}_" for n in _UNARY + _BINARY))
+def pointwise(call: Call) -> Answer:
+    func, args, kwargs = call.func, call.args, call.kwargs
     if writes(func, args, kwargs):
-        return _in_place(work, func, args, kwargs)
+        return _in_place(call)
     if func in _MOVING:
-        return _moved(work, func, args, kwargs)
+        return _moved(call)
     if func in _CONTIGUOUS:
-        return _contiguous(func, args[0], *args[1:], **kwargs)
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    layouts = [work.layout(t) for t in tensors]
-    if any(isinstance(t, Partial) for t in layouts) and _linear(func, args, kwargs, tensors, layouts):
-        return work.view(_local(func, args, kwargs), PARTIAL)
-    target = cut_of_result(tensors, layouts, func)
+        return _contiguous(call)
+    if func in _WHERE and len(args) + len(kwargs) == 1:
+        return GATHER  # the numbers of elements
+    tensors = call.operands
+    if any(isinstance(t.layout, Partial) for t in tensors) and _linear(call):
+        return of_each(call, held, PARTIAL)
+    target = cut_of_result(tensors, func)
     if target is None:
-        if all(layout == WHOLE for layout in layouts) and func in _COPYING:
-            return _same_parameter(work, func, args, kwargs)
-        return func(*map(work.plain, args), **{k: work.plain(v) for k, v in kwargs.items()})
+        if func in _COPYING and (parameter := _copied_parameter(call)) is not None:
+            return parameter
+        return of_each(call, plain, WHOLE)
     if func in _FROM_THE_FRONT:
         if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
-            return NotImplemented  # the real and the imaginary parts are on different ranks
-        return work.view(func(args[0]._mw_local), target)
-    rank = _rank(tensors)
-    align = Aligner(work, target, rank)
-    local = func(*map(align, args), **{k: align(v) for k, v in kwargs.items()})
-    if not isinstance(local, Tensor):
-        return NotImplemented
-    return work.view(local, target)
+            return GATHER  # the real and the imaginary parts are on different ranks
+        return of_each(call, held, target)
+    align = Aligner(target, rank_of(tensors))
+    return of_each(call, align, target, align.choices)
 
 
-def _moved(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_each(call: Call, change: Callable[[Any], Any], out: Layout, choices: Sequence[Choice] = ()) -> Decision:
+    """The function itself, of ``change`` of each argument."""
+    args, kwargs = tuple(map(change, call.args)), {k: change(v) for k, v in call.kwargs.items()}
+    return Decision(call.func, args, kwargs, out, choices=tuple(choices))
+
+
+def _moved(call: Call) -> Answer:
     """Another type, device or order of memory: the tensor itself, if it is so already."""
-    if isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
+    func, args, kwargs = call.func, call.args, call.kwargs
+    x = args[0]
+    if isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Operand):
         # Of the other tensor only dtype and device count, not its shape or layout.
         named = {**dict(zip(("non_blocking", "copy"), args[2:], strict=False)), **kwargs}
         named.pop("other", None)
-        return args[0].to(dtype=other.dtype, device=other.device, **named)
-    x = args[0]
+        return Body(Tensor.to, (given(x),), {"dtype": other.dtype, "device": other.device, **named})
     if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
-        plain = func(x, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
-        return _contiguous(func, plain, memory_format)
-    local = func(x._mw_local, *args[1:], **kwargs)
-    if local is x._mw_local:
-        return x
-    if not isinstance(local, Tensor):
-        return local  # ``type()`` says a type's name
-    if isinstance(x._mw_layout, Cut):
-        return work.view(local, x._mw_layout)
-    if x._mw_layout == WHOLE:
-        return _same_parameter(work, func, args, kwargs)
-    return func(work.plain(x), *args[1:], **kwargs)
+        named = {k: v for k, v in kwargs.items() if k != "memory_format"}
+        return Body(_moved_and_laid, (func, memory_format, given(x), *args[1:]), named)
+    if isinstance(x.layout, Cut):
+        return of_each(call, held, x.layout)
+    tried = like_here(func, x, *args[1:], **kwargs)
+    if tried is None:
+        return of_each(call, held, WHOLE)  # ``type()`` says a type's name
+    if tried == (x.dtype, x.device) and not kwargs.get("copy"):
+        return replace(of_each(call, held, WHOLE), itself=x.index)
+    return _copied_parameter(call) or of_each(call, plain, WHOLE)
 
 
-def _contiguous(func: Any, x: View, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+def _moved_and_laid(func: Any, memory_format: torch.memory_format, *args: Any, **kwargs: Any) -> Tensor:
+    x = func(*args, **kwargs)
+    return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
+
+
+def _contiguous(call: Call) -> Answer:
     """The tensor itself, if its memory on one device is in that order; else a copy."""
-    return x if x.is_contiguous(memory_format) else x.clone(memory_format=memory_format)
+    x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    if memory_format and memory_format[0] != torch.contiguous_format:
+        return Body(_moved_and_laid, (Tensor.alias, *memory_format, given(x)), {})
+    if x.spec.usual:
+        return Decision(_identity, (held(x),), {}, itself=x.index)
+    copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
+    assert isinstance(copied, Decision)
+    return replace(copied, kwargs={"memory_format": torch.contiguous_format})
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+_WHERE = set(functions("where"))
 _CONTIGUOUS = set(functions("contiguous"))
 _MOVING = {
     f
@@ -124,25 +160,31 @@ _MOVING = {
 
 
 class Aligner:
-    """Brings each operand of an elementwise function to the cut ``target`` of its result, which has ``rank`` dims."""
+    """What each operand of an elementwise function must be for a result with the cut ``target``, which has ``rank`` dims.
 
-    def __init__(self, work: Any, target: Cut, rank: int) -> None:
-        self.work, self.target, self.rank = work, target, rank
+    ``choices``: of the undecided parameters that it was asked for.
+    """
+
+    def __init__(self, target: Cut, rank: int) -> None:
+        self.target, self.rank = target, rank
+        self.choices: list[Choice] = []
 
     def __call__(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Operand):
             return x
         dim = self.target.dim - (self.rank - x.dim())
-        if dim < 0 or x.size(dim) == 1 != self.target.size:
-            return self.work.varying(x)
+        if dim < 0 or x.shape[dim] == 1 != self.target.size:
+            return varying(x)
         layout = self.target.on(dim)
-        return self.work.cut(self.work.match(x, layout), layout)
+        self.choices += matching(x, layout)
+        return need(x, layout)
 
 
-def cut_of_result(tensors: list[Tensor], layouts: list[Any], func: Any) -> Cut | None:
+def cut_of_result(tensors: Sequence[Operand], func: Any) -> Cut | None:
     """The cut of the result: that of the largest cut operand, as a dim of the broadcast shape."""
-    rank, best, size = _rank(tensors), None, -1
-    for x, layout in zip(tensors, layouts, strict=True):
+    rank, best, size = rank_of(tensors), None, -1
+    for x in tensors:
+        layout = x.layout
         if isinstance(layout, Cut) and x.numel() > size:
             dim = layout.dim + (0 if func in _FROM_THE_FRONT else rank - x.dim())
             if layout.size == 1 and torch.broadcast_shapes(*[t.shape for t in tensors])[dim] != 1:
@@ -151,7 +193,8 @@ def cut_of_result(tensors: list[Tensor], layouts: list[Any], func: Any) -> Cut |
     return best
 
 
-def _rank(tensors: list[Tensor]) -> int:
+def rank_of(tensors: Sequence[Operand]) -> int:
+    """The number of dims of the broadcast shape."""
     return max(t.dim() for t in tensors)
 
 
@@ -161,53 +204,47 @@ _LINEAR_ALIASES = {
 } | {getattr(Tensor, n).__get__ for n in ("real", "imag")}
 
 
-def _linear(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], layouts: list[Any]) -> bool:
+def _linear(call: Call) -> bool:
     """Whether the result, for partial operands, is the sum over ranks of what each computes from its summands."""
+    func, args, tensors = call.func, call.args, call.operands
     if func in _COPYING or func in _LINEAR_ALIASES:
         return True
     if func in _ADDITIVE:  # a number added on every rank would count once a rank
-        return all(isinstance(a, Tensor) for a in args[:2]) and all(isinstance(t, Partial) for t in layouts)
-    return func in _SCALING and len(tensors) == 1 and args[0] is tensors[0] and "rounding_mode" not in kwargs
+        both = all(isinstance(a, Operand) for a in args[:2])
+        return both and all(isinstance(t.layout, Partial) for t in tensors)
+    return func in _SCALING and len(tensors) == 1 and args[0] is tensors[0] and "rounding_mode" not in call.kwargs
 
 
-def _local(func: Any, args: Any, kwargs: Any) -> Tensor:
-    result: Tensor = func(*(a._mw_local if isinstance(a, View) else a for a in args), **kwargs)
-    return result
-
-
-def _same_parameter(work: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _copied_parameter(call: Call) -> Decision | None:
     """A copy or cast of an undecided parameter is still that parameter."""
-    plain = [a._mw_local if isinstance(a, View) else a for a in args]
-    result = func(*plain, **{k: work.whole(v) for k, v in kwargs.items()})
-    source = args[0] if args else None
-    if isinstance(source, View) and source._mw_parameter is not None and isinstance(result, Tensor):
-        return View(result, WHOLE, work, parameter=source._mw_parameter)
-    return result
+    x = call.args[0] if call.args else None
+    if not is_undecided(x):
+        return None
+    decision = of_each(call, whole, WHOLE)
+    return replace(decision, follows=(x.index, tuple(range(x.dim()))))
 
 
-def _in_place(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_place(call: Call) -> Answer:
     """The written tensor keeps its layout: the others come to it."""
-    target = args[0]
-    layout = work.layout(target)
-    others = (*args[1:], *kwargs.values())
+    target = call.args[0]
+    layout = target.layout
+    choices: Sequence[Choice] = ()
     if isinstance(layout, Partial):
-        tensors = [a for a in (target, *others) if isinstance(a, Tensor)]
-        if not _linear(func, args, kwargs, tensors, [work.layout(a) for a in tensors]):
-            return NotImplemented
-        _local(func, args, kwargs)
-        return target
-    if isinstance(layout, Cut):
-        align = Aligner(work, layout, target.dim())
-        func(target._mw_local, *map(align, args[1:]), **{k: align(v) for k, v in kwargs.items()})
-        return target
-    local = target._mw_local if isinstance(target, View) else target
-    func(local, *map(work.whole, args[1:]), **{k: work.whole(v) for k, v in kwargs.items()})
-    return target
+        if not _linear(call):
+            return GATHER
+        decision = of_each(call, held, layout)
+    elif isinstance(layout, Cut):
+        align = Aligner(layout, target.dim())
+        decision = of_each(call, lambda x: held(x) if x is target else align(x), layout)
+        choices = align.choices
+    else:
+        decision = of_each(call, lambda x: held(x) if x is target else whole(x), layout)
+    return replace(decision, choices=tuple(choices), itself=target.index, writes=True)
 
 
-@rule("copy_", "fill_", "zero_")
-def copy_(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _in_place(work, func, args, kwargs)
+@decider("copy_", "fill_", "zero_")
+def copy_(call: Call) -> Answer:
+    return _in_place(call)
 
 
 def _of_view(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,15 +262,15 @@ for _name in ("requires_grad", "is_leaf", "grad_fn", "_version", "output_nr"):
 for _name in ("stride", "is_contiguous", "storage_offset", "data_ptr"):
     RULES[getattr(Tensor, _name)] = _of_view
 for _name in ("real", "imag", "data"):
-    RULES[getattr(Tensor, _name).__get__] = pointwise
+    DECIDERS[getattr(Tensor, _name).__get__] = pointwise
 _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)
 
 
-@rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-def new(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fresh tensor of a given shape: whole, on every rank the same."""
-    kwargs = {k: work.whole(v) for k, v in kwargs.items()}  # a value to fill with may be the View, and not the tensor
-    return func(local_of(args[0]), *map(work.whole, args[1:]), **kwargs)
+@decider("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+def new(call: Call) -> Answer:
+    """A fresh tensor of a given shape: whole, on every rank the same. A value to fill with may be the View, and not the tensor."""
+    x = call.args[0]
+    return of_each(call, lambda y: held(y) if y is x else whole(y), WHOLE)
 
 
-ELEMENTWISE = frozenset(func for func, its_rule in RULES.items() if its_rule is pointwise)
+ELEMENTWISE.update(func for func, its_decider in DECIDERS.items() if its_decider is pointwise)

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, Cut, Partial
 from meshwright.view import moves
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.axis import Axis
+from meshwright.view.decision import GATHER, Answer, Decision, held
+from meshwright.view.rules.pointwise import of_each
+from meshwright.view.rules.registry import decider, named
 from meshwright.view.rules.types import result_type, wide
+from meshwright.view.signature import Call, Operand, layout_of
 
 
 def dims_of(given: Any, rank: int) -> list[int]:
@@ -27,94 +31,93 @@ def after_reduction(layout: Cut, dims: Sequence[int], keepdim: bool) -> Cut:
     return layout if keepdim else layout.on(layout.dim - sum(d < layout.dim for d in dims))
 
 
-@rule("sum", "mean", "nansum")
-def total(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input dim keepdim", args, kwargs)
+@decider("sum", "mean", "nansum")
+def total(call: Call) -> Answer:
+    func, names = call.func, named("input dim keepdim", call.args, call.kwargs)
     x = names.pop("input")
-    layout = work.layout(x)
-    if not isinstance(layout, (Cut, Partial)) or names.get("out") is not None:
-        return NotImplemented
+    layout = layout_of(x)
     if isinstance(layout, Partial):
-        if func.__name__ == "nansum":
-            return NotImplemented
-        return work.view(func(x._mw_local, **names), PARTIAL)
+        return GATHER if call.name == "nansum" else Decision(func, (held(x),), names, PARTIAL)
+    if not isinstance(layout, Cut):
+        return GATHER
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
     keepdim = bool(names.get("keepdim", False))
     if layout.dim not in dims:
-        return work.view(func(x._mw_local, **names), after_reduction(layout, dims, keepdim))
-    dtype = result_type(func, x._mw_local, dtype=names.get("dtype"))
-    add_up = torch.sum if func.__name__ == "mean" else func
-    local = add_up(x._mw_local, dims, keepdim, dtype=wide(dtype))
-    if func.__name__ == "mean":  # before it is rounded: in float16 the sum may be infinite, and its mean is not
-        local = local / prod(x.shape[d] for d in dims)
-    return summed(work, local, dtype)
+        return Decision(func, (held(x),), names, after_reduction(layout, dims, keepdim))
+    count = prod(x.shape[d] for d in dims) if call.name == "mean" else None
+    dtype = result_type(func, x, dtype=names.get("dtype"))
+    add_up = torch.sum if call.name == "mean" else func
+    if dtype == wide(dtype):
+        return Decision(_added_up, (held(x), add_up, dims, keepdim, dtype, count), {}, PARTIAL)
+    return Decision(_added_up_and_rounded, (held(x), add_up, dims, keepdim, dtype, count), {}, axis=True)
 
 
-def summed(work: Any, local: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over ranks of ``local``, in ``dtype``: left partial, unless it is still to be rounded, which is done once."""
-    if local.dtype == dtype:
-        partial: Tensor = work.view(local, PARTIAL)
-        return partial
-    return moves.reduce(local, work.axis).to(dtype)
+def _added_up(x: Tensor, add_up: Any, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int | None) -> Tensor:
+    """A summand of a sum over ``dims``, or of a mean of ``count`` elements, in the wide type."""
+    local: Tensor = add_up(x, dims, keepdim, dtype=wide(dtype))
+    return local if count is None else local / count  # before it is rounded: in float16 a sum may be infinite, its mean not
 
 
-@rule("amax", "amin", "prod", "all", "any", "argmax", "argmin", "var", "std", "logsumexp", "norm", "max", "min",
+def _added_up_and_rounded(axis: Axis, x: Tensor, add_up: Any, dims: Any, keepdim: bool, dtype: Any, count: Any) -> Tensor:
+    """The same, whole: it is rounded once."""
+    return moves.reduce(_added_up(x, add_up, dims, keepdim, dtype, count), axis).to(dtype)
+
+
+@decider("amax", "amin", "prod", "all", "any", "argmax", "argmin", "var", "std", "logsumexp", "norm", "max", "min",
       "median", "count_nonzero", "vector_norm", "var_mean", "std_mean")  # fmt: skip
-def over_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def over_dims(call: Call) -> Answer:
     """Local where the cut dim is not reduced."""
-    order = "input p dim keepdim" if "norm" in func.__name__ else "input dim keepdim"  # of torch.linalg as well
-    if func.__name__ in ("var", "std", "var_mean", "std_mean") and len(args) > 2:
+    name, args = call.name, call.args
+    order = "input p dim keepdim" if "norm" in name else "input dim keepdim"  # of torch.linalg as well
+    if name in ("var", "std", "var_mean", "std_mean") and len(args) > 2:
         order = "input dim unbiased keepdim"
-    names = named(order, args, kwargs)
-    layout = work.layout(names.get("input"))
-    if not isinstance(layout, Cut) or names.get("out") is not None or isinstance(names.get("dim"), Tensor):
-        return NotImplemented
-    x = names["input"]
-    keepdim = bool(names.get("keepdim", False))
+    names = named(order, args, call.kwargs)
+    x, dim = names.get("input"), names.get("dim")
+    layout = layout_of(x)
+    if not isinstance(layout, Cut) or isinstance(dim, (Operand, bool)):
+        return GATHER
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
-    if isinstance(names.get("dim"), bool) or layout.dim in dims:
-        return NotImplemented
-    result = func(x._mw_local, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
-    out = after_reduction(layout, dims, keepdim)
-    if isinstance(result, Tensor):
-        return work.view(result, out)
-    return type(result)([work.view(t, out) for t in result])
+    if layout.dim in dims:
+        return GATHER
+    return of_each(call, held, after_reduction(layout, dims, bool(names.get("keepdim", False))))
 
 
-@rule("cumsum", "cumprod", "sort", "argsort", "topk", "logcumsumexp", "cummax", "cummin", "glu")
-def along_one_dim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("cumsum", "cumprod", "sort", "argsort", "topk", "logcumsumexp", "cummax", "cummin", "glu")
+def along_one_dim(call: Call) -> Answer:
     """Local where the cut dim is not the one worked along."""
-    place = 2 if func.__name__ == "topk" else 1
-    x = args[0]
-    layout = work.layout(x)
-    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+    place = 2 if call.name == "topk" else 1
+    x = call.args[0]
+    layout = layout_of(x)
+    dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", -1)
     if not isinstance(layout, Cut) or isinstance(dim, str) or layout.dim == dim % x.dim():
-        return NotImplemented
-    result = func(x._mw_local, *args[1:], **kwargs)
-    if isinstance(result, Tensor):
-        return work.view(result, layout)
-    return type(result)([work.view(t, layout) for t in result])
+        return GATHER
+    return of_each(call, held, layout)
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax")
-def softmax(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("softmax", "log_softmax", "_softmax", "_log_softmax")
+def softmax(call: Call) -> Answer:
+    func = call.func
     order = "input dim _stacklevel dtype" if isinstance(func, FunctionType) else "input dim dtype"
-    names = named("input dim half_to_float" if func.__name__.startswith("_") else order, args, kwargs)
+    names = named("input dim half_to_float" if call.name.startswith("_") else order, call.args, call.kwargs)
     x, dim = names.pop("input"), names.get("dim")
-    layout = work.layout(x)
+    layout = layout_of(x)
     if not isinstance(layout, Cut) or not isinstance(dim, int):
-        return NotImplemented
+        return GATHER
     dim %= x.dim()
     if layout.dim != dim:
-        return work.view(func(x._mw_local, **names), layout)
-    dtype = result_type(func, x._mw_local, **names)
-    shifted, sums = exponentials(work, x._mw_local.to(dtype), dim)
-    sums = moves.enter(sums, work.axis)
-    local = shifted - sums.log() if "log_softmax" in func.__name__ else shifted.exp() / sums
-    return work.view(local.to(dtype), layout)
+        return Decision(func, (held(x),), names, layout)
+    dtype = result_type(func, x, **names)
+    return Decision(_softmax_of_cut, (held(x), dim, dtype, "log_softmax" in call.name), {}, layout, axis=True)
 
 
-def exponentials(work: Any, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _softmax_of_cut(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarithm: bool) -> Tensor:
+    """Over a cut dim, in ``dtype``."""
+    shifted, sums = exponentials(axis, x.to(dtype), dim)
+    sums = moves.enter(sums, axis)
+    return (shifted - sums.log() if logarithm else shifted.exp() / sums).to(dtype)
+
+
+def exponentials(axis: Axis, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Over a cut dim: the values less their maximum (cut), and the sum of their exponentials (whole); in the wide type."""
     local = local.to(wide(local.dtype))
     floor = torch.finfo(local.dtype).min
@@ -122,15 +125,15 @@ def exponentials(work: Any, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         top = local.detach().amax(dim, keepdim=True)
     else:
         top = local.new_full([1 if d == dim else n for d, n in enumerate(local.shape)], floor)
-    top = work.axis.all_reduce(top, "max")
+    top = axis.all_reduce(top, "max")
     shifted = local - top.clamp(min=floor)
-    return shifted, moves.reduce(shifted.exp().sum(dim, keepdim=True), work.axis)
+    return shifted, moves.reduce(shifted.exp().sum(dim, keepdim=True), axis)
 
 
-@rule("one_hot")
-def one_hot(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    layout = work.layout(args[0])
+@decider("one_hot")
+def one_hot(call: Call) -> Answer:
+    classes = call.args[1] if len(call.args) > 1 else call.kwargs.get("num_classes", -1)
+    layout = layout_of(call.args[0])
     if not isinstance(layout, Cut) or classes == -1:
-        return NotImplemented
-    return work.view(func(args[0]._mw_local, classes), layout)
+        return GATHER
+    return of_each(call, held, layout)

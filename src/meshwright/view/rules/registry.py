@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.view.decision import Answer
+from meshwright.view.signature import Call
+
 Rule = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
+Decider = Callable[[Call], Answer]
+DECIDERS: dict[Any, Decider] = {}
+ELEMENTWISE: set[Any] = set()  # functions of each element, with broadcasting
 
 _PLACES = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg, torch._VF)
 
@@ -39,6 +45,18 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         for name in names:
             for func in functions(name):
                 RULES[func] = fn
+        return fn
+
+    return register
+
+
+def decider(*names: str) -> Callable[[Decider], Decider]:
+    """Registers a decider for the functions of these names."""
+
+    def register(fn: Decider) -> Decider:
+        for name in names:
+            for func in functions(name):
+                DECIDERS[func] = fn
         return fn
 
     return register
@@ -92,6 +110,14 @@ RESHAPING = {
 } | {torch.as_strided_: Tensor.as_strided}
 
 
+# Functions that give a view or a copy, by how their argument lies.
+SOMETIMES = frozenset(
+    f for n in "reshape view flatten unflatten ravel view_as reshape_as contiguous".split() for f in functions(n)
+)
+
+# How the result lies depends on the kernel, and meta's is another.
+BY_DEVICE = frozenset([functional.scaled_dot_product_attention])
+
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _ORDER: dict[str, dict[str, Any]] = {  # of the arguments after the tensor, with defaults; ... where there is none
     "select": {"dim": ..., "index": ...},
@@ -112,7 +138,7 @@ def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
     Builtin functions hand over what the caller wrote; those written in Python have put it in order already.
     """
-    if isinstance(func, types.FunctionType) or not kwargs or func not in RULES:
+    if isinstance(func, types.FunctionType) or not kwargs or (func not in RULES and func not in DECIDERS):
         return args, kwargs
     kwargs = {_NUMPY.get(k, k): v for k, v in kwargs.items()}
     if not args and "input" in kwargs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,133 +11,148 @@ from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Partial, regroup, reshape_group
 from meshwright.view.alias import order
-from meshwright.view.rules.registry import RULES, named, rule
+from meshwright.view.decision import (
+    GATHER,
+    Answer,
+    Blocks,
+    Body,
+    Decision,
+    Gather,
+    Units,
+    given,
+    held,
+    is_cut,
+    need,
+    whole,
+)
+from meshwright.view.rules.pointwise import of_each
+from meshwright.view.rules.registry import DECIDERS, decider, named
+from meshwright.view.signature import Call, Operand, is_undecided, layout_of, number
 from meshwright.view.tensor import View
 
 
-def moved(work: Any, x: View, local: Tensor, dims: Sequence[int | None]) -> Any:
-    """The result of a function that permutes, adds or drops dims: ``dims[i]`` is the dim of ``x`` that dim i was."""
-    layout = x._mw_layout
+def moved(x: Operand, dims: Sequence[int | None], run: Callable[..., Tensor], *args: Any) -> Answer:
+    """``run`` of what is held of ``x``, which permutes, adds or drops dims: ``dims[i]`` is the dim of ``x`` that dim i was."""
+    layout, use = x.layout, (held(x), *args)
     if isinstance(layout, Cut):
         if layout.dim not in dims:  # a cut dim of size 1 is dropped: the ranks that hold nothing of it need the rest
-            return NotImplemented
-        return work.view(local, layout.on(list(dims).index(layout.dim)))
+            return GATHER
+        return Decision(run, use, {}, layout.on(list(dims).index(layout.dim)))
     if isinstance(layout, Partial):
-        return work.view(local, PARTIAL)
-    if x._mw_parameter is not None and None not in dims:
-        name, places = x._mw_parameter
-        return View(local, WHOLE, work, parameter=(name, tuple(places[d] for d in dims if d is not None)))
-    return local
+        return Decision(run, use, {}, PARTIAL)
+    if is_undecided(x) and None not in dims:
+        return Decision(run, use, {}, follows=(x.index, tuple(d for d in dims if d is not None)))
+    return Decision(run, use, {})
 
 
-@rule("transpose", "swapaxes", "swapdims")
-def transpose(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, *rest = args
-    a, b = [*rest, *kwargs.values()]
+@decider("transpose", "swapaxes", "swapdims")
+def transpose(call: Call) -> Answer:
+    x, *rest = call.args
+    a, b = [*rest, *call.kwargs.values()]
+    return _swapped(x, a, b)
+
+
+def _swapped(x: Operand, a: int, b: int) -> Answer:
     dims = list(range(x.dim()))
     dims[a], dims[b] = dims[b], dims[a]
-    return moved(work, x, x._mw_local.transpose(a, b), dims)
+    return moved(x, dims, Tensor.transpose, a, b)
 
 
-@rule("permute")
-def permute(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    dims = _sizes(args[1:] or (kwargs["dims"],))
-    dims = [d % x.dim() for d in dims]
-    return moved(work, x, x._mw_local.permute(dims), dims)
+@decider("permute")
+def permute(call: Call) -> Answer:
+    x = call.args[0]
+    return permuted(x, [d % x.dim() for d in _sizes(call.args[1:] or (call.kwargs["dims"],))])
 
 
-@rule("movedim", "moveaxis")
-def movedim(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, n = args[0], args[0].dim()
-    source, target = ([d % n for d in _sizes((v,))] for v in [*args[1:], *kwargs.values()])
+def permuted(x: Operand, dims: list[int]) -> Answer:
+    return moved(x, dims, Tensor.permute, tuple(dims))
+
+
+@decider("movedim", "moveaxis")
+def movedim(call: Call) -> Answer:
+    x, n = call.args[0], call.args[0].dim()
+    source, target = ([d % n for d in _sizes((v,))] for v in [*call.args[1:], *call.kwargs.values()])
     dims: list[int | None] = [None] * n
     for s, t in zip(source, target, strict=True):
         dims[t] = s
     rest = iter([d for d in range(n) if d not in source])
-    order = [next(rest) if d is None else d for d in dims]
-    return moved(work, x, x._mw_local.permute(order), order)
+    return permuted(x, [next(rest) if d is None else d for d in dims])
 
 
-@rule("t", "numpy_T")
-def t(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    order = list(range(x.dim()))[::-1]
-    return moved(work, x, x._mw_local.permute(order), order)
+@decider("t", "numpy_T")
+def t(call: Call) -> Answer:
+    x = call.args[0]
+    return permuted(x, list(range(x.dim()))[::-1])
 
 
-def _matrix_t(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return transpose(work, func, (args[0], -2, -1), {}) if args[0].dim() > 1 else NotImplemented
+def _matrix_t(call: Call) -> Answer:
+    return _swapped(call.args[0], -2, -1) if call.args[0].dim() > 1 else GATHER
 
 
-@rule("adjoint")
-def adjoint(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if x.dim() < 2:
-        return NotImplemented
-    return transpose(work, func, (x, -2, -1), {}).conj()  # of real numbers, conj is the tensor itself
+@decider("adjoint")
+def adjoint(call: Call) -> Answer:
+    x = call.args[0]
+    return Body(_conjugate_transpose, (given(x),), {}) if x.dim() > 1 else GATHER
 
 
-RULES[Tensor.T.__get__] = t  # type: ignore[attr-defined]
-RULES[Tensor.mT.__get__] = _matrix_t  # type: ignore[attr-defined]
-RULES[Tensor.H.__get__] = adjoint  # type: ignore[attr-defined]
-RULES[Tensor.mH.__get__] = adjoint  # type: ignore[attr-defined]
+def _conjugate_transpose(x: Tensor) -> Tensor:
+    return x.transpose(-2, -1).conj()  # of real numbers, conj is the tensor itself
 
 
-@rule("unsqueeze")
-def unsqueeze(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim = args[0], args[1] if len(args) > 1 else kwargs["dim"]
+DECIDERS[Tensor.T.__get__] = t  # type: ignore[attr-defined]
+DECIDERS[Tensor.mT.__get__] = _matrix_t  # type: ignore[attr-defined]
+DECIDERS[Tensor.H.__get__] = adjoint  # type: ignore[attr-defined]
+DECIDERS[Tensor.mH.__get__] = adjoint  # type: ignore[attr-defined]
+
+
+@decider("unsqueeze")
+def unsqueeze(call: Call) -> Answer:
+    x, dim = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs["dim"]
     dim %= x.dim() + 1
     dims: list[int | None] = list(range(x.dim()))
     dims.insert(dim, None)
-    return moved(work, x, x._mw_local.unsqueeze(dim), dims)
+    return moved(x, dims, Tensor.unsqueeze, dim)
 
 
-@rule("squeeze")
-def squeeze(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    given = [*args[1:], *kwargs.values()]
-    chosen = [d % x.dim() for d in _sizes((given[0],))] if given else list(range(x.dim()))
+@decider("squeeze")
+def squeeze(call: Call) -> Answer:
+    x = call.args[0]
+    named_dims = [*call.args[1:], *call.kwargs.values()]
+    chosen = [d % x.dim() for d in _sizes((named_dims[0],))] if named_dims else list(range(x.dim()))
     gone = [d for d in chosen if x.shape[d] == 1]  # of the whole shape: a slice of size 1 stays
-    if isinstance(x._mw_layout, Cut) and x._mw_layout.dim in gone:
-        return NotImplemented  # one rank has it all
-    return moved(work, x, x._mw_local.squeeze(gone), [d for d in range(x.dim()) if d not in gone])
+    if isinstance(x.layout, Cut) and x.layout.dim in gone:
+        return GATHER  # one rank has it all
+    return moved(x, [d for d in range(x.dim()) if d not in gone], Tensor.squeeze, tuple(gone))
 
 
-@rule("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
-def reshape(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, shape = args[0], _target_shape(func, args, kwargs)
-    if shape is None or not isinstance(x, View):
-        return NotImplemented
-    layout = x._mw_layout
+@decider("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
+def reshape(call: Call) -> Answer:
+    x, shape = call.args[0], _target_shape(call)
+    if shape is None:
+        return GATHER
+    layout = x.layout
+    if is_undecided(x) and (dims := _same_dims(x, shape)) is not None:
+        return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, follows=(x.index, dims))
     if not isinstance(layout, Cut):
-        local = x._mw_local.reshape(shape)
-        if not isinstance(layout, Partial) and x._mw_parameter is not None:
-            return _same_dims(work, x, local)
-        return moved(work, x, local, [None] * len(shape))
+        return moved(x, [None] * len(shape), Tensor.reshape, tuple(shape))
     found = regroup(layout, tuple(x.shape), shape)
     if found is None:
-        _suggest(work, x, layout, shape)
-        return NotImplemented
-    shape[found.dim] = found.local(work.axis.rank)
-    return work.view(x._mw_local.reshape(shape), found)
+        return Gather(_finding(x, layout, shape))
+    shape[found.dim] = found.local(call.rank)
+    return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, found)
 
 
-def _same_dims(work: Any, x: View, local: Tensor) -> Any:
-    """A parameter reshaped: still that parameter where only dims of size 1 came or went."""
-    assert x._mw_parameter is not None
-    name, places = x._mw_parameter
-    kept = [p for p, n in zip(places, x.shape, strict=True) if n != 1]
-    if [n for n in x.shape if n != 1] != [n for n in local.shape if n != 1]:
-        return local
-    left = iter(kept)
-    return View(local, WHOLE, work, parameter=(name, tuple(-1 if n == 1 else next(left) for n in local.shape)))
+def _same_dims(x: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """A parameter reshaped is still that parameter if only dims of size 1 came or went."""
+    if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
+        return None
+    left = iter([d for d, n in enumerate(x.shape) if n != 1])
+    return tuple(-1 if n == 1 else next(left) for n in shape)
 
 
-def _target_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+def _target_shape(call: Call) -> list[int] | None:
     """The global shape a reshape asks for; None where it is a view of another dtype."""
-    x, rest = args[0], [*args[1:], *kwargs.values()]
-    name = func.__name__
+    x, rest, name = call.args[0], [*call.args[1:], *call.kwargs.values()], call.name
     if name in ("view_as", "reshape_as"):
         return list(rest[0].shape)
     if name == "flatten" or name == "ravel":
@@ -160,60 +175,63 @@ def _filled(sizes: list[int], total: int) -> list[int]:
     return sizes
 
 
-def _suggest(work: Any, x: View, layout: Cut, shape: list[int]) -> None:
-    """Why a reshape did not fit: pieces that may not be broken, or fused blocks (planning cuts accordingly)."""
+def _finding(x: Operand, layout: Cut, shape: list[int]) -> Blocks | Units | None:
+    """Why a reshape did not fit: pieces that may not be broken, or fused blocks."""
     group = reshape_group(layout.dim, tuple(x.shape), shape)
     if group is None:
-        return
+        return None
     after = [n for n in shape[group[1][0] : group[1][1]] if n != 1]
     if len(after) < 2:
-        return
+        return None
     if layout.parts == 1 and after[0] >= layout.ranks:
-        work.units(x, after[0])
-    elif layout.parts == after[0]:
-        work.units(x, after[1])
-    else:
-        work.blocks(x, (layout.size // after[0],) * after[0])
+        return Units(x.index, after[0])
+    if layout.parts == after[0]:
+        return Units(x.index, after[1])
+    return Blocks(x.index, (layout.size // after[0],) * after[0])
 
 
-@rule("expand", "expand_as", "broadcast_to")
-def expand(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, rest = args[0], [*args[1:], *kwargs.values()]
-    if not isinstance(x, View):  # expand_as a cut tensor: only its shape counts
-        return x.expand(rest[0].shape)
-    sizes = list(rest[0].shape) if func.__name__ == "expand_as" else _sizes(rest)
-    layout, added = x._mw_layout, len(sizes) - x.dim()
+@decider("expand", "expand_as", "broadcast_to")
+def expand(call: Call) -> Answer:
+    x, rest = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    sizes = list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)  # of the other tensor only its shape counts
+    layout, added = x.layout, len(sizes) - x.dim()
     if not isinstance(layout, Cut):
-        return moved(work, x, x._mw_local.expand(sizes), [None] * len(sizes))
+        return moved(x, [None] * len(sizes), Tensor.expand, tuple(sizes))
     if layout.size == 1 and sizes[layout.dim + added] != 1:
-        return NotImplemented
+        return GATHER
     sizes[layout.dim + added] = -1
-    return work.view(x._mw_local.expand(sizes), layout.on(layout.dim + added))
+    return Decision(Tensor.expand, (held(x), tuple(sizes)), {}, layout.on(layout.dim + added))
 
 
-@rule("broadcast_tensors")
-def broadcast_tensors(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else list(args)
+@decider("broadcast_tensors")
+def broadcast_tensors(call: Call) -> Answer:
+    tensors = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], (tuple, list)) else call.args
+    return Body(_expanded_alike, tuple(map(given, tensors)), {})
+
+
+def _expanded_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
     return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
 
 
-@rule("as_strided")
-def as_strided(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("as_strided")
+def as_strided(call: Call) -> Answer:
     """By the strides of one device: of the whole tensor, whose own elements are all that there is."""
-    names = named("input size stride storage_offset", args, kwargs)
+    names = named("input size stride storage_offset", call.args, call.kwargs)
     x, size, stride, first = names["input"], names["size"], names["stride"], names.get("storage_offset")
-    if not isinstance(x, View):
-        return NotImplemented
-    if isinstance(x._mw_layout, Partial):
-        return work.view(x._mw_local.as_strided(size, stride, first), PARTIAL)
+    if isinstance(x.layout, Partial):
+        return Decision(Tensor.as_strided, (held(x), size, stride, first), {}, PARTIAL)
+    return Body(_strided, (given(x), size, stride, first), {})
+
+
+def _strided(x: View, size: Sequence[int], stride: Sequence[int], first: int | None) -> Any:
     first = 0 if first is None else first - x.storage_offset()
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     dense = order(tuple(x.shape), x.stride()) is not None and last < x.numel()
     itself = first == 0 and (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride())
     if first < 0 or not (dense or itself or 0 in size):
         raise NotImplementedError("as_strided of a tensor that is cut, to elements that are not its own")
-    return work.fallback(_strided_from, (x, size, stride, first), {})
+    return x._mw_work.fallback(_strided_from, (x, size, stride, first), {})
 
 
 def _strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> Tensor:
@@ -223,88 +241,89 @@ def _strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], first: 
 _strided_from.__name__ = "as_strided"  # as a fallback is counted
 
 
-@rule("repeat", "tile")
-def repeat(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, times = args[0], _sizes([*args[1:], *kwargs.values()])
+@decider("repeat", "tile")
+def repeat(call: Call) -> Answer:
+    x, times = call.args[0], _sizes([*call.args[1:], *call.kwargs.values()])
     times = [1] * (x.dim() - len(times)) + times
-    local = x._mw_local.repeat(times)
-    layout, added = x._mw_layout, len(times) - x.dim()
+    layout, added = x.layout, len(times) - x.dim()
     if not isinstance(layout, Cut):
-        return moved(work, x, local, [None] * len(times))
+        return moved(x, [None] * len(times), Tensor.repeat, tuple(times))
     dim = layout.dim + added
-    return work.view(local, Cut(dim, layout.pieces * times[dim]))
+    return Decision(Tensor.repeat, (held(x), tuple(times)), {}, Cut(dim, layout.pieces * times[dim]))
 
 
-@rule("repeat_interleave")
-def repeat_interleave(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input repeats dim", args, kwargs)
+@decider("repeat_interleave")
+def repeat_interleave(call: Call) -> Answer:
+    names = named("input repeats dim", call.args, call.kwargs)
     x, times, dim = names["input"], names.get("repeats"), names.get("dim")
-    if not isinstance(x, View) or not isinstance(times, int) or dim is None:
-        return NotImplemented
-    local, layout, dim = x._mw_local.repeat_interleave(times, dim), x._mw_layout, dim % x.dim()
+    if not isinstance(times, int) or dim is None:
+        return GATHER
+    layout, dim = x.layout, dim % x.dim()
     if not isinstance(layout, Cut):
-        return moved(work, x, local, [None] * x.dim())
-    if layout.dim != dim:
-        return work.view(local, layout)
-    return work.view(local, Cut(dim, tuple(tuple(n * times for n in piece) for piece in layout.pieces)))
+        return moved(x, [None] * x.dim(), Tensor.repeat_interleave, times, dim)
+    if layout.dim == dim:
+        layout = Cut(dim, tuple(tuple(n * times for n in piece) for piece in layout.pieces))
+    return Decision(Tensor.repeat_interleave, (held(x), times, dim), {}, layout)
 
 
-@rule("cat", "concat", "concatenate")
-def cat(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = list(args[0] if args else kwargs["tensors"])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+@decider("cat", "concat", "concatenate")
+def cat(call: Call) -> Answer:
+    tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     # Torch skips empty vectors, whatever the rank of the others; their type counts.
     kept = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
-    skipped = [work.whole(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
-    if isinstance(dim, str) or not kept or kwargs.get("out") is not None:
-        return NotImplemented
+    skipped = [whole(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
+    if isinstance(dim, str) or not kept:
+        return GATHER
     dim %= kept[0].dim()
-    layouts = [work.layout(t) for t in kept]
-    if all(isinstance(layout, Partial) for layout in layouts):
-        return work.view(torch.cat([*skipped, *(t._mw_local for t in kept)], dim), PARTIAL)
-    cuts = [(layout, t.numel()) for t, layout in zip(kept, layouts, strict=True) if isinstance(layout, Cut)]
+    if all(isinstance(t.layout, Partial) for t in kept):
+        return Decision(torch.cat, ([*skipped, *map(held, kept)], dim), {}, PARTIAL)
+    cuts = [(t.layout, t.numel()) for t in kept if isinstance(t.layout, Cut)]
     if not cuts:
-        return torch.cat([*skipped, *map(work.whole, kept)], dim)
+        return Decision(torch.cat, ([*skipped, *map(whole, kept)], dim), {}, WHOLE)
     target = max(cuts, key=lambda pair: pair[1])[0]
     if target.dim != dim:
-        return work.view(torch.cat([*skipped, *(work.cut(t, target) for t in kept)], dim), target)
-    if all(isinstance(layout, Cut) and layout.dim == dim for layout in layouts):
-        pieces = tuple(piece for layout in layouts for piece in layout.pieces)
-        return work.view(torch.cat([*skipped, *(t._mw_local for t in kept)], dim), Cut(dim, pieces))
-    return NotImplemented
+        return Decision(torch.cat, ([*skipped, *(need(t, target) for t in kept)], dim), {}, target)
+    if all(is_cut(t) and t.layout.dim == dim for t in kept):
+        pieces = tuple(piece for t in kept for piece in t.layout.pieces)
+        return Decision(torch.cat, ([*skipped, *map(held, kept)], dim), {}, Cut(dim, pieces))
+    return GATHER
 
 
-@rule("stack")
-def stack(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = list(args[0] if args else kwargs["tensors"])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if kwargs.get("out") is not None:
-        return NotImplemented
+@decider("stack")
+def stack(call: Call) -> Answer:
+    tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    return Body(_stacked, ([*map(given, tensors)], dim), {})
+
+
+def _stacked(tensors: list[Tensor], dim: int) -> Tensor:
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
-@rule("flip", "roll", "tril", "triu")
-def along_dims(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("flip", "roll", "tril", "triu")
+def along_dims(call: Call) -> Answer:
     """Local where the cut dim is not among the dims these work on."""
-    x, layout, name = args[0], work.layout(args[0]), func.__name__
+    x, args, kwargs = call.args[0], call.args, call.kwargs
+    layout = layout_of(x)
     if isinstance(layout, Partial):
-        return work.view(func(x._mw_local, *args[1:], **kwargs), PARTIAL)
+        return of_each(call, held, PARTIAL)
     if not isinstance(layout, Cut):
-        return NotImplemented
-    if name == "flip":
+        return GATHER
+    if call.name == "flip":
         dims = _sizes(args[1:] or (kwargs["dims"],))
-    elif name == "roll":
-        given = args[2] if len(args) > 2 else kwargs.get("dims")
-        dims = list(range(x.dim())) if given is None else _sizes(given if isinstance(given, tuple) else (given,))
+    elif call.name == "roll":
+        chosen = args[2] if len(args) > 2 else kwargs.get("dims")
+        dims = list(range(x.dim())) if chosen is None else _sizes(chosen if isinstance(chosen, tuple) else (chosen,))
     else:
         dims = [-2, -1]
     if layout.dim in [d % x.dim() for d in dims]:
-        return NotImplemented
-    return work.view(func(x._mw_local, *args[1:], **kwargs), layout)
+        return GATHER
+    return of_each(call, held, layout)
 
 
-def _sizes(given: Sequence[Any]) -> list[int]:
+def _sizes(sizes: Sequence[Any]) -> list[int]:
     """Sizes given as separate arguments or as one sequence."""
-    if len(given) == 1 and isinstance(given[0], (tuple, list, torch.Size)):
-        return [int(s) for s in given[0]]
-    return [int(s) for s in given]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)):
+        return [number(s) for s in sizes[0]]
+    return [number(s) for s in sizes]

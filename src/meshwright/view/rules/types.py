@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.private import without_modes
+from meshwright.private import without_any_mode, without_modes
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -30,11 +30,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def result_type(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> torch.dtype:
+def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> torch.dtype:
     """The type of ``func(x, ...)`` here and now: asked of torch itself, with a tensor of one element like ``x``.
 
     Raises what ``func`` raises for such a tensor: a mean of integers, say.
     """
     with without_modes(), torch.no_grad():
-        found: torch.dtype = func(x.new_zeros((1,) * x.dim()), *args, **kwargs).dtype
+        one = torch.zeros((1,) * x.dim(), dtype=x.dtype, device=x.device)
+        found: torch.dtype = func(one, *args, **kwargs).dtype
     return found
+
+
+def like_here(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> tuple[torch.dtype, torch.device] | None:
+    """The type and device of ``func(x, ...)``, asked of torch with an empty tensor like ``x``; None if it gives no tensor."""
+    with without_any_mode(), torch.no_grad():
+        found = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+    if not isinstance(found, Tensor):
+        return None
+    return found.dtype, x.device if x.device.type == "meta" else found.device  # planning: everything is on meta

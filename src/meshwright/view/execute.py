@@ -1,0 +1,259 @@
+"""``execute``: a decision and tensors → the result. Here alone tensors move.
+
+What a local function gives is settled as on one device (see ``alias``): where it lies, and whose memory it shares. That
+follows from the signature of the call as well, so it is found with the first call of a signature, and kept with the decision
+(``Prepared``). A later call is the local function on local tensors, and one wrapper for what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import WHOLE, Cut
+from meshwright.view import moves
+from meshwright.view.alias import (
+    Memory,
+    Placed,
+    Strides,
+    alike,
+    asked,
+    contiguous,
+    dense,
+    laid,
+    may_alias,
+    noted,
+    order,
+    share,
+)
+from meshwright.view.decision import Decision, Need, Use
+from meshwright.view.rules.registry import BY_DEVICE, ELEMENTWISE, SOMETIMES
+from meshwright.view.signature import replaced
+from meshwright.view.tensor import Spec, View, lies, spec, spec_of, wrapped
+
+if TYPE_CHECKING:
+    from meshwright.view.work import Work
+
+
+def brought(work: Work, t: Tensor, need: Need | Cut) -> Any:
+    """A tensor as an operand needs it: moved, if it is not so already."""
+    if isinstance(need, Cut):
+        return work.cut(t, need)
+    if need is Need.HELD:
+        return t._mw_local if isinstance(t, View) else t
+    if need is Need.VARYING:
+        return work.varying(t)
+    if need is Need.WHOLE:
+        return work.whole(t)
+    if need is Need.PLAIN:
+        return work.plain(t)
+    if need is Need.SUMMAND:
+        return moves.hold(work.whole(t), work.axis)
+    return t  # as it is given
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is known of a View that comes out of every call of a signature.
+
+    Attributes:
+        source: the tensor of the call whose memory it shares on one device.
+        apart: whether it does not share that memory here: then neither is to be written.
+        cloned: whether the local result shares memory that the View does not share on one device.
+        strides: how the local result is to lie, if it comes otherwise.
+    """
+
+    known: Spec
+    source: int | None = None
+    apart: bool = False
+    cloned: bool = False
+    strides: Strides | None = None
+
+    def of(self, work: Work, local: Tensor, tensors: Sequence[Tensor]) -> View:
+        """The View of a local result."""
+        known = self.known
+        if self.cloned:
+            local = local.clone()
+        if self.strides is not None:
+            local = laid(local, self.strides)
+        if local.dtype is not known.dtype:  # by something that is no part of a signature: torch's default type, say
+            known = spec(
+                known.layout, known.shape, local.dtype, known.device, known.strides, known.offset, known.lies, False
+            )
+        made = wrapped(local, known, work)
+        if self.source is not None:
+            source = tensors[self.source]
+            assert type(source) is View
+            memory = source._mw_memory
+            if memory is None:
+                memory = source._mw_memory = Memory()
+            made._mw_memory = memory
+            if source._mw_silent:
+                made._mw_remember(silent=True)
+            if self.apart or source._mw_apart:
+                made._mw_remember(apart=True)
+                source._mw_remember(apart=True)
+        return made
+
+
+class Prepared:
+    """A decision, ready to be executed for every call of its signature."""
+
+    __slots__ = ("args", "decision", "itself", "kwargs", "nested", "result", "results", "run", "slots")
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision, self.run = decision, decision.run
+        self.args, self.kwargs = list(decision.args), decision.kwargs
+        # Most operands are arguments themselves; some stand in lists, or have names.
+        self.slots = [
+            (at, x.index, None if x.need is Need.HELD else x.need) for at, x in enumerate(self.args) if type(x) is Use
+        ]
+        self.nested = _has_uses([x for x in self.args if type(x) is not Use]) or _has_uses(self.kwargs)
+        self.itself: int | None = decision.itself  # the tensor of the call that comes out
+        self.result: Result | None = None
+        self.results: tuple[Result, ...] | None = None
+
+    def __call__(self, work: Work, tensors: Sequence[Tensor]) -> Any:
+        """The result of a call that is settled."""
+        args = self.args.copy()
+        for at, index, need in self.slots:
+            t = tensors[index]
+            if need is None:
+                args[at] = t._mw_local if type(t) is View else t
+            else:
+                args[at] = brought(work, t, need)
+        if self.nested or self.decision.axis:
+            out = self._of_more(work, args, tensors)
+        else:
+            out = self.run(*args, **self.kwargs)
+        if self.result is not None:
+            return self.result.of(work, out, tensors)
+        if self.itself is not None:
+            t = tensors[self.itself]
+            if self.decision.writes and isinstance(t, View) and t._mw_memory is not None:
+                t._mw_memory.written += 1
+            return t
+        if self.results is not None:
+            return _like(out, [r.of(work, t, tensors) for r, t in zip(self.results, out, strict=True)])
+        return out
+
+    def _of_more(self, work: Work, args: list[Any], tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = replaced(
+            (args, self.kwargs), lambda x: brought(work, tensors[x.index], x.need) if type(x) is Use else x
+        )
+        return self.run(work.axis, *args, **kwargs) if self.decision.axis else self.run(*args, **kwargs)
+
+    def settle(self, work: Work, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """The result of the first call; what the later ones have in common with it is known then."""
+        out = self(work, tensors)
+        pieces: Sequence[Any] = out if isinstance(out, (tuple, list)) else (out,)
+        layouts = self.decision.out if isinstance(self.decision.out, tuple) else (self.decision.out,) * len(pieces)
+        if self.itself is not None or all(layout == WHOLE for layout in layouts) or not isinstance(pieces[0], Tensor):
+            return out
+        if pieces is not out:
+            held = (i for i, t in enumerate(tensors) if type(t) is View and t._mw_local is out)
+            self.itself = next((i for i in held if tensors[i]._mw_layout == layouts[0]), None)  # type: ignore[attr-defined]
+            if self.itself is not None:
+                return tensors[self.itself]
+        usual = all(spec_of(t).usual for t in tensors)
+        places = _places(func, args, kwargs, pieces, usual)
+        if pieces is not out and places[0] is not None and places[0].itself:
+            source = args[places[0].source]
+            if type(source) is View:
+                self.itself = _index(tensors, source)
+                return source
+        found = [
+            _result(func, args, tensors, *piece, usual) for piece in zip(pieces, layouts, places, strict=True)
+        ]
+        if pieces is out:
+            self.results = tuple(found)
+            return _like(out, [r.of(work, t, tensors) for r, t in zip(found, pieces, strict=True)])
+        self.result = found[0]
+        return self.result.of(work, out, tensors)
+
+
+def _like(out: Any, pieces: list[Any]) -> Any:
+    """Results in the structure that a function gave them in: a tuple, a list, or one of torch's named tuples."""
+    return type(out)(pieces)
+
+
+def _has_uses(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_uses, value))
+    if isinstance(value, dict):
+        return any(map(_has_uses, value.values()))
+    return type(value) is Use
+
+
+def _index(tensors: Sequence[Tensor], t: Tensor) -> int:
+    return next(i for i, x in enumerate(tensors) if x is t)
+
+
+def _places(func: Any, args: Any, kwargs: Any, pieces: Sequence[Tensor], usual: bool) -> Sequence[Placed | None]:
+    """Where results lie on one device; None for fresh memory, in the order of dims that the local result has.
+
+    ``usual``: whether all operands are contiguous.
+    """
+    aliasing, places = may_alias(func), None
+    if aliasing or not usual:
+        places = asked(func, args, kwargs, lies) if aliasing or func not in BY_DEVICE else None
+    return places if places is not None and len(places) == len(pieces) else (None,) * len(pieces)
+
+
+def _result(
+    func: Any, args: Any, tensors: Sequence[Tensor], local: Tensor, layout: Any, place: Placed | None, usual: bool
+) -> Result:
+    """What is known of a View that comes out, by the first one."""
+    shape = list(local.shape)
+    if isinstance(layout, Cut):
+        shape[layout.dim] = layout.size
+    size = tuple(shape)
+    source = None if place is None or place.source is None else args[place.source]
+    if type(source) is View:
+        assert place is not None
+        apart = func in SOMETIMES and not _begin_alike(local, source._mw_local)
+        known = _known(layout, size, local, place.laid, place.offset, local.stride())
+        return Result(known, source=_index(tensors, source), apart=apart)
+    cloned = may_alias(func) and any(isinstance(x, View) and share(local, x._mw_local) for x in args)
+    if cloned:
+        local = local.clone()
+    if place is not None:
+        strides = place.strides
+    elif usual and not may_alias(func) and _as_usual(func, local):
+        return Result(_known(layout, size, local, None, 0, local.stride()), cloned=cloned)
+    else:
+        strides = _dense_like(local, size)
+    dims = order(size, strides) or tuple(range(len(size)))
+    wanted = dense(tuple(local.shape), dims)
+    fits = alike(local.shape, local.stride(), wanted)
+    known = _known(layout, size, local, noted(size, strides), 0, local.stride() if fits else wanted)
+    return Result(known, cloned=cloned, strides=None if fits else wanted)
+
+
+def _known(layout: Any, shape: Any, local: Tensor, strides: Strides | None, offset: int, here: Strides) -> Spec:
+    if not isinstance(layout, Cut):
+        strides, offset = None, 0
+    return spec(layout, torch.Size(shape), local.dtype, local.device, strides, offset, here, False)
+
+
+def _as_usual(func: Any, local: Tensor) -> bool:
+    """Whether the result of contiguous operands is contiguous, by the local result.
+
+    The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
+    """
+    return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(tuple(local.shape))
+
+
+def _dense_like(local: Tensor, shape: tuple[int, ...]) -> Strides:
+    """The strides of a whole tensor in memory of its own, whose dims have the order of the local tensor's."""
+    dims = order(tuple(local.shape), local.stride())
+    return contiguous(shape) if dims is None else dense(shape, dims)
+
+
+def _begin_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same elements share memory; without storages, to which the way is long."""
+    return a.data_ptr() == b.data_ptr() or not a.numel()
