@@ -34,6 +34,7 @@ from meshwright.planning.memory import Kept
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
+    autocast_is_on,
     autograd_local,
     collectives_entered,
     compiles,
@@ -75,7 +76,7 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
-        _get_default_store _get_obj_in_tls _is_key_in_tls _jit_get_schemas_for_operator _make_wrapper_subclass \
+        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _make_wrapper_subclass \
         _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
@@ -661,6 +662,14 @@ def _held_under_fsdp_and_tp() -> tuple[Any, ...]:
     module.unshard()
     gathered = module.weight
     return held, (at_rest.device_mesh.ndim, gathered.device_mesh.ndim), gathered.to_local().tolist(), placements
+
+
+def test_decisions_are_kept_apart_by_whether_autocast_is_on_for_any_device() -> None:
+    assert not autocast_is_on()
+    for device in ("cpu", "cuda"):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert autocast_is_on() == (device == "cpu" or torch.cuda.is_available())
+    assert not autocast_is_on()
 
 
 def test_a_parameters_local_part_shares_its_memory_and_its_gradient_is_a_dtensor(workers: Any) -> None:

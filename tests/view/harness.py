@@ -35,8 +35,8 @@ from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, cut
 from meshwright.run.workers import report
 from meshwright.view import work as work_module
 from meshwright.view.axis import Axis, Ledger
-from meshwright.view.mode import GlobalView
 from meshwright.view.decision import Gather
+from meshwright.view.mode import GlobalView
 from meshwright.view.rules import DECIDERS, RULES
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
@@ -513,8 +513,15 @@ class recorded:
 
     def __enter__(self) -> None:
         rules, deciders = self.before
-        RULES.update({f: self._watched(rule_name(f), rule, lambda out: out is not NotImplemented) for f, rule in rules.items()})
-        DECIDERS.update({f: self._watched(rule_name(f), decide, lambda out: not isinstance(out, Gather)) for f, decide in deciders.items()})
+        RULES.update(
+            {f: self._watched(rule_name(f), rule, lambda out: out is not NotImplemented) for f, rule in rules.items()}
+        )
+        DECIDERS.update(
+            {
+                f: self._watched(rule_name(f), decide, lambda out: not isinstance(out, Gather))
+                for f, decide in deciders.items()
+            }
+        )
 
     def __exit__(self, *_: object) -> None:
         RULES.update(self.before[0])

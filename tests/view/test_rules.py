@@ -20,8 +20,8 @@ from torch.nn import functional
 from meshwright.layout import WHOLE, cut
 from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Axis, Ledger
-from meshwright.view.mode import GlobalView
 from meshwright.view.decision import Decision, held
+from meshwright.view.mode import GlobalView
 from meshwright.view.rules import DECIDERS, RULES
 from meshwright.view.work import Work
 

@@ -166,9 +166,7 @@ class Prepared:
             if type(source) is View:
                 self.itself = _index(tensors, source)
                 return source
-        found = [
-            _result(func, args, tensors, *piece, usual) for piece in zip(pieces, layouts, places, strict=True)
-        ]
+        found = [_result(func, args, tensors, *piece, usual) for piece in zip(pieces, layouts, places, strict=True)]
         if pieces is out:
             self.results = tuple(found)
             return _like(out, [r.of(work, t, tensors) for r, t in zip(found, pieces, strict=True)])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import WHOLE, Cut, Layout
+from meshwright.layout import WHOLE, Layout
 from meshwright.private import autocast_is_on
 from meshwright.view.tensor import Spec, View
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import WHOLE, Cut, Layout, Partial
-from meshwright.private import pytree, storage_of, without_subclasses, wrapper
+from meshwright.private import make_wrapper, pytree, storage_of, without_subclasses, wrapper
 from meshwright.view.alias import Like, Memory, Strides, alike, contiguous, placed
 
 if TYPE_CHECKING:
@@ -213,12 +213,14 @@ class View(Tensor):
         return self.clone()
 
 
-_make = Tensor._make_wrapper_subclass  # in a steady state, half of what a call costs; ``private.wrapper`` says what it is
+_make = (
+    Tensor._make_wrapper_subclass
+)  # in a steady state, half of what a call costs; ``private.wrapper`` says what it is
 
 
 def wrapped(local: Tensor, known: Spec, work: Work) -> View:
     """A View of a local tensor of which all is known."""
-    made: View = _make(View, known.shape, dtype=known.dtype, device=known.device)
+    made: View = make_wrapper(View, known.shape, dtype=known.dtype, device=known.device)
     made._mw_local, made._mw_shape, made._mw_layout, made._mw_work = local, known.shape, known.layout, work
     made._mw_spec, made._mw_memo = known, {}
     if known.strides is not None:

@@ -139,7 +139,7 @@ class Work:
             if isinstance(out, View):
                 out._mw_remember(silent=True)
         elif answer.kept:
-            self._keep(func, *asked_for, prepared)
+            self._keep(func, asked_for[0], asked_for[1], prepared)
         return out
 
     def decision(self, func: Any, form: tuple[Any, Any], tensors: list[Tensor]) -> Answer:

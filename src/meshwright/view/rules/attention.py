@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,46 +10,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut
+from meshwright.view.decision import GATHER, Answer, Body, Decision, given, need, varying
 from meshwright.view.rules.random import attention_with_dropout
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.rules.registry import decider, named
+from meshwright.view.signature import Call, Operand
 
 
-@rule("scaled_dot_product_attention")
-def attention(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("query key value attn_mask dropout_p is_causal", args, kwargs)
+@decider("scaled_dot_product_attention")
+def attention(call: Call) -> Answer:
+    names = named("query key value attn_mask dropout_p is_causal", call.args, call.kwargs)
     q, k, v, mask = names.pop("query"), names.pop("key"), names.pop("value"), names.pop("attn_mask", None)
     if q.dim() > k.dim() or k.dim() != v.dim() or q.dim() < 3:
-        return NotImplemented
+        return GATHER
     if names.pop("enable_gqa", False) and q.shape[-3] != k.shape[-3]:
-        times = q.shape[-3] // k.shape[-3]
-        k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
-    target = _target(work, [q, k, v])
+        return Body(_of_groups, (*map(given, (q, k, v)), q.shape[-3] // k.shape[-3], given(mask)), names)
+    target = _target([q, k, v])
     if target is None:
-        return NotImplemented
-    locals_ = [work.cut(x, target) if x.shape[target.dim] != 1 else work.varying(x) for x in (q, k, v)]
-    names["attn_mask"] = _mask(work, mask, target, q.dim())
+        return GATHER
+    uses = [need(x, target) if x.shape[target.dim] != 1 else varying(x) for x in (q, k, v)]
+    use = _mask(mask, target, q.dim())
     if names.get("dropout_p", 0.0) > 0 and q.device.type != "meta":
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
-        return work.view(
-            attention_with_dropout(work, locals_, (*lead, q.shape[-2], k.shape[-2]), target, names), target
-        )
-    return work.view(functional.scaled_dot_product_attention(*locals_, **names), target)
+        shape = (*lead, q.shape[-2], k.shape[-2])
+        return Decision(attention_with_dropout, (*uses, use, shape, target), names, target, axis=True)
+    return Decision(functional.scaled_dot_product_attention, (*uses, use), names, target)
 
 
-def _target(work: Any, tensors: list[Tensor]) -> Cut | None:
+def _of_groups(q: Tensor, k: Tensor, v: Tensor, times: int, mask: Tensor | None, **options: Any) -> Tensor:
+    """Attention in which ``times`` heads share a key and a value."""
+    k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+    return functional.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+def _target(tensors: Sequence[Operand]) -> Cut | None:
     """The cut of a head or batch dim that the largest cut operand has."""
-    found = [(x.numel(), -i, layout) for i, x in enumerate(tensors) if isinstance(layout := work.layout(x), Cut)]
+    found = [(x.numel(), -i, x.layout) for i, x in enumerate(tensors) if isinstance(x.layout, Cut)]
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # a cut dim of size 1 may be spread
     fits = [entry for entry in found if entry[2].dim < len(lead) and entry[2].size == lead[entry[2].dim]]
     return max(fits, key=lambda e: e[:2])[2] if fits else None
 
 
-def _mask(work: Any, mask: Tensor | None, target: Cut, rank: int) -> Tensor | None:
+def _mask(mask: Operand | None, target: Cut, rank: int) -> Any:
     if mask is None:
         return None
     dim = target.dim - (rank - mask.dim())
-    if dim < 0 or mask.shape[dim] == 1:
-        whole: Tensor = work.varying(mask)
-        return whole
-    cut: Tensor = work.cut(mask, target.on(dim))
-    return cut
+    return varying(mask) if dim < 0 or mask.shape[dim] == 1 else need(mask, target.on(dim))

@@ -53,7 +53,9 @@ class Product:
     choices: tuple[Choice, ...] = ()
     roles: tuple[tuple[int, str], ...] = ()
 
-    def decision(self, run: Callable[..., Any], *more: Any, choices: tuple[Choice, ...] = (), **kwargs: Any) -> Decision:
+    def decision(
+        self, run: Callable[..., Any], *more: Any, choices: tuple[Choice, ...] = (), **kwargs: Any
+    ) -> Decision:
         """``run`` of the operands and ``more`` arguments."""
         return Decision(run, (*self.uses, *more), kwargs, self.out, choices=self.choices + choices, roles=self.roles)
 

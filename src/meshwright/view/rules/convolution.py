@@ -32,7 +32,7 @@ def convolution(call: Call) -> Answer:
         return _grouped(call, x, weight, bias, groups, names, len(lead))
     spots = [f"s{i}" for i in range(space)]
     ends = ["i", "o"] if transposed else ["o", "i"]
-    labels = [[*lead, "i", *spots], [*ends, *(f"k{i}" for i in range(space))]]
+    labels: list[list[Any]] = [[*lead, "i", *spots], [*ends, *(f"k{i}" for i in range(space))]]
     product = contract([x, weight], labels, [*lead, "o", *spots])
     use, choices = local_bias(bias, product.out, len(lead))
     return product.decision(getattr(functional, call.name), use, choices=choices, groups=1, **names)

@@ -13,35 +13,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.layout import Cut
+from meshwright.layout import PARTIAL, WHOLE, Cut
 from meshwright.view import moves
-from meshwright.view.rules.reduction import exponentials, summed
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.axis import Axis
+from meshwright.view.decision import GATHER, Answer, Body, Decision, given, held, need, whole
+from meshwright.view.rules.reduction import exponentials
+from meshwright.view.rules.registry import decider, named
 from meshwright.view.rules.types import result_type, wide
+from meshwright.view.signature import Call, Operand, layout_of
 
 ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
-@rule("cross_entropy")  # not of torch._C._nn.cross_entropy_loss: other arguments
-def cross_entropy(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named(ORDER, args, kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
-    x, target = names["input"], work.whole(names["target"])
-    layout = work.layout(x)
+@decider("cross_entropy")  # not of torch._C._nn.cross_entropy_loss: other arguments
+def cross_entropy(call: Call) -> Answer:
+    names = named(ORDER, call.args, call.kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
+    x, target, weight, reduction = names["input"], names["target"], names.get("weight"), names["reduction"]
+    layout = layout_of(x)
     old_style = names.get("size_average") is not None or names.get("reduce") is not None
     if not isinstance(layout, Cut) or old_style or target.is_floating_point() or x.dim() < 2:
-        return NotImplemented
-    weight = work.whole(names.get("weight"))
-    dtype = _result_type(func, x._mw_local)
-    count = _denominator(target, weight, names["ignore_index"])
-    if layout.dim != 1:
-        return _rows_cut(work, x._mw_local, target, weight, layout, names, count, dtype)
-    if layout.parts != 1 or weight is not None or names["label_smoothing"]:
-        return NotImplemented
-    losses = vocabulary_losses(work, x._mw_local, target, layout, names["ignore_index"])
-    return _reduced(losses, names["reduction"], count).to(dtype)
+        return GATHER
+    dtype, ignore = _result_type(call.func, x), names["ignore_index"]
+    if layout.dim == 1:
+        if layout.parts != 1 or weight is not None or names["label_smoothing"]:
+            return GATHER
+        start = sum(layout.pieces[0][: call.rank])
+        return Decision(_of_vocabulary, (held(x), whole(target), start, ignore, reduction, dtype), {}, axis=True)
+    dim = layout.dim if layout.dim == 0 else layout.dim - 1
+    options = {"ignore_index": ignore, "label_smoothing": names["label_smoothing"], "weight": whole(weight)}
+    if reduction == "none":
+        return Decision(
+            functional.cross_entropy,
+            (held(x), need(target, layout.on(dim))),
+            {**options, "reduction": "none"},
+            layout.on(dim),
+        )
+    args = (held(x), whole(target), layout.on(dim), reduction, dtype)
+    if dtype == wide(dtype):
+        return Decision(_of_rows, args, options, PARTIAL, axis=True)
+    return Decision(_of_rows_rounded, args, options, WHOLE, axis=True)
 
 
-def _result_type(func: Any, x: Tensor) -> torch.dtype:
+def _result_type(func: Any, x: Operand) -> torch.dtype:
     return result_type(lambda one: func(one.flatten()[None], torch.zeros(1, dtype=torch.long, device=x.device)), x)
 
 
@@ -59,11 +72,17 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
     return losses.sum() / count if reduction == "mean" else losses.sum()
 
 
-def vocabulary_losses(work: Any, x: Tensor, target: Tensor, layout: Cut, ignore_index: int) -> Tensor:
+def _of_vocabulary(
+    axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int, reduction: str, dtype: torch.dtype
+) -> Tensor:
+    """The loss of logits of which this rank has the classes from ``start``."""
+    losses = vocabulary_losses(axis, x, target, start, ignore_index)
+    return _reduced(losses, reduction, _denominator(target, None, ignore_index)).to(dtype)
+
+
+def vocabulary_losses(axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int) -> Tensor:
     """The loss of each row, in the wide type; ``x``: this rank's classes, at dim 1 of shape (rows, classes, …)."""
-    axis = work.axis
-    shifted, sums = exponentials(work, x, 1)
-    start = sum(layout.pieces[0][: axis.rank])
+    shifted, sums = exponentials(axis, x, 1)
     local = target.unsqueeze(1) - start
     mine = (local >= 0) & (local < x.size(1))
     if x.size(1):
@@ -74,19 +93,25 @@ def vocabulary_losses(work: Any, x: Tensor, target: Tensor, layout: Cut, ignore_
     return torch.where(target == ignore_index, torch.zeros_like(losses), losses)
 
 
-def _rows_cut(
-    work: Any, x: Tensor, target: Tensor, weight: Any, layout: Cut, names: dict[str, Any], count: Tensor, dtype: Any
-) -> Any:
-    """Logits cut over rows (or over a dim after the classes): each rank's rows alone, one sum."""
-    dim = layout.dim if layout.dim == 0 else layout.dim - 1
-    own = layout.on(dim)
-    options = {"ignore_index": names["ignore_index"], "label_smoothing": names["label_smoothing"], "weight": weight}
-    target = work.cut(target, own)
-    losses = functional.cross_entropy(x, target, reduction="none", **options)
-    if names["reduction"] == "none":
-        return work.view(losses, own)
+def _of_rows(
+    axis: Axis, x: Tensor, target: Tensor, own: Cut, reduction: str, dtype: torch.dtype, *, weight: Any, **options: Any
+) -> Tensor:
+    """This rank's summand of the loss of logits that are cut over rows (or over a dim after the classes), in the wide type.
+
+    ``target``, ``weight``: whole; ``own``: the cut of the target.
+    """
+    count = _denominator(target, weight, options["ignore_index"])
+    target = own.take(target, axis.rank)
+    losses = functional.cross_entropy(x, target, weight=weight, reduction="none", **options)
     total = losses.sum(dtype=wide(losses.dtype))
-    return summed(work, total / count if names["reduction"] == "mean" else total, dtype)
+    return total / count if reduction == "mean" else total
+
+
+def _of_rows_rounded(
+    axis: Axis, x: Tensor, target: Tensor, own: Cut, reduction: str, dtype: Any, **options: Any
+) -> Tensor:
+    """The same, whole: it is rounded once."""
+    return moves.reduce(_of_rows(axis, x, target, own, reduction, dtype, **options), axis).to(dtype)
 
 
 _ELEMENTWISE = """
@@ -95,28 +120,36 @@ poisson_nll_loss
 """.split()
 
 
-@rule(*_ELEMENTWISE)
-def elementwise(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider(*_ELEMENTWISE)
+def elementwise(call: Call) -> Answer:
     """Losses of each element: the elements as a pointwise function, then the mean or sum over all."""
-    options = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
-    tensors = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
+    func, args, kwargs = call.func, call.args, call.kwargs
+    options = {k: v for k, v in kwargs.items() if not isinstance(v, Operand)}
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, Operand)}
     reduction = options.pop("reduction", "mean")
     old_style = options.get("size_average") is not None or options.get("reduce") is not None
     if not isinstance(func, FunctionType):
-        return NotImplemented  # a builtin: its reduction is a number
-    if old_style or len(args) > 2 or not all(isinstance(a, Tensor) for a in args) or reduction == "batchmean":
-        return NotImplemented
-    if "weight" in tensors and not func.__name__.startswith("binary"):
-        return NotImplemented  # their mean is over the weights
-    if len({tuple(t.shape) for t in (*args, *tensors.values())}) > 1:
-        return NotImplemented
-    cuts = [layout for t in (*args, *tensors.values()) if isinstance(layout := work.layout(t), Cut)]
+        return GATHER  # a builtin: its reduction is a number
+    if old_style or len(args) > 2 or not all(isinstance(a, Operand) for a in args) or reduction == "batchmean":
+        return GATHER
+    if "weight" in tensors and not call.name.startswith("binary"):
+        return GATHER  # their mean is over the weights
+    if len({tuple(t.shape) for t in call.operands}) > 1:
+        return GATHER
+    cuts = [t.layout for t in call.operands if isinstance(t.layout, Cut)]
     if not cuts:
-        return NotImplemented
-    own = cuts[0]
-    losses = func(
-        *(work.cut(a, own) for a in args), **options, **{k: work.cut(v, own) for k, v in tensors.items()},
-        reduction="none",
-    )  # fmt: skip
-    each = work.view(losses, own)
-    return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
+        return GATHER
+    if reduction != "none":
+        return Body(
+            _reduced_losses,
+            (func, reduction, *map(given, args)),
+            {**options, **{k: given(v) for k, v in tensors.items()}},
+        )
+    named_uses = {k: need(v, cuts[0]) for k, v in tensors.items()}
+    uses = tuple(need(a, cuts[0]) for a in args)
+    return Decision(func, uses, {**options, **named_uses, "reduction": "none"}, cuts[0])
+
+
+def _reduced_losses(func: Any, reduction: str, *args: Any, **options: Any) -> Tensor:
+    each: Tensor = func(*args, **options, reduction="none")
+    return each.mean() if reduction == "mean" else each.sum()

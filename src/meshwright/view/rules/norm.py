@@ -39,9 +39,7 @@ def group_norm(call: Call) -> Answer:
         return Gather(Units(x.index, groups))
     own = layout.on(0)
     args = (held(x), layout.local(call.rank) // width, need(weight, own), need(bias, own), eps)
-    return Decision(
-        functional.group_norm, args, {}, layout, choices=(*matching(weight, own), *matching(bias, own))
-    )
+    return Decision(functional.group_norm, args, {}, layout, choices=(*matching(weight, own), *matching(bias, own)))
 
 
 @decider("normalize")

@@ -29,8 +29,8 @@ from meshwright.view.decision import (
     whole,
 )
 from meshwright.view.rules.registry import DECIDERS, ELEMENTWISE, RULES, decider, functions, writes
-from meshwright.view.signature import Call, Operand, is_undecided
 from meshwright.view.rules.types import like_here
+from meshwright.view.signature import Call, Operand, is_undecided
 from meshwright.view.tensor import View
 
 _UNARY = """
@@ -138,7 +138,7 @@ def _contiguous(call: Call) -> Answer:
     """The tensor itself, if its memory on one device is in that order; else a copy."""
     x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
     if memory_format and memory_format[0] != torch.contiguous_format:
-        return Body(_moved_and_laid, (Tensor.alias, *memory_format, given(x)), {})
+        return Body(_moved_and_laid, (_identity, *memory_format, given(x)), {})
     if x.spec.usual:
         return Decision(_identity, (held(x),), {}, itself=x.index)
     copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
@@ -217,7 +217,7 @@ def _linear(call: Call) -> bool:
 
 def _copied_parameter(call: Call) -> Decision | None:
     """A copy or cast of an undecided parameter is still that parameter."""
-    x = call.args[0] if call.args else None
+    x: Any = call.args[0] if call.args else None
     if not is_undecided(x):
         return None
     decision = of_each(call, whole, WHOLE)
@@ -268,7 +268,7 @@ _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the 
 
 @decider("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(call: Call) -> Answer:
-    """A fresh tensor of a given shape: whole, on every rank the same. A value to fill with may be the View, and not the tensor."""
+    """A fresh tensor of a given shape: whole. The value to fill it with may be the View, and not the tensor."""
     x = call.args[0]
     return of_each(call, lambda y: held(y) if y is x else whole(y), WHOLE)
 

@@ -4,7 +4,7 @@ one whole draw, so that the result is that of one device, and the trunk's stream
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut, Partial
+from meshwright.view import moves
 from meshwright.view.alias import contiguous, reach
+from meshwright.view.axis import Axis
 from meshwright.view.rules.registry import named, rule
 
 if TYPE_CHECKING:
@@ -47,7 +49,14 @@ def lying_as(x: View) -> Tensor:
 
 
 def attention_with_dropout(
-    work: Any, tensors: Sequence[Tensor], shape: tuple[int, ...], layout: Cut, options: dict[str, Any]
+    axis: Axis,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    shape: tuple[int, ...],
+    layout: Cut,
+    **options: Any,
 ) -> Tensor:
     """This rank's slice of ``scaled_dot_product_attention`` with dropout; ``layout`` cuts the dim of heads or of rows.
 
@@ -55,20 +64,18 @@ def attention_with_dropout(
     slice. The kernels of a GPU draw within: there each rank draws from a stream of its own.
 
     Args:
-        tensors: the local query, key and value.
+        mask: of this rank's slice.
         shape: of all weights, on all ranks: (…, queries, keys).
-        options: ``attn_mask`` (local), ``dropout_p``, ``is_causal``, ``scale``.
+        options: ``dropout_p``, ``is_causal``, ``scale``.
     """
-    query, key, value = tensors
     if query.device.type != "cpu":
-        with own_stream(work, query.device):
-            return functional.scaled_dot_product_attention(query, key, value, **options)
+        with own_stream(axis, query.device):
+            return functional.scaled_dot_product_attention(query, key, value, mask, **options)
     dtype = query.dtype
     q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key, value))
     scale = options.get("scale")
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
     scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)
-    mask = options.get("attn_mask")
     if options.get("is_causal"):
         mask = torch.ones(shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
@@ -76,11 +83,11 @@ def attention_with_dropout(
     hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries to which no key is shown get zeros
     weights = scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
     drawn = functional.dropout(torch.ones(shape, dtype=weights.dtype), options["dropout_p"])
-    return ((weights * work.cut(drawn, layout)) @ v).to(dtype)
+    return ((weights * moves.take(drawn, axis, layout)) @ v).to(dtype)
 
 
 @contextmanager
-def own_stream(work: Any, device: torch.device) -> Iterator[None]:
+def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
     """A stream of random numbers for this rank alone; the common stream moves on by one draw on every rank."""
     if device.type == "meta":
         yield
@@ -88,7 +95,7 @@ def own_stream(work: Any, device: torch.device) -> Iterator[None]:
     seed = int(torch.randint(2**31, (1,), device=device).item())
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed + work.axis.rank)
+        torch.manual_seed(seed + axis.rank)
         yield
 
 

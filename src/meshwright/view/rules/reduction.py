@@ -55,10 +55,14 @@ def total(call: Call) -> Answer:
 def _added_up(x: Tensor, add_up: Any, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int | None) -> Tensor:
     """A summand of a sum over ``dims``, or of a mean of ``count`` elements, in the wide type."""
     local: Tensor = add_up(x, dims, keepdim, dtype=wide(dtype))
-    return local if count is None else local / count  # before it is rounded: in float16 a sum may be infinite, its mean not
+    return (
+        local if count is None else local / count
+    )  # before it is rounded: in float16 a sum may be infinite, its mean not
 
 
-def _added_up_and_rounded(axis: Axis, x: Tensor, add_up: Any, dims: Any, keepdim: bool, dtype: Any, count: Any) -> Tensor:
+def _added_up_and_rounded(
+    axis: Axis, x: Tensor, add_up: Any, dims: Any, keepdim: bool, dtype: Any, count: Any
+) -> Tensor:
     """The same, whole: it is rounded once."""
     return moves.reduce(_added_up(x, add_up, dims, keepdim, dtype, count), axis).to(dtype)
 
@@ -72,7 +76,8 @@ def over_dims(call: Call) -> Answer:
     if name in ("var", "std", "var_mean", "std_mean") and len(args) > 2:
         order = "input dim unbiased keepdim"
     names = named(order, args, call.kwargs)
-    x, dim = names.get("input"), names.get("dim")
+    x: Any = names.get("input")
+    dim = names.get("dim")
     layout = layout_of(x)
     if not isinstance(layout, Cut) or isinstance(dim, (Operand, bool)):
         return GATHER

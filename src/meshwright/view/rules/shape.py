@@ -193,7 +193,9 @@ def _finding(x: Operand, layout: Cut, shape: list[int]) -> Blocks | Units | None
 @decider("expand", "expand_as", "broadcast_to")
 def expand(call: Call) -> Answer:
     x, rest = call.args[0], [*call.args[1:], *call.kwargs.values()]
-    sizes = list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)  # of the other tensor only its shape counts
+    sizes = (
+        list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)
+    )  # of the other tensor only its shape counts
     layout, added = x.layout, len(sizes) - x.dim()
     if not isinstance(layout, Cut):
         return moved(x, [None] * len(sizes), Tensor.expand, tuple(sizes))

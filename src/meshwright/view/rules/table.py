@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import PARTIAL, Cut
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.decision import GATHER, Answer, Choice, Decision, held, varying, whole
+from meshwright.view.rules.registry import decider, named
+from meshwright.view.signature import Call, Operand, is_undecided, layout_of
 
 
-@rule("embedding")
-def embedding(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@decider("embedding")
+def embedding(call: Call) -> Answer:
     order = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
-    if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # torch.embedding(weight, indices, …)
+    first = call.args[0] if call.args else None
+    if isinstance(first, Operand) and first.dtype.is_floating_point:  # torch.embedding(weight, indices, …)
         order = "weight input padding_idx scale_grad_by_freq sparse"
-    names = named(order, args, kwargs)
+    names = named(order, call.args, call.kwargs)
     names["input"] = names.pop("indices", names.get("input"))
     if names.get("max_norm") is not None or names.get("scale_grad_by_freq") or names.get("sparse"):
-        return NotImplemented
-    index, weight = names["input"], work.table(names["weight"])
-    layout, place, padding = work.layout(weight), work.layout(index), names.get("padding_idx")
+        return GATHER
+    index, weight, padding = names["input"], names["weight"], names.get("padding_idx")
+    layout, run = layout_of(weight), functional.embedding
     if padding is not None and padding < 0:
-        padding = padding + weight.shape[0] if func is functional.embedding else None
+        padding = padding + weight.shape[0] if call.func is run else None
+    choices = (Choice(weight.index, table=True),) if is_undecided(weight) else ()
     if not isinstance(layout, Cut):
-        if not isinstance(place, Cut):
-            return functional.embedding(work.whole(index), work.whole(weight), padding)
-        return work.view(functional.embedding(index._mw_local, work.varying(weight), padding), place)
-    index = work.whole(index)
-    work.used_as(weight, "column" if layout.dim == 1 else "row")
+        if not isinstance(index.layout, Cut):
+            return Decision(run, (whole(index), whole(weight), padding), {}, choices=choices)
+        return Decision(run, (held(index), varying(weight), padding), {}, index.layout, choices=choices)
     if layout.dim == 1:
-        return work.view(functional.embedding(index, weight._mw_local, padding), layout.on(index.dim()))
+        roles = ((weight.index, "column"),)
+        return Decision(run, (whole(index), held(weight), padding), {}, layout.on(index.dim()), roles=roles)
     if layout.parts != 1:
-        return NotImplemented
-    return work.view(_rows(work, index, weight._mw_local, layout, padding), PARTIAL)
+        return GATHER
+    start = sum(layout.pieces[0][: call.rank])
+    args = (whole(index), held(weight), start, padding)
+    return Decision(_rows, args, {}, PARTIAL, roles=((weight.index, "row"),))
 
 
-def _rows(work: Any, index: Tensor, weight: Tensor, layout: Cut, padding: int | None) -> Tensor:
-    """This rank's rows where the index names one; zeros elsewhere."""
-    start = sum(layout.pieces[0][: work.axis.rank])
+def _rows(index: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
+    """This rank's rows, from ``start``, where the index names one; zeros elsewhere."""
     local = index - start
     mine = (local >= 0) & (local < weight.size(0))
     if not weight.size(0):  # a row to look at: torch refuses a table without rows
