@@ -109,7 +109,7 @@ class Decision:
         writes: whether that operand has been written.
         follows: (an undecided parameter, which of its dims each dim of the result is; -1 for a new one): the result is still
             that parameter.
-        kept: whether the result of every call of the signature has the shape of the first one's.
+        kept: whether the decision, and the shape of the first result, hold for every call of the signature.
         axis: whether ``run`` takes the axis first, as it communicates on the way.
     """
 

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 def brought(work: Work, t: Tensor, need: Need | Cut) -> Any:
     """A tensor as an operand needs it: moved, if it is not so already."""
+    if need is Need.VARYING:
+        return work.varying(t)
     if isinstance(need, Cut):
         return work.cut(t, need)
     if need is Need.HELD:
         return t._mw_local if isinstance(t, View) else t
-    if need is Need.VARYING:
-        return work.varying(t)
     if need is Need.WHOLE:
         return work.whole(t)
     if need is Need.PLAIN:
@@ -103,33 +103,35 @@ class Result:
 class Prepared:
     """A decision, ready to be executed for every call of its signature."""
 
-    __slots__ = ("args", "decision", "itself", "kwargs", "nested", "result", "results", "run", "slots")
+    __slots__ = ("args", "decision", "first", "itself", "known", "rest", "result", "results", "run", "slots")
 
     def __init__(self, decision: Decision) -> None:
         self.decision, self.run = decision, decision.run
-        self.args, self.kwargs = list(decision.args), decision.kwargs
+        self.args = list(decision.args)
         # Most operands are arguments themselves; some stand in lists, or have names.
         self.slots = [
             (at, x.index, None if x.need is Need.HELD else x.need) for at, x in enumerate(self.args) if type(x) is Use
         ]
-        self.nested = _has_uses([x for x in self.args if type(x) is not Use]) or _has_uses(self.kwargs)
+        # How many arguments at the beginning are what is held of the first tensors, if the rest are constants; or None.
+        self.first: int | None = None
+        self.rest = tuple(self.args[len(self.slots) :])
         self.itself: int | None = decision.itself  # the tensor of the call that comes out
         self.result: Result | None = None
         self.results: tuple[Result, ...] | None = None
+        self.known: Spec | None = None  # of the result, if nothing but a wrapper is to be made of it
 
     def __call__(self, work: Work, tensors: Sequence[Tensor]) -> Any:
         """The result of a call that is settled."""
-        args = self.args.copy()
-        for at, index, need in self.slots:
-            t = tensors[index]
-            if need is None:
-                args[at] = t._mw_local if type(t) is View else t
-            else:
-                args[at] = brought(work, t, need)
-        if self.nested or self.decision.axis:
-            out = self._of_more(work, args, tensors)
+        first = self.first
+        if first == 1:
+            out = self.run(tensors[0]._mw_local, *self.rest)  # type: ignore[attr-defined]
+        elif first == 2:
+            out = self.run(tensors[0]._mw_local, tensors[1]._mw_local, *self.rest)  # type: ignore[attr-defined]
         else:
-            out = self.run(*args, **self.kwargs)
+            out = self._local(work, tensors)
+        known = self.known
+        if known is not None and out.dtype is known.dtype:
+            return wrapped(out, known, work)
         if self.result is not None:
             return self.result.of(work, out, tensors)
         if self.itself is not None:
@@ -141,15 +143,37 @@ class Prepared:
             return _like(out, [r.of(work, t, tensors) for r, t in zip(self.results, out, strict=True)])
         return out
 
-    def _of_more(self, work: Work, args: list[Any], tensors: Sequence[Tensor]) -> Any:
+    def _local(self, work: Work, tensors: Sequence[Tensor]) -> Any:
+        """What the local function gives."""
+        args = self.args.copy()
+        for at, index, need in self.slots:
+            t = tensors[index]
+            if need is None:
+                args[at] = t._mw_local if type(t) is View else t
+            else:
+                args[at] = brought(work, t, need)
+        if self.first == 0:  # no more than that
+            return self.run(*args)
         args, kwargs = replaced(
-            (args, self.kwargs), lambda x: brought(work, tensors[x.index], x.need) if type(x) is Use else x
+            (args, self.decision.kwargs), lambda x: brought(work, tensors[x.index], x.need) if type(x) is Use else x
         )
         return self.run(work.axis, *args, **kwargs) if self.decision.axis else self.run(*args, **kwargs)
+
+    def _simplify(self, tensors: Sequence[Tensor]) -> None:
+        """Leaves out what there is not to do for tensors of these Specs."""
+        self.slots = [(at, i, None if _is_so(tensors[i], need) else need) for at, i, need in self.slots]
+        if self.decision.axis or self.decision.kwargs or _has_uses([x for x in self.args if type(x) is not Use]):
+            return
+        count = len(self.slots)
+        views = self.slots == [(i, i, None) for i in range(count)] and all(
+            type(tensors[i]) is View for i in range(count)
+        )
+        self.first = count if views and count in (1, 2) else 0
 
     def settle(self, work: Work, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """The result of the first call; what the later ones have in common with it is known then."""
         out = self(work, tensors)
+        self._simplify(tensors)
         pieces: Sequence[Any] = out if isinstance(out, (tuple, list)) else (out,)
         layouts = self.decision.out if isinstance(self.decision.out, tuple) else (self.decision.out,) * len(pieces)
         if self.itself is not None or all(layout == WHOLE for layout in layouts) or not isinstance(pieces[0], Tensor):
@@ -170,8 +194,17 @@ class Prepared:
         if pieces is out:
             self.results = tuple(found)
             return _like(out, [r.of(work, t, tensors) for r, t in zip(found, pieces, strict=True)])
-        self.result = found[0]
-        return self.result.of(work, out, tensors)
+        self.result = result = found[0]
+        if result == Result(result.known):
+            self.known = result.known
+        return result.of(work, out, tensors)
+
+
+def _is_so(t: Tensor, need: Need | Cut | None) -> bool:
+    """Whether what is held of a tensor is what an operand needs."""
+    if type(t) is View:
+        return need is None or need == t._mw_layout
+    return need in (None, Need.WHOLE, Need.PLAIN)
 
 
 def _like(out: Any, pieces: list[Any]) -> Any:

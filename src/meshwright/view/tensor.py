@@ -213,15 +213,11 @@ class View(Tensor):
         return self.clone()
 
 
-_make = (
-    Tensor._make_wrapper_subclass
-)  # in a steady state, half of what a call costs; ``private.wrapper`` says what it is
-
-
 def wrapped(local: Tensor, known: Spec, work: Work) -> View:
     """A View of a local tensor of which all is known."""
-    made: View = make_wrapper(View, known.shape, dtype=known.dtype, device=known.device)
-    made._mw_local, made._mw_shape, made._mw_layout, made._mw_work = local, known.shape, known.layout, work
+    shape = known.shape
+    made: View = make_wrapper(View, shape, dtype=known.dtype, device=known.device)
+    made._mw_local, made._mw_shape, made._mw_layout, made._mw_work = local, shape, known.layout, work
     made._mw_spec, made._mw_memo = known, {}
     if known.strides is not None:
         made._mw_strides = known.strides

@@ -39,7 +39,7 @@ asin acos atan asinh acosh atanh sigmoid logit erf erfc erfinv floor ceil round 
 isinf isfinite isneginf isposinf logical_not bitwise_not relu relu6 gelu silu mish elu celu selu leaky_relu softplus
 softsign tanhshrink hardtanh hardswish hardsigmoid logsigmoid hardshrink softshrink threshold nan_to_num clamp clip
 clamp_min clamp_max to float double half bfloat16 int long short bool byte type type_as clone contiguous detach
-requires_grad_ zeros_like ones_like full_like empty_like conj angle real imag sinc digamma lgamma i0 deg2rad rad2deg
+zeros_like ones_like full_like empty_like conj angle real imag sinc digamma lgamma i0 deg2rad rad2deg
 view_as_real view_as_complex cpu cuda data resolve_conj resolve_neg alias fill zero
 """.split()
 _BINARY = """
@@ -240,6 +240,13 @@ def _in_place(call: Call) -> Answer:
     else:
         decision = of_each(call, lambda x: held(x) if x is target else whole(x), layout)
     return replace(decision, choices=tuple(choices), itself=target.index, writes=True)
+
+
+@decider("requires_grad_")
+def requires_grad_(call: Call) -> Answer:
+    """Of a parameter it is the parameter that is asked, so that no decision is kept."""
+    x = call.args[0]
+    return replace(of_each(call, held, WHOLE), itself=x.index, kept=False)
 
 
 @decider("copy_", "fill_", "zero_")
