@@ -68,7 +68,7 @@ from meshwright.view.functions import (
     transforms,
 )
 from meshwright.view.oneprocess import one_process
-from meshwright.view.rules import FACTS, RULES
+from meshwright.view.rules import ANSWERS, FACTS
 from meshwright.view.rules.registry import functions
 
 SOURCES = Path(meshwright.__file__).parent
@@ -206,7 +206,7 @@ def test_facts_of_a_view_rest_on_getters_that_are_the_same_object_each_time() ->
         assert getattr(wrapper, name) == "answered"
         assert Wrapper.calls == [getattr(Tensor, name).__get__], name
         assert hash(Wrapper.calls[0]) == hash(getattr(Tensor, name).__get__)
-    assert Tensor.shape.__get__ in FACTS and Tensor.requires_grad.__get__ in RULES
+    assert Tensor.shape.__get__ in FACTS and Tensor.requires_grad.__get__ in ANSWERS
 
 
 def test_rules_and_fsdp_rest_on_the_two_ways_to_turn_torch_functions_off() -> None:

@@ -37,7 +37,7 @@ from meshwright.view import work as work_module
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.decision import Gather
 from meshwright.view.mode import GlobalView
-from meshwright.view.rules import DECIDERS, RULES
+from meshwright.view.rules import ANSWERS, DECIDERS
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
@@ -509,11 +509,11 @@ class recorded:
     """For the time of a ``with``: which rules are asked, and which of them answer."""
 
     def __init__(self, outcome: Outcome) -> None:
-        self.outcome, self.before = outcome, (dict(RULES), dict(DECIDERS))
+        self.outcome, self.before = outcome, (dict(ANSWERS), dict(DECIDERS))
 
     def __enter__(self) -> None:
         rules, deciders = self.before
-        RULES.update(
+        ANSWERS.update(
             {f: self._watched(rule_name(f), rule, lambda out: out is not NotImplemented) for f, rule in rules.items()}
         )
         DECIDERS.update(
@@ -524,7 +524,7 @@ class recorded:
         )
 
     def __exit__(self, *_: object) -> None:
-        RULES.update(self.before[0])
+        ANSWERS.update(self.before[0])
         DECIDERS.update(self.before[1])
 
     def _watched(self, name: str, rule: Any, answers: Callable[[Any], bool]) -> Any:
@@ -538,7 +538,7 @@ class recorded:
         return watched
 
 
-assert work_module.RULES is RULES and work_module.DECIDERS is DECIDERS  # or else nothing would be recorded
+assert work_module.ANSWERS is ANSWERS and work_module.DECIDERS is DECIDERS  # or else nothing would be recorded
 
 
 class Table(dict[str, Case]):

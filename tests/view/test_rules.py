@@ -22,7 +22,7 @@ from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.decision import Decision, held
 from meshwright.view.mode import GlobalView
-from meshwright.view.rules import DECIDERS, RULES
+from meshwright.view.rules import ANSWERS, DECIDERS
 from meshwright.view.work import Work
 
 FAMILIES: dict[str, dict[str, Case]] = {
@@ -231,7 +231,7 @@ def test_every_function_that_has_a_rule_has_a_case() -> None:
     if not FAMILIES.keys() <= {family for family, _ in _seen}:
         pytest.skip("only some of the cases were run")
     asked = set().union(*(outcome.asked for outcome in _seen.values()))
-    missing = {rule_name(function) for function in RULES | DECIDERS} - asked - set(UNREACHED)
+    missing = {rule_name(function) for function in ANSWERS | DECIDERS} - asked - set(UNREACHED)
     # Operators hand over the function they stand for: x + y asks for Tensor.add.
     missing -= {name for name in missing if name.startswith("__")}
     assert not missing, f"functions with a rule but no case that reaches it: {sorted(missing)}"

@@ -8,13 +8,13 @@ follows from the signature of the call as well, so it is found with the first ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import WHOLE, Cut
+from meshwright.layout import WHOLE, Cut, Layout
 from meshwright.view import moves
 from meshwright.view.alias import (
     Memory,
@@ -239,10 +239,7 @@ def _result(
     func: Any, args: Any, tensors: Sequence[Tensor], local: Tensor, layout: Any, place: Placed | None, usual: bool
 ) -> Result:
     """What is known of a View that comes out, by the first one."""
-    shape = list(local.shape)
-    if isinstance(layout, Cut):
-        shape[layout.dim] = layout.size
-    size = tuple(shape)
+    size = _whole_shape(layout, local)
     source = None if place is None or place.source is None else args[place.source]
     if type(source) is View:
         assert place is not None
@@ -252,17 +249,29 @@ def _result(
     cloned = may_alias(func) and any(isinstance(x, View) and share(local, x._mw_local) for x in args)
     if cloned:
         local = local.clone()
-    if place is not None:
-        strides = place.strides
-    elif usual and not may_alias(func) and _as_usual(func, local):
+    if place is None and usual and not may_alias(func) and _as_usual(func, local):
         return Result(_known(layout, size, local, None, 0, local.stride()), cloned=cloned)
-    else:
-        strides = _dense_like(local, size)
-    dims = order(size, strides) or tuple(range(len(size)))
-    wanted = dense(tuple(local.shape), dims)
+    return replace(fresh(layout, local, None if place is None else place.strides), cloned=cloned)
+
+
+def fresh(layout: Layout, local: Tensor, strides: Strides | None) -> Result:
+    """A local tensor in memory of its own, which lies as the whole one lies on one device; None: in the order of dims that
+    the local tensor has."""
+    size = _whole_shape(layout, local)
+    if strides is None:
+        dims = order(tuple(local.shape), local.stride())
+        strides = contiguous(size) if dims is None else dense(size, dims)
+    wanted = dense(tuple(local.shape), order(size, strides) or tuple(range(len(size))))
     fits = alike(local.shape, local.stride(), wanted)
     known = _known(layout, size, local, noted(size, strides), 0, local.stride() if fits else wanted)
-    return Result(known, cloned=cloned, strides=None if fits else wanted)
+    return Result(known, strides=None if fits else wanted)
+
+
+def _whole_shape(layout: Layout, local: Tensor) -> tuple[int, ...]:
+    shape = list(local.shape)
+    if isinstance(layout, Cut):
+        shape[layout.dim] = layout.size
+    return tuple(shape)
 
 
 def _known(layout: Any, shape: Any, local: Tensor, strides: Strides | None, offset: int, here: Strides) -> Spec:
@@ -277,12 +286,6 @@ def _as_usual(func: Any, local: Tensor) -> bool:
     The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
     """
     return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(tuple(local.shape))
-
-
-def _dense_like(local: Tensor, shape: tuple[int, ...]) -> Strides:
-    """The strides of a whole tensor in memory of its own, whose dims have the order of the local tensor's."""
-    dims = order(tuple(local.shape), local.stride())
-    return contiguous(shape) if dims is None else dense(shape, dims)
 
 
 def _begin_alike(a: Tensor, b: Tensor) -> bool:

@@ -27,26 +27,18 @@ from meshwright.private import python_body, pytree, storage_of, version, without
 from meshwright.view import moves
 from meshwright.view.alias import (
     Memory,
-    Placed,
     Strides,
     alike,
-    asked,
-    contiguous,
-    dense,
     laid,
     may_alias,
-    noted,
-    order,
     overwrite,
-    share,
 )
 from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.decision import Answer, Body, Decision, Gather, Need, Use
-from meshwright.view.execute import Prepared
-from meshwright.view.rules import DECIDERS, FACTS, RESHAPING, RULES, ordered, writes
-from meshwright.view.rules.registry import BY_DEVICE, ELEMENTWISE, SOMETIMES
+from meshwright.view.execute import Prepared, fresh
+from meshwright.view.rules import ANSWERS, DECIDERS, FACTS, RESHAPING, ordered, writes
 from meshwright.view.signature import NEVER, Call, Operand, ReadsValue, read, replaced
-from meshwright.view.tensor import View, lies, spec_of
+from meshwright.view.tensor import View, spec_of
 
 
 class Work:
@@ -77,23 +69,15 @@ class Work:
         args, kwargs = ordered(func, args, kwargs)
         if args and writes(func, args, kwargs):
             return self._write(func, args, kwargs, asked_for)
-        usual, sliced = True, False  # whether all operands are contiguous; whether one has an origin
-        for x in (*args, *kwargs.values()) if kwargs else args:
-            if type(x) is View:
-                usual = usual and x._mw_strides is None
-                if x._mw_origin is not None:
-                    self._refresh(x)
-                    sliced = True
-            elif usual and isinstance(x, Tensor):
-                usual = x.layout != torch.strided or x.is_contiguous()
-        if sliced and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
+        slices = [x for x in (*args, *kwargs.values()) if type(x) is View and x._mw_origin is not None]
+        for x in slices:
+            self._refresh(x)
+        if slices and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
             return self.fallback(func, args, kwargs)  # a slice of a slice: a write to it goes all the way
         if kwargs.get("out") is None:
-            if (rule := RULES.get(func)) is not None:
-                out = rule(self, func, args, kwargs)
-                if out is not NotImplemented:
-                    return self._settled(func, args, kwargs, out, usual)
-            elif func in DECIDERS and (out := self._decided(func, *asked_for)) is not NotImplemented:
+            if (answer := ANSWERS.get(func)) is not None:
+                return answer(self, func, args, kwargs)
+            if (out := self._decided(func, *asked_for)) is not NotImplemented:
                 return out
         if (body := python_body(func)) is not None and func not in self._running:
             # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
@@ -107,7 +91,9 @@ class Work:
     # --- decisions -----------------------------------------------------------------------------------------------------
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the decider of ``func`` makes of a call; NotImplemented if it does not fit."""
+        """What the decider of ``func`` makes of a call; NotImplemented if there is none, or it does not fit."""
+        if func not in DECIDERS:
+            return NotImplemented
         tensors: list[Tensor] = []
 
         def numbered(x: Any) -> Any:
@@ -129,8 +115,7 @@ class Work:
         asked_for = args, kwargs = given(form)
         args, kwargs = ordered(func, args, kwargs)
         if isinstance(answer, Body):
-            out = answer.run(*given(answer.args), **given(answer.kwargs))
-            return self._settled(func, args, kwargs, out, all(spec_of(t).usual for t in tensors))
+            return answer.run(*given(answer.args), **given(answer.kwargs))
         if answer.follows is not None:
             return self._follow(answer, tensors)
         prepared = Prepared(answer)
@@ -241,7 +226,7 @@ class Work:
                 self._refresh(x)
         target = args[0]
         if not isinstance(target, View):
-            out = self._ruled_write(func, args, kwargs, asked_for)
+            out = self._decided(func, *asked_for)
             return self.fallback(func, args, kwargs) if out is NotImplemented else out
         if (anew := RESHAPING.get(func)) is not None:
             shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
@@ -256,18 +241,12 @@ class Work:
         if target._mw_origin is not None:
             out = self._write_through(func, target, args, kwargs)
         else:
-            out = self._ruled_write(func, args, kwargs, asked_for)
+            out = self._decided(func, *asked_for)
             if out is NotImplemented:
                 out = self.fallback(func, args, kwargs)
         if target._mw_memory is not None:
             target._mw_memory.written += 1
         return out
-
-    def _ruled_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked_for: Any) -> Any:
-        if func in DECIDERS:
-            return self._decided(func, *asked_for)
-        rule = RULES.get(func)
-        return NotImplemented if rule is None else rule(self, func, args, kwargs)
 
     def _set_data(self, x: View, value: Tensor) -> None:
         """``x.data = value``: x is of the memory of value from now on; other names of its memory are not."""
@@ -321,61 +300,13 @@ class Work:
 
     # --- where results lie --------------------------------------------------------------------------------------------
 
-    def _settled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, usual: bool) -> Any:
-        """What a rule gave, each View of it with what it aliases, and how it lies, on one device (see ``alias``)."""
-        aliasing = may_alias(func)
-        if type(out) is View:
-            if (args and out is args[0]) or (usual and not aliasing and _as_usual(func, out._mw_local)):
-                return out
-            pieces: Any = (out,)
-        elif isinstance(out, (tuple, list)):
-            pieces = out
-        else:
-            return out
-        places = asked(func, args, kwargs, lies) if aliasing or (not usual and func not in BY_DEVICE) else None
-        if places is None or len(places) != len(pieces):
-            places = (None,) * len(pieces)
-        if type(out) is View and places[0] is not None and places[0].itself:
-            return args[places[0].source]
-        for piece, place in zip(pieces, places, strict=True):
-            if type(piece) is View and piece._mw_origin is None:
-                self._settle(func, args, piece, place)
-        return out
-
-    def _settle(self, func: Any, args: tuple[Any, ...], piece: View, place: Placed | None) -> None:
-        """Notes where a View lies; what shares memory on one device shares it here, and nothing else."""
-        source = None if place is None or place.source is None else args[place.source]
-        if type(source) is View:
-            assert place is not None
-            if isinstance(piece._mw_layout, Cut):
-                piece._mw_strides, piece._mw_offset = place.laid, place.offset
-            memory = source._mw_memory
-            if memory is None:
-                memory = source._mw_memory = Memory()
-            piece._mw_memory = memory
-            piece._mw_remember(silent=source._mw_silent or func == _DATA)
-            if source._mw_apart or (func in SOMETIMES and not _begin_alike(piece._mw_local, source._mw_local)):
-                piece._mw_remember(apart=True)
-                source._mw_remember(apart=True)
-            return
-        if may_alias(func) and any(isinstance(x, View) and share(piece._mw_local, x._mw_local) for x in args):
-            piece._mw_local = piece._mw_local.clone()
-        self.lay(piece, None if place is None else place.strides)
-
     def lay(self, piece: View, strides: Strides | None) -> None:
-        """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known, is
-        that of the local tensor."""
-        piece._mw_spec = None
-        local, shape = piece._mw_local, tuple(piece._mw_shape)
-        if strides is None:
-            dims = order(tuple(local.shape), local.stride())
-            strides = contiguous(shape) if dims is None else dense(shape, dims)
-        dims = order(shape, strides) or tuple(range(len(shape)))
-        wanted = dense(tuple(local.shape), dims)
-        if not alike(local.shape, local.stride(), wanted):
-            piece._mw_local = laid(local, wanted)
-        if isinstance(piece._mw_layout, Cut):
-            piece._mw_strides = noted(shape, strides)
+        """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known,
+        is that of the local tensor."""
+        found = fresh(piece._mw_layout, piece._mw_local, strides)
+        if found.strides is not None:
+            piece._mw_local = laid(piece._mw_local, found.strides)
+        piece._mw_strides, piece._mw_spec = found.known.strides, None
 
     def gathered(self, func: Any, views: list[View]) -> None:
         """Counts a fallback at the model's line that caused it."""
@@ -529,23 +460,10 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _as_usual(func: Any, local: Tensor) -> bool:
-    """Whether the result of contiguous operands is contiguous, by the local result.
-
-    The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
-    """
-    return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(local.shape)
-
-
 def _value(x: Any) -> Any:
     """A tensor that is one integer, as a number; anything else as it is."""
     is_number = isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
     return int(x) if is_number else x
-
-
-def _begin_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same elements share memory; without storages, to which the way is long."""
-    return a.data_ptr() == b.data_ptr() or not a.numel()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:

@@ -1,6 +1,6 @@
-"""One rule per torch function, by family. Importing this package fills the table."""
+"""One decider per torch function, by family. Importing this package fills the table."""
 
-from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
+from meshwright.view.rules import (  # noqa: F401  (each registers its deciders)
     attention,
     contraction,
     convolution,
@@ -14,6 +14,6 @@ from meshwright.view.rules import (  # noqa: F401  (each registers its rules)
     shape,
     table,
 )
-from meshwright.view.rules.registry import DECIDERS, ELEMENTWISE, FACTS, RESHAPING, RULES, ordered, writes
+from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, FACTS, RESHAPING, ordered, writes
 
-__all__ = ["DECIDERS", "ELEMENTWISE", "FACTS", "RESHAPING", "RULES", "ordered", "writes"]
+__all__ = ["ANSWERS", "DECIDERS", "ELEMENTWISE", "FACTS", "RESHAPING", "ordered", "writes"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.layout import Cut, Partial
 from meshwright.view import moves
-from meshwright.view.rules.registry import RULES, named, rule
+from meshwright.view.rules.registry import ANSWERS, answer, named
 from meshwright.view.tensor import local_of
 
 
@@ -18,7 +18,11 @@ def _of_value(work: Any, gradient: Tensor | None, x: Any) -> Any:
     layout = work.layout(x)
     if gradient is None or not isinstance(layout, (Cut, Partial)):
         return gradient
-    return work.view(gradient, layout) if isinstance(layout, Cut) else moves.release(gradient, work.axis)
+    if not isinstance(layout, Cut):
+        return moves.release(gradient, work.axis)
+    found = work.view(gradient, layout)
+    work.lay(found, None)
+    return found
 
 
 def _made_whole(work: Any, names: dict[str, Any], *keys: str) -> None:
@@ -53,10 +57,10 @@ def backward(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 ENGINES = {torch.autograd.grad: grad, torch.autograd.backward: backward}
-RULES.update(ENGINES)
+ANSWERS.update(ENGINES)
 
 
-@rule("register_hook")
+@answer("register_hook")
 def register_hook(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook sees the gradient as the model sees the tensor: whole; what it gives back is cut as the tensor is."""
     x, hook = (*args, *kwargs.values())
@@ -71,7 +75,7 @@ def register_hook(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return x._mw_local.register_hook(of_local)
 
 
-@rule("retain_grad")
+@answer("retain_grad")
 def retain_grad(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args[0]._mw_local.retain_grad()
 
@@ -80,4 +84,4 @@ def grad_of(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _of_value(work, args[0]._mw_local.grad, args[0])
 
 
-RULES[getattr(Tensor, "grad").__get__] = grad_of  # noqa: B009  (a property of the class, not of a tensor)
+ANSWERS[getattr(Tensor, "grad").__get__] = grad_of  # noqa: B009  (a property of the class, not of a tensor)

@@ -28,7 +28,7 @@ from meshwright.view.decision import (
     varying,
     whole,
 )
-from meshwright.view.rules.registry import DECIDERS, ELEMENTWISE, RULES, decider, functions, writes
+from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider, functions, writes
 from meshwright.view.rules.types import like_here
 from meshwright.view.signature import Call, Operand, is_undecided
 from meshwright.view.tensor import View
@@ -265,9 +265,9 @@ def _of_local(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 for _name in ("requires_grad", "is_leaf", "grad_fn", "_version", "output_nr"):
-    RULES[getattr(Tensor, _name).__get__] = _of_local
+    ANSWERS[getattr(Tensor, _name).__get__] = _of_local
 for _name in ("stride", "is_contiguous", "storage_offset", "data_ptr"):
-    RULES[getattr(Tensor, _name)] = _of_view
+    ANSWERS[getattr(Tensor, _name)] = _of_view
 for _name in ("real", "imag", "data"):
     DECIDERS[getattr(Tensor, _name).__get__] = pointwise
 _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,36 +16,57 @@ from meshwright.layout import Cut, Partial
 from meshwright.view import moves
 from meshwright.view.alias import contiguous, reach
 from meshwright.view.axis import Axis
-from meshwright.view.rules.registry import named, rule
+from meshwright.view.decision import GATHER, Answer, Decision, held, whole
+from meshwright.view.rules.registry import decider, named
+from meshwright.view.signature import Call, Operand, layout_of
 
-if TYPE_CHECKING:
-    from meshwright.view.tensor import View
 
-
-@rule("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
-def dropout(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = named("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
-    x, p = names["input"], names["p"]
-    layout = work.layout(x)
+@decider("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
+def dropout(call: Call) -> Answer:
+    names = named("input p training inplace", call.args, call.kwargs, p=0.5, training=True, inplace=False)
+    x, p, inplace = names["input"], names["p"], bool(names["inplace"])
+    layout = layout_of(x)
     if not isinstance(layout, (Cut, Partial)):
-        return NotImplemented
+        return GATHER
     if not names["training"] or p == 0:
-        return x
-    if func.__name__ != "dropout" or (isinstance(layout, Partial) and names["inplace"]):
-        return NotImplemented
-    whole = functional.dropout(lying_as(x).fill_(1), p)
+        return Decision(_same, (held(x),), {}, itself=x.index)
+    if call.name != "dropout" or (isinstance(layout, Partial) and inplace):
+        return GATHER
     if isinstance(layout, Partial):
-        return work.whole(x) * whole
-    mask = work.cut(whole, layout)
-    return x.mul_(work.view(mask, layout)) if names["inplace"] else work.view(x._mw_local * mask, layout)
+        return Decision(_dropped, (whole(x), _lying(x), p), {})
+    args, itself = (held(x), _lying(x), p, layout, inplace), x.index if inplace else None
+    return Decision(_dropped_slice, args, {}, layout, itself=itself, writes=inplace, axis=True)
 
 
-def lying_as(x: View) -> Tensor:
-    """Memory for the whole of a View, which lies as the tensor lies on one device: torch draws in the order of memory."""
-    like = x._mw_lies()
-    strides = like.strides or contiguous(like.shape)
-    memory = torch.empty(reach(like.shape, strides), dtype=x.dtype, device=x.device)
-    return memory.as_strided(like.shape, strides)
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+Lying = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape and the strides of a whole tensor on one device."""
+
+
+def _lying(x: Operand) -> Lying:
+    """How the whole of an operand lies on one device: torch draws in the order of memory."""
+    shape = tuple(x.shape)
+    return shape, (x.spec.strides or contiguous(shape)) if isinstance(x.layout, Cut) else x.spec.lies
+
+
+def _memory(lying: Lying, x: Tensor) -> Tensor:
+    """Memory for a whole tensor, of the type and device of ``x``."""
+    memory = torch.empty(reach(*lying), dtype=x.dtype, device=x.device)
+    return memory.as_strided(*lying)
+
+
+def _dropped(x: Tensor, lying: Lying, p: float) -> Tensor:
+    """A whole tensor."""
+    return x * functional.dropout(_memory(lying, x).fill_(1), p)
+
+
+def _dropped_slice(axis: Axis, x: Tensor, lying: Lying, p: float, layout: Cut, inplace: bool) -> Tensor:
+    """This rank's slice of a tensor, with its slice of the mask that one device draws."""
+    mask = moves.take(functional.dropout(_memory(lying, x).fill_(1), p), axis, layout)
+    return x.mul_(mask) if inplace else x * mask
 
 
 def attention_with_dropout(
@@ -99,17 +120,26 @@ def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
         yield
 
 
-@rule("rand_like", "randn_like", "randint_like", "bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_",
+@decider("rand_like", "randn_like", "randint_like", "bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_",
       "random_", "log_normal_", "cauchy_", "geometric_", "poisson", "multinomial")  # fmt: skip
-def draw(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw(call: Call) -> Answer:
     """A draw of the whole shape, of which a cut tensor takes its slice."""
-    x = args[0]
-    layout = work.layout(x)
-    if not isinstance(layout, Cut) or func.__name__ in ("bernoulli", "poisson", "multinomial"):
-        return NotImplemented
-    whole = func(lying_as(x), *args[1:], **kwargs)
-    if func.__name__.endswith("_like"):
-        return work.view(work.cut(whole, layout), layout)
+    x = call.args[0]
+    layout = layout_of(x)
+    if not isinstance(layout, Cut) or call.name in ("bernoulli", "poisson", "multinomial"):
+        return GATHER
+    more, named_ones = tuple(map(whole, call.args[1:])), {k: whole(v) for k, v in call.kwargs.items()}
+    args = (held(x), call.func, _lying(x), layout, *more)
+    if call.name.endswith("_like"):
+        return Decision(_drawn, args, named_ones, layout, axis=True)
+    return Decision(_draw_into, args, named_ones, layout, itself=x.index, writes=True, axis=True)
+
+
+def _drawn(axis: Axis, x: Tensor, func: Any, lying: Lying, layout: Cut, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's slice of what ``func`` draws for the whole of ``x``."""
+    return moves.take(func(_memory(lying, x), *args, **kwargs), axis, layout)
+
+
+def _draw_into(axis: Axis, x: Tensor, func: Any, lying: Lying, layout: Cut, *args: Any, **kwargs: Any) -> None:
     # With gradients, if they are on: what has been drawn does not depend on what was there.
-    x._mw_local.copy_(work.cut(whole, layout))
-    return x
+    x.copy_(_drawn(axis, x, func, lying, layout, *args, **kwargs))

@@ -1,9 +1,10 @@
-"""The table: torch function → rule.
+"""The tables: what is known of each torch function.
 
-A rule is ``rule(work, func, args, kwargs)``. It looks at layouts and shapes, never at values; does plain torch
-functions and moves on local tensors; and gives the result, or ``NotImplemented`` where it does not fit (then the
-fallback runs).
-One rule serves a function under all its names (``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``Tensor.add_`` …).
+    DECIDERS   torch function → decider: a call's signature → what is to be done (``decision``)
+    ANSWERS    torch function → ``answer(work, func, args, kwargs)``, where there is nothing to decide: facts of memory and of
+               autograd, in which the wrapper and the local tensor differ, and backwards within a forward
+
+One decider serves a function under all its names (``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``Tensor.add_`` …).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn import functional
 from meshwright.view.decision import Answer
 from meshwright.view.signature import Call
 
-Rule = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[Any, Rule] = {}
+AnswerTo = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+ANSWERS: dict[Any, AnswerTo] = {}
 Decider = Callable[[Call], Answer]
 DECIDERS: dict[Any, Decider] = {}
 ELEMENTWISE: set[Any] = set()  # functions of each element, with broadcasting
@@ -38,13 +39,13 @@ def functions(name: str) -> Iterator[Any]:
             yield found
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for the functions of these names."""
+def answer(*names: str) -> Callable[[AnswerTo], AnswerTo]:
+    """Registers what answers the functions of these names."""
 
-    def register(fn: Rule) -> Rule:
+    def register(fn: AnswerTo) -> AnswerTo:
         for name in names:
             for func in functions(name):
-                RULES[func] = fn
+                ANSWERS[func] = fn
         return fn
 
     return register
@@ -138,7 +139,7 @@ def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
     Builtin functions hand over what the caller wrote; those written in Python have put it in order already.
     """
-    if isinstance(func, types.FunctionType) or not kwargs or (func not in RULES and func not in DECIDERS):
+    if isinstance(func, types.FunctionType) or not kwargs or (func not in DECIDERS and func not in ANSWERS):
         return args, kwargs
     kwargs = {_NUMPY.get(k, k): v for k, v in kwargs.items()}
     if not args and "input" in kwargs:
