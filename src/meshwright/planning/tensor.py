@@ -19,9 +19,9 @@ tried, for the one whose cut a product first meets in that part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -32,11 +32,14 @@ from meshwright.layout import WHOLE, Cut, cut
 from meshwright.planning.families import families
 from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
-from meshwright.private import storage_of
+from meshwright.private import pytree, storage_of
 from meshwright.view.axis import Ledger, PlannedAxis
-from meshwright.view.decision import Answer, Blocks, Body, Choice, Decision, Gather, Units
-from meshwright.view.functions import custom_functions
-from meshwright.view.mode import GlobalView
+from meshwright.view.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
+from meshwright.view.functions import custom_functions, transforming
+from meshwright.view.mode import SET_DATA, SPECIAL, GlobalView
+from meshwright.view.rules import ANSWERS, FACTS, RESHAPING, writes_first
+from meshwright.view.rules.gradient import ENGINES
+from meshwright.view.signature import ReadsValue, with_values
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
 
@@ -99,19 +102,19 @@ def infer_cuts(
 
     found = follow(styles)
     dims = {names[id(p)]: p.dim() for p in model.parameters() if id(p) in names}
-    for group in _unheeded(found.work, dims):
+    for group in _unheeded(found.planner, dims):
         kind, said = styles[group[0]].kind, styles
         tried = {}
         for dim in dims_of_style(kind, dims[group[0]]):
             styles = {**said, **{name: replace(said[name], kind="cut", dim=dim) for name in group}}
             tried[dim] = styles, follow(styles)
-            if kind in tried[dim][1].work.roles.get(group[0], [kind]):  # where no product met it, the first will do
+            if kind in tried[dim][1].planner.roles.get(group[0], [kind]):  # where no product met it, the first will do
                 break
         else:
             dim = next(iter(tried))
         styles, found = tried[dim]
-    work = found.work
-    return Cuts(work.layouts, work.reasons(), work.ledger, found.reads, work.refused)
+    planner = found.planner
+    return Cuts(planner.layouts, planner.reasons(), planner.work.ledger, found.reads, planner.refused)
 
 
 def dims_of_style(kind: str, rank: int) -> list[int]:
@@ -120,12 +123,12 @@ def dims_of_style(kind: str, rank: int) -> list[int]:
     return dims if kind == "column" else [*dims[1:2], *dims[:1], *dims[2:]]
 
 
-def _unheeded(work: PlanningWork, dims: Mapping[str, int]) -> list[list[str]]:
+def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
     """The parameters that the plan wants cut by column or row, and that are whole: by family. Vectors follow weights."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, style in work.styles.items():
-        if style.forced and style.kind in ("column", "row") and name not in work.layouts and dims.get(name, 0) > 1:
-            groups.setdefault((work.families.get(name, name), style.kind), []).append(name)
+    for name, style in planner.styles.items():
+        if style.forced and style.kind in ("column", "row") and name not in planner.layouts and dims.get(name, 0) > 1:
+            groups.setdefault((planner.families.get(name, name), style.kind), []).append(name)
     return list(groups.values())
 
 
@@ -133,7 +136,7 @@ def _unheeded(work: PlanningWork, dims: Mapping[str, int]) -> list[list[str]]:
 class Followed:
     """A forward that was followed to its end, with nothing new learnt."""
 
-    work: PlanningWork
+    planner: Planner
     reads: int
 
 
@@ -153,20 +156,18 @@ def _followed(
     news: dict[str, int] = {}
     rows = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
-        work = PlanningWork(
-            PlannedAxis(axis, size, 0, ledger := Ledger()), ledger, names, styles, learnt, news, rows, model
-        )
-        work.families = families
-        mode, shadow, meeting = GlobalView(work, work.parameter), Shadow(), Meeting()
-        shadow.memory = work.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
+        planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, rows, model)
+        planner.families = families
+        mode, shadow, meeting = Reading(planner), Shadow(), Meeting()
+        shadow.memory = planner.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
                 for context in (torch.no_grad(), shadow, meeting, mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
-                    stack.enter_context(seeds(work))
+                    stack.enter_context(seeds(planner.work))
                 if uses is not None:
-                    work.uses = uses
+                    planner.uses = uses
                     stack.enter_context(uses.watching())
                     stack.enter_context(custom_functions(uses.custom))
                 run(model)
@@ -174,8 +175,8 @@ def _followed(
             continue
         if uses is not None:
             uses.written |= shadow.written
-            uses.differentiates |= meeting.differentiates or work.differentiates
-        return Followed(work, shadow.reads)
+            uses.differentiates |= meeting.differentiates or planner.differentiates
+        return Followed(planner, shadow.reads)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
 
 
@@ -227,18 +228,68 @@ class _Learnt(BaseException):
     """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
 
 
-@dataclass
-class _Frame:
-    sources: set[str] = field(default_factory=set)
+class Reading(GlobalView):
+    """The view of a forward that is planned: every decision is read before it is executed."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(planner.work, planner.parameter)
+        self.planner = planner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SPECIAL or transforming():
+            return self._special(func, args, kwargs)
+        ours, args, kwargs = self._substitute(args, kwargs)
+        return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
+
+    def answer(self, work: Work, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call, with the parameters in it that may be cut; what comes out knows which parameters its cut comes from."""
+        if func in FACTS:
+            return work.call(func, args, kwargs)
+        sources = _sources((args, kwargs))
+        again: AbstractContextManager[Any] = nullcontext()
+        if func in ENGINES:
+            starts = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+            self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Cut)], _AT_ONCE)
+        elif func not in ANSWERS and not _changes_the_view(func, args, kwargs):
+            decided = self.planner.read(func, args, kwargs)
+            args, kwargs = decided.given((decided.args, decided.kwargs))
+            sources |= _sources(decided.tensors)
+            if isinstance(decided.answer, Body):
+                again = self  # its inner calls are read as well
+        with again:
+            out = work.call(func, args, kwargs)
+        for x in _views(out):
+            if isinstance(x._mw_layout, Cut):
+                x._mw_sources = x._mw_sources | sources
+        return out
+
+    def gathered(self, work: Work, user: Any, views: list[View]) -> None:
+        self.planner.gathered(user, views)
+        super().gathered(work, user, views)
 
 
-class PlanningWork(Work):
-    """The view's work, with parameters whose layout is decided as they are met."""
+def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a write changes what a View is, or goes through it to what it is a slice of: not by a decision of its own."""
+    if func in RESHAPING or func == SET_DATA:
+        return True
+    target = args[0] if args else None
+    return isinstance(target, View) and target._mw_origin is not None and writes_first(func, args, kwargs)
+
+
+_AT_ONCE = "its cut would be gathered again at once"
+
+
+class Planner:
+    """What is known of the cuts of parameters, in one run of a forward: it reads decisions, and decides for parameters.
+
+    Attributes:
+        work: executes the forward's calls.
+    """
 
     def __init__(
         self,
         axis: PlannedAxis,
-        ledger: Ledger,
         parameters: Mapping[int, str],
         styles: Mapping[str, Style],
         learnt: dict[str, Style],
@@ -246,7 +297,7 @@ class PlanningWork(Work):
         rows: int,
         model: nn.Module,
     ) -> None:
-        super().__init__(axis, ledger, {id(m): n for n, m in model.named_modules()})
+        self.work = Work(axis, axis.ledger, {id(m): n for n, m in model.named_modules()}, self._engine)
         self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
         self.families: Mapping[str, str] = {}  # parameter → its family; by itself where it is not named
         self.layouts: dict[str, Cut] = {}
@@ -255,7 +306,6 @@ class PlanningWork(Work):
         self.memory: dict[int, str] = {}
         self.differentiates = False
         self._alive: list[Tensor] = []  # memory is told by its address
-        self.frames: list[_Frame] = []
         self.uses: Uses | None = None
 
     # --- parameters ------------------------------------------------------------------------------------------------
@@ -273,7 +323,7 @@ class PlanningWork(Work):
             self.layouts[name] = layout
         if name in self.layouts:
             return self._cut(x, name, dims, self.layouts[name])
-        return View(x.detach(), WHOLE, self, parameter=(name, dims))
+        return View(x.detach(), WHOLE, self.work, parameter=(name, dims))
 
     def style(self, name: str) -> Style:
         given = self.styles.get(name, Style())
@@ -287,10 +337,10 @@ class PlanningWork(Work):
     def layout_for(self, name: str, size: int, dim: int) -> Cut | None:
         """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
         style = self.style(name)
-        found = cut_in_style(style, dim, size, self.axis.size)
+        found = cut_in_style(style, dim, size, self.work.axis.size)
         if isinstance(found, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
             style = self.styles[name]
-            found = cut_in_style(style, dim, size, self.axis.size)
+            found = cut_in_style(style, dim, size, self.work.axis.size)
         if isinstance(found, Cut):
             return found
         if style.forced:
@@ -300,39 +350,32 @@ class PlanningWork(Work):
 
     def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Cut) -> Any:
         if layout.dim not in dims:
-            return View(x.detach(), WHOLE, self, parameter=(name, dims))
+            return View(x.detach(), WHOLE, self.work, parameter=(name, dims))
         here = layout.on(dims.index(layout.dim))
         shape = list(x.shape)
-        shape[here.dim] = here.local(self.axis.rank)
+        shape[here.dim] = here.local(self.work.axis.rank)
         local = (x._mw_local if isinstance(x, View) else x).new_empty(shape)
         self.memory[storage_of(local)] = name
         self._alive.append(local)
-        return View(local, here, self, frozenset([name]), (name, dims))
+        return View(local, here, self.work, frozenset([name]), (name, dims))
 
-    def column(self, parameter: Any, dim: int) -> Any:
-        return self._decide(parameter, dim, ("auto", "column"), None)
+    def _taken(self, p: View, choice: Choice) -> View:
+        """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
+        assert p._mw_parameter is not None
+        style = self.style(p._mw_parameter[0])
+        if choice.table:
+            large = p.dim() == 2 and p.numel() >= self.large and p.shape[0] >= 2 * p.shape[1]
+            by_row = p.dim() == 2 and style.kind == "row"
+            return self._decide(p, 0, ("auto", "row", "column"), None) if by_row or (large and not style.forced) else p
+        wanted = style.kind if style.forced and not choice.follows else None
+        if wanted == "row" and choice.row is not None:
+            return self._decide(p, choice.row, ("row",), None)
+        if wanted != "column" and choice.match is not None:
+            return self._decide(p, choice.match.dim, ("auto", "row"), choice.match)
+        return p if choice.column is None else self._decide(p, choice.column, ("auto", "column"), None)
 
-    def row(self, parameter: Any, dim: int) -> Any:
-        return self._decide(parameter, dim, ("row",), None)
-
-    def wanted(self, parameter: Any) -> str | None:
-        style = self.style(parameter._mw_parameter[0])
-        return style.kind if style.forced and style.kind in ("column", "row") else None
-
-    def match(self, parameter: Any, layout: Cut) -> Any:
-        return self._decide(parameter, layout.dim, ("auto", "row"), layout)
-
-    def table(self, parameter: Any) -> Any:
-        if isinstance(parameter, View) and parameter._mw_parameter is not None and parameter.dim() == 2:
-            style = self.style(parameter._mw_parameter[0])
-            large = parameter.numel() >= self.large and parameter.shape[0] >= 2 * parameter.shape[1]
-            if style.kind == "row" or (large and not style.forced):
-                return self._decide(parameter, 0, ("auto", "row", "column"), None)
-        return parameter
-
-    def _decide(self, p: Any, dim: int, kinds: tuple[str, ...], like: Cut | None) -> Any:
-        if not isinstance(p, View) or p._mw_parameter is None or isinstance(p._mw_layout, Cut):
-            return p
+    def _decide(self, p: View, dim: int, kinds: tuple[str, ...], like: Cut | None) -> View:
+        assert p._mw_parameter is not None
         name, dims = p._mw_parameter
         style = self.style(name)
         if name not in self.layouts:
@@ -348,93 +391,67 @@ class PlanningWork(Work):
             else:
                 layout = like.on(dims[dim])
             self.layouts[name] = layout
-        found = self._cut(p, name, dims, self.layouts[name])
-        if self.frames and isinstance(found._mw_layout, Cut):
-            self.frames[-1].sources.add(name)
-        return found
+        return self._cut(p, name, dims, self.layouts[name])
 
-    # --- following where a cut leads -------------------------------------------------------------------------------
+    # --- reading decisions -------------------------------------------------------------------------------------------
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = _Frame()
-        for x in _views((args, kwargs)):
-            if isinstance(x._mw_layout, Cut):
-                frame.sources |= x._mw_sources
-        self.frames.append(frame)
-        try:
-            out = super().call(func, args, kwargs)
-        finally:
-            self.frames.pop()
-        for x in _views(out):
-            if isinstance(x._mw_layout, Cut):
-                x._mw_sources = x._mw_sources | frozenset(frame.sources)
-        return out
-
-    def decision(self, func: Any, form: tuple[Any, Any], tensors: list[Tensor]) -> Answer:
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
         """The decision on a call, once every parameter in it that may be cut is; what it says of cuts is learnt."""
         declined: set[int] = set()
         while True:
-            answer = super().decision(func, form, tensors)
-            choices = () if isinstance(answer, Body) else answer.choices
+            try:
+                decided = self.work.decide(func, args, kwargs)
+            except ReadsValue:
+                args, kwargs = with_values(args, kwargs)
+                continue
+            answer, tensors = decided.answer, decided.tensors
+            choices = answer.choices if isinstance(answer, Decision) else ()
             choice = next((c for c in choices if c.index not in declined), None)
             if choice is None:
                 break
-            taken = self._taken(tensors[choice.index], choice)
-            if taken is tensors[choice.index]:
+            p = tensors[choice.index]
+            assert isinstance(p, View)
+            tensors[choice.index] = self._taken(p, choice)
+            if tensors[choice.index] is p:
                 declined.add(choice.index)
-            tensors[choice.index] = taken
+            args, kwargs = decided.given((decided.args, decided.kwargs))
+        if isinstance(answer, Decision):
+            self._learn_of_moves(answer, tensors)
+        elif isinstance(answer.finding, Blocks):
+            self.blocks(tensors[answer.finding.index], answer.finding.sizes)
+        elif isinstance(answer.finding, Units):
+            self.units(tensors[answer.finding.index], answer.finding.count)
         if isinstance(answer, Gather):
-            self._learn_of(answer.finding, tensors)
-        elif isinstance(answer, Decision):
-            for index, role in answer.roles:
-                self.used_as(tensors[index], role)
-        return answer
+            self.gathered(func, [x for x in tensors if isinstance(x, View)])
+        return decided
 
-    def _keep(self, *_: Any) -> None:
-        """Nothing: every call may teach something."""
+    def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
+        """What products met which cuts, and which cuts would have to be gathered or changed."""
+        for index, role in decision.roles:
+            self._used_as(tensors[index], role)
+        for use in pytree.tree_leaves((decision.args, decision.kwargs)):
+            x = tensors[use.index] if isinstance(use, Use) else None
+            if not isinstance(x, View) or not isinstance(have := x._mw_layout, Cut):
+                continue
+            if isinstance(use.need, Cut):
+                if use.need != have:
+                    self._regathered(x, have, use.need)
+            elif use.need not in (Need.HELD, Need.GIVEN):
+                self.not_worth([x], _AT_ONCE)
 
-    def _taken(self, p: Any, choice: Choice) -> Any:
-        """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
-        if choice.table:
-            return self.table(p)
-        if choice.follows and choice.match is not None:
-            return self.match(p, choice.match)
-        wanted = self.wanted(p)
-        if wanted == "row" and choice.row is not None:
-            return self.row(p, choice.row)
-        if wanted != "column" and choice.match is not None:
-            return self.match(p, choice.match)
-        return self.column(p, choice.column) if choice.column is not None else p
+    def gathered(self, user: Any, views: Sequence[View]) -> None:
+        """Cut Views are gathered for a function."""
+        cut_ones = [x for x in views if isinstance(x._mw_layout, Cut)]
+        if cut_ones:
+            place = self.work.place(user)
+            self.not_worth(cut_ones, f"its cut would be gathered again by {place.function} at {place.line}")
 
-    def _learn_of(self, finding: Blocks | Units | None, tensors: list[Tensor]) -> None:
-        if isinstance(finding, Blocks):
-            self.blocks(tensors[finding.index], finding.sizes)
-        elif isinstance(finding, Units):
-            self.units(tensors[finding.index], finding.count)
-
-    def gathered(self, func: Any, views: list[View]) -> None:
-        place = self.place(func)
-        self._not_worth(views, f"its cut would be gathered again by {place.function} at {place.line}")
-        super().gathered(func, views)
-
-    def whole(self, x: Any) -> Any:
-        if isinstance(x, View) and isinstance(x._mw_layout, Cut):
-            self._not_worth([x], "its cut would be gathered again at once")
-        return super().whole(x)
-
-    def varying(self, x: Any) -> Any:
-        if isinstance(x, View) and isinstance(x._mw_layout, Cut):
-            self._not_worth([x], "its cut would be gathered again at once")
-        return super().varying(x)
-
-    def regathered(self, x: View, layout: Cut) -> None:
-        have = x._mw_layout
-        assert isinstance(have, Cut)
+    def _regathered(self, x: View, have: Cut, layout: Cut) -> None:
         if have.dim == layout.dim and layout.parts == have.parts == 1:
             step = gcd(*layout.pieces[0])
             if step and layout.size % step == 0:
                 self.units(x, layout.size // step)
-        self._not_worth([x], "its cut would have to be changed at once")
+        self.not_worth([x], "its cut would have to be changed at once")
 
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
         total = x._mw_layout.size
@@ -452,7 +469,7 @@ class PlanningWork(Work):
             if all(b % units == 0 for b in blocks):
                 self.learn([name], replace(style, units=units))
 
-    def _not_worth(self, views: list[View], reason: str) -> None:
+    def not_worth(self, views: Sequence[View], reason: str) -> None:
         names = sorted({n for v in views for n in v._mw_sources})
         for name in names:
             self.learn([name], replace(self.style(name), kind="whole", reason=reason), later=True)
@@ -473,11 +490,11 @@ class PlanningWork(Work):
                 if not later:
                     raise _Learnt
 
-    def engine(self, func: Any) -> Callable[..., Any]:
+    def _engine(self, func: Any) -> Callable[..., Any]:
         self.differentiates = True
         return gradients_without_values if func is torch.autograd.grad else lambda **_: None
 
-    def used_as(self, x: Any, role: str) -> None:
+    def _used_as(self, x: Any, role: str) -> None:
         """Notes in which part a cut first met a product; of a parameter itself, every one."""
         for name in x._mw_sources:
             if x._mw_parameter is not None or name not in self.roles:
@@ -496,6 +513,11 @@ class PlanningWork(Work):
         if style.forced:  # what is not refused: a vector, named with the weights beside it
             return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
         return f"{style.reason}, which no product that it meets allows" if style.reason else ""
+
+
+def _sources(value: Any) -> set[str]:
+    """The parameters that the cuts of Views come from."""
+    return {name for x in _views(value) if isinstance(x._mw_layout, Cut) for name in x._mw_sources}
 
 
 def _views(value: Any) -> list[View]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from meshwright.layout import WHOLE, Cut, Layout
-from meshwright.view.signature import Operand, is_undecided, layout_of
+from meshwright.view.signature import Operand, is_undecided, layout_of, replaced
 
 
 class Need(Enum):
@@ -84,11 +86,12 @@ class Gather:
 
 @dataclass(frozen=True)
 class Body:
-    """``run`` of the arguments, in which Uses stand for tensors as they are given."""
+    """``run`` of the arguments, in which Uses stand for tensors as they are given. ``finding``: why it is not local work."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    finding: Blocks | Units | None = None
 
 
 Out = Layout | tuple[Layout, ...]
@@ -128,6 +131,20 @@ class Decision:
 
 GATHER = Gather()
 Answer = Decision | Body | Gather
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A call with the decision on it; in its arguments Uses stand for tensors."""
+
+    answer: Answer
+    tensors: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def given(self, value: Any) -> Any:
+        """``value`` with the tensors of the call in place of Uses."""
+        return replaced(value, lambda x: self.tensors[x.index] if type(x) is Use else x)
 
 
 def need(x: Any, what: Need | Cut) -> Any:

@@ -70,8 +70,8 @@ _PLAIN = frozenset(
 )
 _PLAIN_OR_VIEW = _PLAIN | {View}
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SPECIAL = _OWN | {_SET_DATA} | ENGINES.keys()
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SPECIAL = _OWN | {SET_DATA} | ENGINES.keys()
 
 
 class GlobalView(FunctionMode):
@@ -92,21 +92,29 @@ class GlobalView(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
             kwargs = {}
-        if func in _SPECIAL or transforming():
+        if func in SPECIAL or transforming():
             return self._special(func, args, kwargs)
         ours, parts, tensors = read(func, args, kwargs, self.local)
         if ours is not None and (prepared := ours.prepared.get(tuple(parts))) is not None:
             return prepared(ours, tensors)
         ours, args, kwargs = self._substitute(args, kwargs)
-        return ours.call(func, args, kwargs) if ours is not None else func(*args, **kwargs)
+        return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
+
+    def answer(self, work: Work, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in which there is a View of ``work``."""
+        return work.call(func, args, kwargs)
+
+    def gathered(self, work: Work, user: Any, views: list[View]) -> None:
+        """Cut Views are made whole for ``user``, which is no torch function."""
+        work.gathered(user)
 
     def _special(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is not asked of a parameter's local part."""
-        if func == _SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
+        if func == SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
             return answer
         if func in _OWN:
             view = first_view(args)
-            return func(*args, **kwargs) if view is None else view._mw_work.call(func, args, kwargs)
+            return func(*args, **kwargs) if view is None else self.answer(view._mw_work, func, args, kwargs)
         if transforming():
             return self._in_transform(func, args, kwargs)
         return self._differentiate(func, args, kwargs)
@@ -120,7 +128,7 @@ class GlobalView(FunctionMode):
             return NotImplemented
         part = part.detach()
         with torch.no_grad():
-            (part._mw_work if isinstance(part, View) else self.work).call(Tensor.copy_, (part, value), {})
+            self.answer(part._mw_work if isinstance(part, View) else self.work, Tensor.copy_, (part, value), {})
         return None
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,7 +138,7 @@ class GlobalView(FunctionMode):
         if func is not torch.autograd.backward:  # that adds to the parameters themselves
             _, args, kwargs = self._substitute(args, kwargs)
         with self:
-            return self.work.call(func, args, kwargs)
+            return self.answer(self.work, func, args, kwargs)
 
     def _in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Within a transform of ``torch.func`` all tensors are whole."""
@@ -146,7 +154,7 @@ class GlobalView(FunctionMode):
             if part is None:
                 return x
             if isinstance(part, View) and isinstance(part._mw_layout, Cut):
-                part._mw_work.gathered(user, [part])
+                self.gathered(part._mw_work, user, [part])
             found: Tensor = whole(part)
             return found
 
@@ -217,7 +225,7 @@ class GlobalView(FunctionMode):
         if ours is not None:
             views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
             if any(isinstance(v._mw_layout, Cut) for v in views):
-                ours.gathered(function, views)
+                self.gathered(ours, function, views)
             args, kwargs = pytree.tree_map_only(View, whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
 

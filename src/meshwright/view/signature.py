@@ -105,6 +105,16 @@ def number(x: Any) -> int:
     return int(x)
 
 
+def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call, with a number for each tensor that is one integer, but the first argument."""
+    return (*args[:1], *replaced(args[1:], _value)), replaced(kwargs, _value)
+
+
+def _value(x: Any) -> Any:
+    is_number = isinstance(x, Tensor) and not x.dim() and not x.dtype.is_floating_point and x.dtype != torch.bool
+    return int(x) if is_number else x
+
+
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change`` of everything in its nested tuples, lists, dicts and slices."""
     kind = type(value)
@@ -211,7 +221,7 @@ def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Lo
 def _read_plain(x: Tensor, parts: list[Any]) -> None:
     """A tensor that is no View: its Spec is not kept with it."""
     if x.layout is torch.strided:
-        parts += (x.shape, x.dtype, x.is_contiguous() or x.stride())
+        parts += (x.shape, x.dtype, x.is_cpu, x.is_contiguous() or x.stride())
     else:
         parts.append(NEVER)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import WHOLE, Cut, Layout, Partial
-from meshwright.private import make_wrapper, pytree, storage_of, without_subclasses, wrapper
+from meshwright.private import make_wrapper, pytree, storage_of, without_modes, without_subclasses, wrapper
 from meshwright.view.alias import Like, Memory, Strides, alike, contiguous, placed
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class View(Tensor):
         self.__dict__.clear()
         self.__dict__.update(other.__dict__, **own)
         self._mw_memo = {}
-        with without_subclasses():
+        with without_modes():
             Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # the wrapper's own shape
 
     def _mw_remember(self, *, silent: bool = False, apart: bool = False) -> None:

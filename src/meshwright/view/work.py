@@ -34,11 +34,16 @@ from meshwright.view.alias import (
     overwrite,
 )
 from meshwright.view.axis import Axis, Fallback, Ledger
-from meshwright.view.decision import Answer, Body, Decision, Gather, Need, Use
+from meshwright.view.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
 from meshwright.view.execute import Prepared, fresh
-from meshwright.view.rules import ANSWERS, DECIDERS, FACTS, RESHAPING, ordered, writes
-from meshwright.view.signature import NEVER, Call, Operand, ReadsValue, read, replaced
+from meshwright.view.rules import ANSWERS, DECIDERS, FACTS, RESHAPING, ordered, writes_first
+from meshwright.view.signature import NEVER, Call, Operand, ReadsValue, read, replaced, with_values
 from meshwright.view.tensor import View, spec_of
+
+
+def engine_of_torch(func: Any) -> Callable[..., Any]:
+    """``torch.autograd.grad`` or ``backward`` itself: its body, which keeps the view on for what a backward makes anew."""
+    return python_body(func) or func
 
 
 class Work:
@@ -48,10 +53,17 @@ class Work:
         axis: the axis tensors are cut over.
         ledger: where collectives and fallbacks are counted.
         names: ``id(module)`` → its name in the model, to say where a fallback happened.
+        engine: ``torch.autograd.grad`` or ``backward`` → what runs in its place.
     """
 
-    def __init__(self, axis: Axis, ledger: Ledger, names: dict[int, str] | None = None) -> None:
-        self.axis, self.ledger, self.names = axis, ledger, names or {}
+    def __init__(
+        self,
+        axis: Axis,
+        ledger: Ledger,
+        names: dict[int, str] | None = None,
+        engine: Callable[[Any], Callable[..., Any]] = engine_of_torch,
+    ) -> None:
+        self.axis, self.ledger, self.names, self.engine = axis, ledger, names or {}, engine
         self.prepared: dict[tuple[Any, ...], Prepared] = {}  # the decision on each signature that was met
         self._running: set[Any] = set()  # functions whose Python body is being run
 
@@ -65,35 +77,25 @@ class Work:
         if func in FACTS:
             with without_subclasses():
                 return func(*args, **kwargs)
-        asked_for = args, kwargs
-        args, kwargs = ordered(func, args, kwargs)
-        if args and writes(func, args, kwargs):
-            return self._write(func, args, kwargs, asked_for)
-        slices = [x for x in (*args, *kwargs.values()) if type(x) is View and x._mw_origin is not None]
-        for x in slices:
+        if writes_first(func, args, kwargs):
+            return self._write(func, args, kwargs)
+        for x in _slices(args, kwargs):
             self._refresh(x)
-        if slices and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
-            return self.fallback(func, args, kwargs)  # a slice of a slice: a write to it goes all the way
-        if kwargs.get("out") is None:
-            if (answer := ANSWERS.get(func)) is not None:
-                return answer(self, func, args, kwargs)
-            if (out := self._decided(func, *asked_for)) is not NotImplemented:
-                return out
-        if (body := python_body(func)) is not None and func not in self._running:
-            # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
-            self._running.add(func)
-            try:
-                return body(*args, **kwargs)
-            finally:
-                self._running.discard(func)
-        return self.fallback(func, args, kwargs)
+        if func in ANSWERS and kwargs.get("out") is None:
+            return ANSWERS[func](self, func, *ordered(func, args, kwargs))
+        try:
+            return self._execute(func, self.decide(func, args, kwargs))
+        except ReadsValue:
+            return self.call(func, *with_values(args, kwargs))
 
     # --- decisions -----------------------------------------------------------------------------------------------------
 
-    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the decider of ``func`` makes of a call; NotImplemented if there is none, or it does not fit."""
-        if func not in DECIDERS:
-            return NotImplemented
+    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+        """What is to be done with a call that is neither a fact nor an answer. Nothing is done yet.
+
+        Raises:
+            ReadsValue: a number that decides on it is a tensor: decide on it ``with_values``.
+        """
         tensors: list[Tensor] = []
 
         def numbered(x: Any) -> Any:
@@ -103,19 +105,29 @@ class Work:
             return Use(len(tensors) - 1, Need.GIVEN)
 
         form = replaced(args, numbered), replaced(kwargs, numbered)
-        given = functools.partial(replaced, change=lambda x: tensors[x.index] if type(x) is Use else x)
-        try:
-            answer = self.decision(func, form, tensors)
-        except ReadsValue:
-            (first, *more), named = given(form)
-            read_first = functools.partial(replaced, change=_value)
-            return self.call(func, (first, *read_first(more)), read_first(named))
+        answer: Answer = GATHER
+        if _slices(args, kwargs) and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
+            return Decided(answer, tensors, *form)  # a slice of a slice: a write to it goes all the way
+        if func in DECIDERS and kwargs.get("out") is None:
+            answer = DECIDERS[func](self._as_call(func, form, tensors))
+        # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
+        body = None if func in self._running else python_body(func)
+        if isinstance(answer, Gather) and body is not None and not writes_first(func, args, kwargs):
+            answer = Body(body, *form, finding=answer.finding)
+        return Decided(answer, tensors, *form)
+
+    def _execute(self, func: Any, decided: Decided) -> Any:
+        answer, tensors = decided.answer, decided.tensors
+        asked_args, asked_kwargs = decided.given((decided.args, decided.kwargs))
+        args, kwargs = ordered(func, asked_args, asked_kwargs)
         if isinstance(answer, Gather):
-            return NotImplemented
-        asked_for = args, kwargs = given(form)
-        args, kwargs = ordered(func, args, kwargs)
+            return self.fallback(func, args, kwargs)
         if isinstance(answer, Body):
-            return answer.run(*given(answer.args), **given(answer.kwargs))
+            self._running.add(func)
+            try:
+                return answer.run(*decided.given(answer.args), **decided.given(answer.kwargs))
+            finally:
+                self._running.discard(func)
         if answer.follows is not None:
             return self._follow(answer, tensors)
         prepared = Prepared(answer)
@@ -124,14 +136,10 @@ class Work:
             if isinstance(out, View):
                 out._mw_remember(silent=True)
         elif answer.kept:
-            self._keep(func, asked_for[0], asked_for[1], prepared)
+            self._keep(func, asked_args, asked_kwargs, prepared)
         return out
 
-    def decision(self, func: Any, form: tuple[Any, Any], tensors: list[Tensor]) -> Answer:
-        """The decision on a call of this form, with Uses in place of tensors."""
-        return DECIDERS[func](self.as_call(func, form, tensors))
-
-    def as_call(self, func: Any, form: tuple[Any, Any], tensors: Sequence[Tensor]) -> Call:
+    def _as_call(self, func: Any, form: tuple[Any, Any], tensors: Sequence[Tensor]) -> Call:
         """What a decider may know of a call."""
         operands = [Operand(i, spec_of(t)) for i, t in enumerate(tensors)]
         args, kwargs = replaced(form, lambda x: operands[x.index] if type(x) is Use else x)
@@ -159,9 +167,8 @@ class Work:
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gathers every argument and runs ``func`` whole, on every rank the same."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        gathered = [v for v in leaves if isinstance(v, View) and isinstance(v._mw_layout, Cut)]
-        if gathered:
-            self.gathered(func, gathered)
+        if any(isinstance(v, View) and isinstance(v._mw_layout, Cut) for v in leaves):
+            self.gathered(func)
         written = _written(func, args, kwargs)
         plain = [self.plain(v) if isinstance(v, View) else v for v in leaves]
         if written:
@@ -219,15 +226,16 @@ class Work:
 
     # --- writes ------------------------------------------------------------------------------------------------------
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked_for: Any) -> Any:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that writes to its first argument: to all that shares the memory, as on one device."""
+        decide = functools.partial(self.decide, func, args, kwargs)
+        args, kwargs = ordered(func, args, kwargs)
         for x in args:
             if isinstance(x, View) and x._mw_origin is not None:
                 self._refresh(x)
         target = args[0]
         if not isinstance(target, View):
-            out = self._decided(func, *asked_for)
-            return self.fallback(func, args, kwargs) if out is NotImplemented else out
+            return self._execute(func, decide())
         if (anew := RESHAPING.get(func)) is not None:
             shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
             target._mw_become(shaped if isinstance(shaped, View) else View(shaped, WHOLE, self))
@@ -241,9 +249,7 @@ class Work:
         if target._mw_origin is not None:
             out = self._write_through(func, target, args, kwargs)
         else:
-            out = self._decided(func, *asked_for)
-            if out is NotImplemented:
-                out = self.fallback(func, args, kwargs)
+            out = self._execute(func, decide())
         if target._mw_memory is not None:
             target._mw_memory.written += 1
         return out
@@ -308,7 +314,7 @@ class Work:
             piece._mw_local = laid(piece._mw_local, found.strides)
         piece._mw_strides, piece._mw_spec = found.known.strides, None
 
-    def gathered(self, func: Any, views: list[View]) -> None:
+    def gathered(self, func: Any) -> None:
         """Counts a fallback at the model's line that caused it."""
         self.ledger.fallbacks[self.place(func)] += 1
 
@@ -379,14 +385,9 @@ class Work:
             memo = x._mw_memo.get("whole")
             if memo is None or memo[0] != version(local):
                 return moves.reduce_scatter(local, self.axis, layout)
-        if isinstance(have, Cut):
-            self.regathered(x, layout)
-            if have.dim != layout.dim:
-                return moves.exchange(local, self.axis, have, layout)
+        if isinstance(have, Cut) and have.dim != layout.dim:
+            return moves.exchange(local, self.axis, have, layout)
         return moves.take(self.whole(x), self.axis, layout)
-
-    def regathered(self, x: View, layout: Cut) -> None:
-        """A cut tensor moves to another cut: planning learns from it."""
 
     def write(self, target: View, value: Tensor) -> None:
         """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it."""
@@ -411,44 +412,6 @@ class Work:
             memo = memos[kind] = (*key, move(local))
         return memo[2]
 
-    def engine(self, func: Any) -> Callable[..., Any]:
-        """``torch.autograd.grad`` or ``backward`` itself, for the rules of these.
-
-        Its body: handed over again, it would run without function modes, and what a backward makes anew needs the view.
-        """
-        return python_body(func) or func
-
-    # --- decisions, which planning makes; a run finds them made ------------------------------------------------------
-
-    def column(self, parameter: Any, dim: int) -> Any:
-        """A parameter meets a whole input: planning may cut it along its output dim."""
-        return parameter
-
-    def wanted(self, parameter: Any) -> str | None:
-        """``column`` or ``row`` where the plan says how to cut a parameter, whatever it meets."""
-        return None
-
-    def row(self, parameter: Any, dim: int) -> Any:
-        """A parameter that the plan wants cut along its input dim."""
-        return parameter
-
-    def match(self, parameter: Any, layout: Cut) -> Any:
-        """A parameter meets a cut input: planning may cut it the same way."""
-        return parameter
-
-    def table(self, parameter: Any) -> Any:
-        """A parameter is looked up by rows: planning may cut the rows."""
-        return parameter
-
-    def used_as(self, x: Any, role: str) -> None:
-        """The cut of ``x`` is a product's ``column`` (its own dim of the result), ``row`` (summed over) or ``batch``."""
-
-    def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
-        """The cut dim of ``x`` turns out to be fused blocks of these sizes."""
-
-    def units(self, x: Any, count: int) -> None:
-        """The cut dim of ``x`` turns out to be that many pieces which may not be broken."""
-
 
 def whole(x: Any) -> Any:
     """A tensor of the view, whole on every rank; anything else as it is."""
@@ -460,15 +423,14 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _value(x: Any) -> Any:
-    """A tensor that is one integer, as a number; anything else as it is."""
-    is_number = isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
-    return int(x) if is_number else x
+def _slices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
+    """The Views among the arguments that are slices which a fallback made."""
+    return [x for x in (*args, *kwargs.values()) if type(x) is View and x._mw_origin is not None]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
     """The Views that a call writes: its first argument, or what stands in that (``torch._foreach_add_``), and ``out=``."""
-    first = args[:1] if args and writes(func, args, kwargs) else ()
+    first = args[:1] if writes_first(func, args, kwargs) else ()
     return [v for v in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(v, View)]
 
 

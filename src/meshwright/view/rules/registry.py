@@ -159,6 +159,11 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return place is not None and len(args) > place and bool(args[place])
 
 
+def writes_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The same of a call as a person writes it: the tensor may have a name."""
+    return (bool(args) or "input" in kwargs) and writes(func, args, kwargs)
+
+
 def _inplace_places() -> dict[Any, int]:
     """Functions with an argument ``inplace``, and which one it is when it is given by place."""
     found = {}
