@@ -38,6 +38,7 @@ from meshwright.private import (
     autograd_local,
     collectives_entered,
     compiles,
+    held_of,
     hooked,
     job_store,
     last_collective,
@@ -76,7 +77,7 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
-        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _make_wrapper_subclass \
+        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
@@ -688,6 +689,7 @@ def _local_part() -> tuple[bool, list[int], bool]:
     assert (wrapped.shape, wrapped.stride(), wrapped.placements, wrapped.device_mesh, wrapped.requires_grad) == (
         whole.shape, whole.stride(), whole.placements, whole.device_mesh, False
     )  # fmt: skip
+    assert storage_of(held_of(p)) == storage_of(p.to_local()) and not held_of(p).requires_grad
     p.grad = torch.zeros_like(p)
     p.grad.to_local().detach().add_(1)  # what the job does to reduce parameters without dims
     uneven = DTensor.from_local(

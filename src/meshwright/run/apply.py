@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.graph import ModelGraph
 from meshwright.layout import Cut
-from meshwright.private import hooked, replace_tensors, storage_of
+from meshwright.private import held_of, hooked, replace_tensors, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run.branch import Branching
 from meshwright.run.counts import LabelCounter
@@ -39,7 +39,7 @@ from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.oneprocess import one_process
 from meshwright.view.sequence import cutting_inputs
-from meshwright.view.tensor import View
+from meshwright.view.tensor import View, local_of
 from meshwright.view.walk import Forwards
 from meshwright.view.work import Work
 
@@ -151,6 +151,11 @@ class _Counted(torch.autograd.Function):
         return g if ctx.counts else torch.zeros_like(g), None
 
 
+def _state(p: DTensor) -> tuple[int, bool]:
+    """What a part of a parameter rests on: its memory, and whether it has a gradient."""
+    return storage_of(held_of(p)), p.requires_grad
+
+
 class LocalParameters:
     """A parameter → its local part, for the view.
 
@@ -166,12 +171,20 @@ class LocalParameters:
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[
+            Any, tuple[Tensor, tuple[int, bool], Tensor]
+        ] = {}  # parts that begin no graph: for the next time
 
     def forget(self) -> None:
         """The view goes off: the parts, and the graph that they are the beginning of, are not needed any more."""
-        for _, part in self._parts.values():
+        for key, (_, part) in self._parts.items():
             if not isinstance(part, View):
                 part.__dict__.clear()  # a leaf stays; what moves remember of it does not
+                part._mw_is_parameter = True  # type: ignore[attr-defined]
+            elif part._mw_spec is not None:
+                part._mw_memo = {}
+            else:  # this forward noted something about it that is not true of the parameter
+                self._kept.pop(key, None)
         self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
@@ -181,9 +194,15 @@ class LocalParameters:
         key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled(), running
         found = self._parts.get(key)
         if found is None or found[0] is not x:
-            if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
-                return None  # with more axes it is FSDP2's, at rest
-            found = self._parts[key] = x, self._part(x, line)
+            kept = self._kept.get(key)
+            if kept is None or kept[0] is not x or kept[1] != _state(x) or hooked(x):
+                if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
+                    return None  # with more axes it is FSDP2's, at rest
+                kept = x, _state(x), self._part(x, line)
+                local = local_of(kept[2])
+                if local.is_leaf and storage_of(local) == kept[1][0] and not key[2]:
+                    self._kept[key] = kept
+            found = self._parts[key] = x, kept[2]
         return found[1]
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
@@ -200,8 +219,7 @@ class LocalParameters:
         """The parameter's local part, the same for as long as nothing about it changes that autograd cares for."""
         if torch.is_inference_mode_enabled() or hooked(x):
             return local_part(x)
-        with torch.no_grad():
-            state = storage_of(x.to_local()), x.requires_grad
+        state = _state(x)
         found = self._leaves.get(id(x))
         if found is None or found[0] is not x or found[1] != state:
             found = self._leaves[id(x)] = x, state, local_part(x)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import WHOLE, Cut, Layout, Partial
+from meshwright.layout import WHOLE, Cut, Layout
 from meshwright.private import make_wrapper, pytree, storage_of, without_modes, without_subclasses, wrapper
 from meshwright.view.alias import Like, Memory, Strides, alike, contiguous, placed
 
@@ -47,7 +47,7 @@ class Spec:
     @property
     def usual(self) -> bool:
         """Whether the whole tensor is contiguous."""
-        if isinstance(self.layout, (Cut, Partial)):
+        if isinstance(self.layout, Cut):
             return self.strides is None
         return not self.lies or alike(self.shape, self.lies, contiguous(tuple(self.shape)))
 

@@ -72,6 +72,10 @@ class Work:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` as one device would give it; cut tensors come back as Views."""
         _, parts, tensors = read(func, args, kwargs, None)
+        if new := [t for t in tensors if type(t) is View and t._mw_spec is None]:
+            for t in new:
+                spec_of(t)
+            _, parts, tensors = read(func, args, kwargs, None)
         if (prepared := self.prepared.get(tuple(parts))) is not None:
             return prepared(self, tensors)
         if func in FACTS:
@@ -247,12 +251,8 @@ class Work:
                 f"{func.__name__} writes to a tensor of which two names stand for one memory on one device, and for two here"
             )
         if target._mw_origin is not None:
-            out = self._write_through(func, target, args, kwargs)
-        else:
-            out = self._execute(func, decide())
-        if target._mw_memory is not None:
-            target._mw_memory.written += 1
-        return out
+            return self._write_through(func, target, args, kwargs)
+        return self._execute(func, decide())
 
     def _set_data(self, x: View, value: Tensor) -> None:
         """``x.data = value``: x is of the memory of value from now on; other names of its memory are not."""
