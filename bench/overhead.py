@@ -200,26 +200,27 @@ def step_times(
 
 
 def call_times(calls: int) -> dict[str, tuple[float, ...]]:
-    """Runs on every rank: µs of add, linear and view of small tensors: plain, as views, as DTensors. No collectives."""
+    """Runs on every rank: µs of calls with small tensors: plain, as views, as DTensors. No collectives."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     rank, ledger = mesh.get_local_rank(), Ledger()
     work = Work(Axis("tp", 2, rank, mesh.get_group(), ledger), ledger)
     x, w = torch.randn(4, 16), torch.randn(32, 16)
-    h = torch.randn(4, 16)
-    views = x, View(w[:16], cut(0, 32, 2), work), View(h, cut(1, 32, 2), work)
+    h, q = torch.randn(4, 16), torch.randn(2, 4, 8)
+    views = x, View(w[:16], cut(0, 32, 2), work), View(h, cut(1, 32, 2), work), View(q, cut(0, 4, 2), work)
     dtensors = (
         DTensor.from_local(x, mesh, [Replicate()]), DTensor.from_local(w[:16], mesh, [Shard(0)]),
-        DTensor.from_local(h, mesh, [Shard(1)]),
+        DTensor.from_local(h, mesh, [Shard(1)]), DTensor.from_local(q, mesh, [Shard(0)]),
     )  # fmt: skip
-    found: dict[str, list[float]] = {"add": [], "linear": [], "view": []}
-    plain = (x, w[:16], h)
+    found: dict[str, list[float]] = {"add": [], "linear": [], "view": [], "matmul, .T": []}
+    plain = (x, w[:16], h, q)
     sides = ((plain, nullcontext()), (views, GlobalView(work, lambda t: None).on()), (dtensors, nullcontext()))
-    for (a, b, c), view in sides:
+    for (a, b, c, d), view in sides:
         heads = (4, c.shape[1] // 8, 8)
         with view, torch.no_grad():
             found["add"].append(_micro(lambda c=c: c + c, calls))
             found["linear"].append(_micro(lambda a=a, b=b: F.linear(a, b), calls))
             found["view"].append(_micro(lambda c=c, heads=heads: c.view(heads), calls))
+            found["matmul, .T"].append(_micro(lambda d=d: d @ d.transpose(1, 2), calls))
     return {name: tuple(times) for name, times in found.items()}
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def brought(work: Work, t: Tensor, need: Need | Cut) -> Any:
     """A tensor as an operand needs it: moved, if it is not so already."""
     if need is Need.VARYING:
-        return work.varying(t)
+        return t if type(t) is Tensor and not t.requires_grad else work.varying(t)
     if isinstance(need, Cut):
         return work.cut(t, need)
     if need is Need.HELD:
@@ -153,7 +153,7 @@ class Prepared:
             else:
                 args[at] = brought(work, t, need)
         if self.first == 0:  # no more than that
-            return self.run(*args)
+            return self.run(*args, **self.decision.kwargs)
         args, kwargs = replaced(
             (args, self.decision.kwargs), lambda x: brought(work, tensors[x.index], x.need) if type(x) is Use else x
         )
@@ -162,9 +162,10 @@ class Prepared:
     def _simplify(self, tensors: Sequence[Tensor]) -> None:
         """Leaves out what there is not to do for tensors of these Specs."""
         self.slots = [(at, i, None if _is_so(tensors[i], need) else need) for at, i, need in self.slots]
-        if self.decision.axis or self.decision.kwargs or _has_uses([x for x in self.args if type(x) is not Use]):
+        kwargs = self.decision.kwargs
+        if self.decision.axis or _has_uses([x for x in self.args if type(x) is not Use]) or _has_uses(kwargs):
             return
-        count = len(self.slots)
+        count = 0 if kwargs else len(self.slots)
         views = self.slots == [(i, i, None) for i in range(count)] and all(
             type(tensors[i]) is View for i in range(count)
         )

@@ -168,6 +168,9 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
                 work = x._mw_work
         elif kind is int:
             parts.append(x)
+        elif kind is Tensor:
+            _read_plain(x, parts)
+            tensors.append(x)
         else:
             work = _read(x, kind, parts, tensors, local, work)
     for name, x in kwargs.items():

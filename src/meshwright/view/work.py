@@ -1,13 +1,15 @@
 """``Work``: how torch functions are answered when some of their tensors are cut.
 
     call(func, args)
-      1  facts of the wrapper (shape, dtype …)          answered at once
-      2  a rule for the function (view/rules)           local work on local tensors, and the layout that comes out
-      3  no rule that fits, but a Python function       its body runs, and the functions in it are answered in turn
-      4  anything else                                  fallback: gather, run whole, count it
+      1  a signature that is known              the decision on it is executed (view/execute.py)
+      2  a fact of the wrapper (shape, dtype …) answered at once
+      3  a write                                to all that shares the memory, as on one device
+      4  a decider for the function             decides, and the decision is executed and kept; or the function's Python body
+                                                runs, whose inner functions are answered in turn
+      5  anything else                          fallback: gather, run whole, count it
 
-So every torch function is right; a missing rule costs speed, never correctness. ``Work`` also converts between
-layouts for the rules: ``whole`` (used whole), ``varying`` (whole, used in cut work) and ``cut``.
+So every torch function is right; a missing decider costs speed, never correctness. ``Work`` also moves tensors between
+layouts: ``whole`` (used whole), ``varying`` (whole, used in cut work) and ``cut``.
 """
 
 from __future__ import annotations
