@@ -95,8 +95,11 @@ class GlobalView(FunctionMode):
         if func in SPECIAL or transforming():
             return self._special(func, args, kwargs)
         ours, parts, tensors = read(func, args, kwargs, self.local)
-        if ours is not None and (prepared := ours.prepared.get(tuple(parts))) is not None:
-            return prepared(ours, tensors)
+        if ours is not None:
+            if (prepared := ours.prepared.get(tuple(parts))) is not None:
+                return prepared(ours, tensors)
+        elif not kwargs and all(type(x) in _PLAIN for x in args):
+            return func(*args)
         ours, args, kwargs = self._substitute(args, kwargs)
         return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
 

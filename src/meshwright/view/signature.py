@@ -147,6 +147,7 @@ class _Never:
 
 
 NEVER = _Never()
+_NUMBERS, _MANY = frozenset([int, float, bool]), 64
 Local = Callable[[Tensor], "Tensor | None"]
 
 
@@ -195,6 +196,9 @@ def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Lo
     elif kind is float:
         parts += (float, x or str(x))  # 0.0 and -0.0 are equal
     elif kind is tuple or kind is list or kind is torch.Size:
+        if len(x) > _MANY and type(x[0]) in _NUMBERS:
+            parts.append(NEVER)  # data, not sizes: too much to keep
+            return work
         parts += (kind, len(x))
         for y in x:
             work = _read(y, type(y), parts, tensors, local, work)
