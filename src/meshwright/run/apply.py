@@ -181,10 +181,10 @@ class LocalParameters:
             if not isinstance(part, View):
                 part.__dict__.clear()  # a leaf stays; what moves remember of it does not
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
-            elif part._mw_spec is not None:
-                part._mw_memo = {}
-            else:  # this forward noted something about it that is not true of the parameter
+            elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
                 self._kept.pop(key, None)
+            else:
+                part._mw_memo, part._mw_memory = {}, None
         self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
