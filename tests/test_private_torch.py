@@ -61,6 +61,7 @@ from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
 from meshwright.view.functions import (
     FunctionMode,
+    followed_checkpoints,
     giving,
     outside_transforms,
     recomputations,
@@ -83,7 +84,7 @@ USES = {
     "blame.py": "_getframe",  # of sys
     "planning/memory.py": "_buffers",
     "planning/resolve.py": "_tp_plan",  # of transformers
-    "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unsafe_index",
+    "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
     "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _unsharded_param",
     "run/groups.py": "_set_pg_timeout",
@@ -363,6 +364,66 @@ def test_what_a_checkpoint_keeps_and_runs_again_can_be_other_than_what_it_ran(re
     torch.testing.assert_close(x.grad, 3 * torch.ones(2).cos())
     checkpoint(segment, x, 3.0, use_reentrant=reentrant).sum().backward()
     assert runs == ["first", "again", "first", "first"], "as it was"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_stage_decides_of_checkpoints_by_what_they_keep_and_run_again(reentrant: bool) -> None:
+    runs: list[str] = []
+
+    def segment(x: Tensor) -> Tensor:
+        runs.append("run")
+        return x.sin()
+
+    class Told:
+        def __init__(self, is_one: bool) -> None:
+            self.is_one = is_one
+
+        def checkpoint_begins(self) -> bool:
+            runs.append("begins")
+            return self.is_one
+
+        def checkpoint_returns(self) -> None:
+            runs.append("returns")
+
+        def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
+            runs.append("ends")
+
+    for is_one in (True, False):
+        runs.clear()
+        x = torch.ones(2, requires_grad=True)
+        with followed_checkpoints(Told(is_one)):
+            loss = checkpoint(segment, x, use_reentrant=reentrant).sum()
+        first = ["begins", "run", *(["returns"] if reentrant and is_one else []), "ends"]
+        assert runs == first
+        loss.backward()
+        assert runs == first + ["run"] * is_one
+        torch.testing.assert_close(x.grad, torch.ones(2).cos())
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_recording_under_autocast_has_the_types_of_a_device(device: str) -> None:
+    """Autocast has nothing for tensors on meta; a device's types are asked of torch itself."""
+    linear, conv = nn.Linear(4, 4, device="meta"), nn.Conv1d(4, 4, 3, groups=4, device="meta")
+    x = torch.randn(2, 4, 5)
+
+    def types(linear: nn.Module, conv: nn.Module, x: Tensor) -> list[torch.dtype]:
+        h = linear(x.mT)
+        given = (
+            h,
+            conv(x),
+            h.softmax(-1),
+            functional.layer_norm(h, (4,)),
+            h + x.mT,
+            functional.mse_loss(h, x.mT),
+            h.prod(-1),
+        )
+        return [t.dtype for t in given]
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = types(nn.Linear(4, 4, device=device), nn.Conv1d(4, 4, 3, groups=4, device=device), x.to(device))
+        with Shadow(), Meeting():
+            found = types(linear, conv, x.to("meta"))
+    assert found == expected and torch.bfloat16 in found and torch.float32 in found
 
 
 @torch.jit.script
@@ -793,6 +854,13 @@ def test_planning_rests_on_the_ops_that_read_values() -> None:
         assert meta[meta > 0].shape == (6,) and meta[torch.ones(2, dtype=torch.bool)].shape == (2, 3)
         assert meta.to("cpu").is_meta and meta.to(torch.float64).dtype == torch.float64
         assert (meta + torch.ones(3)).is_meta and torch.arange(3, device=meta.device).device.type == "cpu"
+        assert meta.device.type == "cpu" and shadow.sized == 3
+        assert meta.unique().shape == (6,) and meta.unique(dim=1).shape == (2, 3)
+        assert [t.shape for t in meta.unique(return_inverse=True, return_counts=True)] == [(6,), (2, 3), (6,)]
+        assert [t.shape for t in meta.unique_consecutive(return_inverse=True)] == [(6,), (2, 3)]
+        assert meta[0].long().bincount(minlength=5).shape == (5,) and shadow.sized == 8
+    with Shadow(fewer=True):
+        assert meta.nonzero().shape == (3, 2) and meta[meta > 0].shape == (3,) and meta.unique().shape == (3,)
     with Shadow(contrary=True):
         assert not (meta.sum() > 0) and meta.nonzero().shape == (0, 2)
 

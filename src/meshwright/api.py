@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from meshwright.place import Place
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.memory import undisturbed
+from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
@@ -112,6 +114,7 @@ class Planned:
         recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )
+        self._homes = {_slot(name): stage for name, stage, _ in recipe.buffers}
         divided = recipe.mesh.data_size * recipe.microbatches > 1
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
 
@@ -121,6 +124,7 @@ class Planned:
         dividing = [p for p in self.recipe.branches if p.splits]
         with computing_in(self._model, self._precision):
             graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1)
+            graph.cuts = self._cuts(graph)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
             return replace(
@@ -128,6 +132,29 @@ class Planned:
                 rows=rows_of_batch(graph) or 0,
                 by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph),
             )
+
+    def _cuts(self, graph: ModelGraph) -> tuple[int, ...] | None:
+        """Where stages begin in a forward, which may take another path than the sample's: each has the parameters that it
+        uses, and what it changes of what modules keep."""
+        recipe = self.recipe
+        if recipe.branches or not recipe.stages:  # regions may not be cut; they stand where they stood
+            found = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
+            return None if -1 in found or found != sorted(found) else tuple(found)
+        pinned = {
+            position: frozenset.intersection(*(frozenset(recipe.by_name[name].stages) for name in event.parameters))
+            for position, event in enumerate(graph.events) if event.parameters and not event.hands_on
+        }  # fmt: skip
+        every = frozenset(range(len(recipe.stages)))
+        for slot, position in graph.changes.items():
+            if slot in self._homes:
+                pinned[position] = pinned.get(position, every) & {self._homes[slot]}
+        sizes = {name: p.numel() * p.element_size() for name, p in self._model.named_parameters()}
+        whole = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
+        cuts = cut_as_before(graph, recipe.stages, whole, sizes, pinned)
+        if cuts is not None:
+            for slot, position in graph.changes.items():  # an attribute: as in the first forward that changes it
+                self._homes.setdefault(slot, bisect_right(cuts, position))
+        return cuts
 
     @one_process()
     def _runs(self, batch: Any) -> bool:
@@ -150,6 +177,12 @@ class Planned:
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
         with Shadow(), Meeting(), computing_in(self._model, self._precision), recorder.on(self._model):
             run(self._model)
+
+
+def _slot(buffer: str) -> tuple[str, str]:
+    """(module, name) of a buffer."""
+    module, _, name = buffer.rpartition(".")
+    return module, name
 
 
 def _agreed(recipe: Recipe) -> Recipe:

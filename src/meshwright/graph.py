@@ -19,6 +19,8 @@ from math import prod
 from typing import Any
 
 Path = tuple[tuple[str, int], ...]
+Segment = tuple[Path, int]
+"""What a checkpoint of the model's own computes again in a backward: the call in which it begins, and which of that call's."""
 
 INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
 
@@ -172,6 +174,8 @@ class ModelGraph:
         outputs: what each event gave, without values.
         rows: of the batch, where data ranks of branches can each run their own of them; else 0.
         by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
+        segments: of checkpoints of the model's own → where their events begin and end.
+        cuts: where the stages of a pipeline begin, from the second on; None if it cannot be cut so that each has what it takes.
         resized: whether values are of another length than what calls and events gave when they were recorded.
         draws: whether the forward drew random numbers of Python's or NumPy's.
     """
@@ -190,6 +194,8 @@ class ModelGraph:
     spans: list[Span] = field(default_factory=list)
     resized: bool = False
     draws: bool = False
+    segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
+    cuts: tuple[int, ...] | None = None
 
     def like(self, number: int, t: Any) -> Any:
         """A tensor that stood for a value when it was recorded, of the size that the value has."""

@@ -12,11 +12,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from judge import VOCABULARY, sample
+from judge import VOCABULARY, one_device, sample
 from program import Class, Member, Program, Run, Statement
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -923,4 +924,22 @@ def program(draw: random.Random, kinds: frozenset[str], longest: int = 10) -> Pr
     finally:
         torch.set_default_dtype(default)
     found = frozenset(b.kinds | ({"half"} if half else set()))
-    return Program((*classes, b.made("Model", result)), tokens, width, found)
+    made = Program((*classes, b.made("Model", result)), tokens, width, found)
+    return made if ".data." not in made.source() or _differentiable(made, run) else None
+
+
+def _differentiable(program: Program, run: Run) -> bool:
+    """Whether nothing that a backward needs is written through ``.data``, of which torch does not know: a gradient that is
+    computed from what has changed is right nowhere."""
+    seen = replace(run, source=program.source().replace(".data.", ".detach()."), rows=((ROWS,),))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if run.precise else torch.float32)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one_device(seen)
+    except RuntimeError:
+        return False
+    finally:
+        torch.set_default_dtype(default)
+    return True

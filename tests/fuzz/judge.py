@@ -157,7 +157,7 @@ def judged(run: Run, timeout: float) -> Verdict:
     for name, value in job.whole_buffers():
         if value is not None:
             differences.compare("buffers, gathered,", len(run.rows) - 1, name, facts.buffers[-1].get(name), value)
-    return differences.verdict(job)
+    return differences.verdict(job.notes)
 
 
 def _rows(run: Run, job: Job | None, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,13 +232,13 @@ class Differences:
     def _part(job: Job, name: str, whole: Tensor) -> Tensor:
         return take_slices(whole, job.recipe.held(job.recipe.by_name[name], job.rank))
 
-    def verdict(self, job: Job) -> Verdict:
+    def verdict(self, notes: tuple[str, ...] = ()) -> Verdict:
         if not self._found:
-            return Verdict(RIGHT, notes=job.notes)
+            return Verdict(RIGHT, notes=notes)
         sort, text, off = self._found[0]
         if off and self._rounding_may_do(10 * off):
             return Verdict(SKIPPED, "rounding", text)
-        return Verdict(WRONG, sort, text, job.notes)
+        return Verdict(WRONG, sort, text, notes)
 
     def _rounding_may_do(self, off: float) -> bool:
         """Whether a last bit of the parameters changes one device's own result by as much: a kink, a tie."""

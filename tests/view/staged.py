@@ -22,44 +22,63 @@ from meshwright.plan import Plan
 from meshwright.planning import resolve
 from meshwright.private import pytree
 from meshwright.run import pipeline as at_work
+from meshwright.run.counts import LabelCounter
 from meshwright.run.job import output_loss
 from meshwright.run.parameters import places
 from meshwright.run.pipeline import Pipeline, _Step
-from meshwright.run.step import called, microbatches, rows_of
+from meshwright.run.randomness import Generators
+from meshwright.run.recompute import recompute
+from meshwright.run.step import called, microbatches, weights
 from meshwright.view.walk import Forwards
 
 Build = Callable[[], nn.Module]
 
 
+@dataclass
+class Mail:
+    """From one rank to another: what was sent, in order, and how many receives have begun."""
+
+    sent: list[Tensor] = field(default_factory=list)
+    begun: int = 0
+
+
 class Line:
     """What a rank sends to others and receives from them; stands for the group of the pipeline's axis."""
 
-    def __init__(self, rank: int, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
+    def __init__(self, rank: int, mail: dict[tuple[int, int], Mail]) -> None:
         self.rank, self.mail = rank, mail
 
     def isend(self, t: Tensor, to: int) -> Any:
-        self.mail[self.rank, to].append(t)  # no copy: it is taken as late as it can be, as a slow link would
+        self.mail[self.rank, to].sent.append(t)  # no copy: it is taken as late as it can be, as a slow link would
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
-    def irecv(self, buffer: Tensor, source: int) -> Any:
-        """Messages of one pair of ranks arrive in the order in which they were sent: so are they taken."""
-        return Arriving(buffer, self.mail[source, self.rank])
+    def irecv(self, buffer: Tensor, source: int) -> Arriving:
+        """The n-th receive that begins gets the n-th message, whichever is waited for first."""
+        mail = self.mail[source, self.rank]
+        mail.begun += 1
+        return Arriving(buffer, mail, mail.begun - 1)
 
     def broadcast(self, t: Tensor, source: int, ranks: int) -> None:
         """The source's comes first; see ``Staged.step``."""
         if self.rank == source:
             for other in set(range(ranks)) - {source}:
-                self.mail[source, other].append(t.clone())
+                self.mail[source, other].sent.append(t.clone())
         else:
-            t.copy_(self.mail[source, self.rank].popleft())
+            self.irecv(t, source).wait()
 
 
+@dataclass
 class Arriving:
-    def __init__(self, buffer: Tensor, queue: deque[Tensor]) -> None:
-        self.buffer, self.queue = buffer, queue
+    buffer: Tensor
+    mail: Mail
+    number: int
+
+    @property
+    def is_there(self) -> bool:
+        return len(self.mail.sent) > self.number
 
     def wait(self) -> None:
-        sent = self.queue.popleft()
+        sent = self.mail.sent[self.number]
         assert sent.shape == self.buffer.shape and sent.dtype == self.buffer.dtype, "sends and receives differ"
         self.buffer.copy_(sent)
 
@@ -105,19 +124,22 @@ class Staged:
 
     Args:
         build: the model; called once for each rank, under the same seed.
-        plan: with a mesh of ``pp`` alone.
+        plan: a mesh of ``pp`` alone, or a plan with one.
         batch: of all rows.
+        microbatches: of a plan that does not say how many.
     """
 
     def __init__(self, build: Build, plan: Any, batch: Any, *, microbatches: int = 1) -> None:
-        plan = Plan.parse({"mesh": plan, "microbatches": microbatches})
+        plan = Plan.parse({"microbatches": microbatches, **(plan if isinstance(plan, dict) else {"mesh": plan})})
         self.planned = Planned(build, plan, batch, output_loss)
-        self.recipe, self.microbatches = self.planned.recipe, microbatches
-        mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.recipe, self.microbatches = self.planned.recipe, self.planned.recipe.microbatches
+        self.counter = LabelCounter(self.planned.record) if self.microbatches > 1 else None
+        mail: dict[tuple[int, int], Mail] = defaultdict(Mail)
         self.models, self.ranks = [], []
         for rank in range(self.recipe.mesh.size):
             torch.manual_seed(plan.seed)
             self.models.append(_held_alone(build(), self.recipe, rank))
+            recompute(self.models[-1], self.recipe.recompute, Generators(torch.device("cpu"), self.models[-1]))
             groups = SimpleNamespace(rank=rank, pp_rank=rank, device=torch.device("cpu"), pipeline=Line(rank, mail))
             self.ranks.append(
                 Pipeline(
@@ -129,17 +151,19 @@ class Staged:
                     loss=output_loss,
                 )
             )
+        if self.counter is not None:
+            self.counter.model = self.models[0]
 
     def step(self, batch: Any, *, backward: bool = True) -> float:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
         pieces = list(microbatches(batch, self.microbatches))
-        scale = [rows_of(p) / rows_of(batch) for p in pieces]
+        scale, shares = weights(pieces, self.counter, 1, torch.device("cpu"), alone=True)
         with in_one_process(len(self.ranks)):
             own = [
                 pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
             ]  # models write to their inputs
             steps = [
-                _Step(r, own[i], called, output_loss, scale, [None] * len(pieces), backward=backward)
+                _Step(r, own[i], called, output_loss, scale, shares, backward=backward)
                 for i, r in enumerate(self.ranks)
             ]
             waiting = [deque(s.schedule.ranks[rank]) for rank, s in enumerate(steps)]
@@ -190,13 +214,11 @@ def _ready(step: _Step, action: Any) -> bool:
     if action.kind not in ("F", "B", "I"):
         return True
     kind = "RECV_F" if action.kind == "F" else "RECV_B"
-    needed: dict[int, tuple[deque[Tensor], int]] = {}
-    for a, entries in step.arriving.items():
-        if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch):
-            for *_, work in entries:
-                queue, count = needed.get(id(work.queue), (work.queue, 0))
-                needed[id(work.queue)] = queue, count + 1
-    return all(len(queue) >= count for queue, count in needed.values())
+    return all(
+        work.is_there
+        for a, entries in step.arriving.items() if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)
+        for *_, work in entries
+    )  # fmt: skip
 
 
 def _held_alone(model: nn.Module, recipe: Any, rank: int) -> nn.Module:

@@ -14,13 +14,13 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.blame import is_ours, line_of, model_line
 from meshwright.chance import host_drawn
 from meshwright.errors import Findings, PlanError
-from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Value
-from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together
+from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
+from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together, size_of_value
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
-from meshwright.view.structure import lists_in, map_tensors, tensors_of
+from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_of
 from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
 
 
@@ -33,20 +33,64 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
         staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
     """
     kept, numbers = Kept(model), host_drawn()
-    recorder = _recorded(model, run, ())
+    recorder, shadow = _recorded(model, run, ())
     changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn() != numbers
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
-        recorder = _recorded(model, run, changed, draws=draws)
+        recorder, shadow = _recorded(model, run, changed, draws=draws)
         kept.put_back()
+    if staged and shadow.sized:
+        recorder = _with_sizes_of_values(recorder, model, run, changed, kept, draws)
     return recorder.graph
 
 
-def _recorded(
-    model: nn.Module, run: Callable[[nn.Module], Any], changed: Sequence[Slot], *, draws: bool = False
+def _with_sizes_of_values(
+    recorder: Recorder,
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    changed: Sequence[Slot],
+    kept: Kept,
+    draws: bool,
 ) -> Recorder:
-    """A forward, recorded; ``changed``: where modules keep what it changes; ``draws``: random numbers of the host's."""
-    recorder, shadow, meeting = Recorder(model, changed, draws=draws), Shadow(), Meeting()
+    """A recording in which sizes were assumed that follow from values (of what a mask selects), with what these sizes keep
+    together: a tensor of such a size does not cross a cut. Which those are shows if other sizes are assumed."""
+    graph = recorder.graph
+    try:
+        other = _recorded(model, run, changed, fewer=True, draws=draws)[0].graph
+    except PlanError:
+        other = None
+    finally:
+        kept.put_back()
+    if other is not None and [(e.path, e.function, e.outputs) for e in graph.events] == [
+        (e.path, e.function, e.outputs) for e in other.events
+    ]:
+        sized = (n for n, (a, b) in enumerate(zip(graph.values, other.values, strict=True)) if a.shape != b.shape)
+        graph.spans += size_of_value(graph, sized)
+        return recorder
+    recorder, _ = _recorded(model, run, changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
+    kept.put_back()
+    return recorder
+
+
+def _recorded(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    changed: Sequence[Slot],
+    *,
+    fewer: bool = False,
+    sizes_read: bool = False,
+    draws: bool = False,
+) -> tuple[Recorder, Shadow]:
+    """A forward, recorded, and what was assumed.
+
+    Args:
+        changed: where modules keep what it changes.
+        fewer: assume that masks select half of what there is, and not all.
+        sizes_read: what makes a tensor whose size follows from values is a read, on which Python acts.
+        draws: whether it draws random numbers of the host's.
+    """
+    shadow, meeting = Shadow(fewer=fewer), Meeting()
+    recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
     modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
     with torch.enable_grad(), ExitStack() as stack:
         for mode in modes:
@@ -61,7 +105,7 @@ def _recorded(
     graph.of_this_batch = shadow.known + meeting.known > 0
     graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
     recorder.finish()
-    return recorder
+    return recorder, shadow
 
 
 def _not_followed(error: Exception, shadow: Shadow) -> PlanError:
@@ -124,14 +168,22 @@ class Recorder(Walk):
 
     Args:
         changed: where modules keep what the forward changes.
+        sizes_read: how many sizes of values have been read so far.
         draws: whether the forward draws random numbers of Python's or NumPy's; then calls that do are told.
     """
 
-    def __init__(self, model: nn.Module, changed: Sequence[Slot] = (), *, draws: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        changed: Sequence[Slot] = (),
+        sizes_read: Callable[[], int] = lambda: 0,
+        *,
+        draws: bool = False,
+    ) -> None:
         super().__init__(kept_in(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events))
-        self._model = model
+        self._model, self._sizes_read = model, sizes_read
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
         self._kept = {slot: held_in(model, slot) for slot in changed}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
@@ -169,7 +221,7 @@ class Recorder(Walk):
             for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n
         )  # fmt: skip
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
-        call.stop, call.returned = len(graph.events), _as_given(result, (*args, *kwargs.values()))
+        call.stop, call.returned = len(graph.events), as_it_is(result, {*map(id, args), *map(id, kwargs.values())})
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
             n is None and (id(t) not in had or isinstance(t, nn.Parameter))
@@ -246,6 +298,7 @@ class Recorder(Walk):
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
         self._within.clear()
+        sizes = self._sizes_read()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         writing = writes(func, args, kwargs)
         targets = [t for t in (args[:1] if writing else (kwargs.get("out"),)) if isinstance(t, Tensor)]
@@ -275,7 +328,7 @@ class Recorder(Walk):
                 buffers=tuple(dict.fromkeys(self._buffers[i] for i in took if i in self._buffers)),
                 flops=self.cost.flops - flops,
                 moved=self.cost.moved - moved,
-                reads=not given and not targets,
+                reads=(not given and not targets) or self._sizes_read() > sizes,
                 mean_loss=loss,
                 line=model_line(),
                 named=named,
@@ -283,6 +336,13 @@ class Recorder(Walk):
             )
         )
         return result
+
+    def segment_begins(self, segment: Segment) -> bool:
+        self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
+        return False  # values have the graph that they have in a backward
+
+    def segment_ends(self, segment: Segment) -> None:
+        self.graph.segments[segment] = self.graph.segments[segment][0], len(self.graph.events)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function within a custom ``autograd.Function``: its event takes the parameters of the modules that it calls."""
@@ -332,7 +392,8 @@ class Recorder(Walk):
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
             if touched.used and self.uses.carries(slot):
                 slots[slot] = touched
-        graph.carried = tuple(slots)
+        # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
+        graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
         carried = {m for slot in slots for m in self._carried[slot]}
         foreign = {m: t for m, t in self._touched.items() if m not in carried}
         for memory, touched in self._touched.items():
@@ -344,6 +405,9 @@ class Recorder(Walk):
         held = [t for slot in slots for t in kept_in(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
         keep_together(graph, foreign, slots, self._written_parameters(), at_end)
+
+    def _holds_values(self, slot: Slot) -> bool:
+        return any(self.known(t) for t in kept_in(self._model, [slot]))
 
     def _touches_of(self, slot: Slot, uses: list[tuple[int, bool]]) -> Touches:
         """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
@@ -378,12 +442,3 @@ def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return result
     same = x.is_meta and result.dtype == x.dtype and not kwargs.get("copy") and "memory_format" not in kwargs
     return x if same else result
-
-
-def _as_given(result: Any, kept: tuple[Any, ...]) -> Any:
-    """``result`` in containers of its own, as the model may go on to write to what a module returned.
-
-    ``kept``: what the call was given stays the very thing.
-    """
-    ids = {id(x) for x in kept}
-    return pytree.tree_map(lambda x: x, result, is_leaf=lambda x: id(x) in ids)

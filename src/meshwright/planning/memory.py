@@ -10,6 +10,7 @@
     3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
        changes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
        has it; others are sent what they take of it later in the forward.
+    4  What a checkpoint of the model's own computes again, if it changes such memory: it does so twice, on one device as well.
 
 What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
 tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.graph import ROOT, ModelGraph, Span, spelled
-from meshwright.private import TorchDispatchMode, pytree, storage_of, written_by
+from meshwright.private import TorchDispatchMode, pytree, storage_of, without_any_mode, written_by
 from meshwright.view.structure import tensors_of
 from meshwright.view.walk import Slot
 
@@ -73,13 +74,15 @@ def _has_memory(t: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Content:
-    """What a slot held: the very thing, and of containers what was in them."""
+    """What a slot held: the very thing, and of containers what was in them; of a tensor with values, these."""
 
     value: Any
     items: Any
 
     @staticmethod
     def of(value: Any) -> _Content:
+        if type(value) is Tensor and not value.is_meta:
+            return _Content(value, value.detach().clone())
         if isinstance(value, (list, set)):
             return _Content(value, type(value)(value))
         if isinstance(value, dict):
@@ -91,10 +94,13 @@ class _Content:
             return type(now) is type(self.value) and bool(now == self.value)
         if now is not self.value:
             return False
-        return self.items is None or _identities(now) == _identities(self.items)
+        return self.items is None or isinstance(now, Tensor) or _identities(now) == _identities(self.items)
 
     def put_back(self) -> None:
-        if self.items is not None and not self.same(self.value):
+        if isinstance(self.items, Tensor):
+            if self.value.shape == self.items.shape:  # (``data``: its version stays, for whoever has it in a graph)
+                self.value.data.copy_(self.items)
+        elif self.items is not None and not self.same(self.value):
             self.value.clear()
             if isinstance(self.value, list):
                 self.value.extend(self.items)
@@ -128,7 +134,11 @@ class Kept:
         ]  # fmt: skip
 
     def put_back(self) -> None:
-        """Every slot as it was; what was written into tensors stays."""
+        """Every slot as it was."""
+        with without_any_mode():
+            self._put_back()
+
+    def _put_back(self) -> None:
         for slot, value in list(_slots(self._model)):
             content, (path, name) = self._before.get(slot), slot
             where = next(t for t in _tables(self._model.get_submodule(path)) if name in t)
@@ -274,6 +284,10 @@ def keep_together(
         graph.spans.append(_span(graph, touched.used[:1] + touched.changed, f"{what} is kept for the next forward"))
     for name, touched in parameters.items():
         graph.spans.append(_span(graph, touched.used, f"the forward writes {name}"))
+    changed = {p for touched in (*foreign.values(), *slots.values(), *parameters.values()) for p in touched.changed}
+    for start, stop in graph.segments.values():  # (what is cut is not run again: ``StageWalk.segment_begins``)
+        if any(start <= p < stop for p in changed):
+            graph.spans.append(_span(graph, [start, stop - 1], "a checkpoint changes it twice, as on one device"))
     graph.spans = [s for s in dict.fromkeys(graph.spans) if s.first < s.last]
 
 
@@ -283,6 +297,13 @@ def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
     first, last = min(positions), max(positions)
     line = graph.events[min(last, len(graph.events) - 1)].line if graph.events else ""
     return Span(first, last, f"{why} ({line})")
+
+
+def size_of_value(graph: ModelGraph, values: Iterable[int]) -> list[Span]:
+    """What keeps values of sizes that follow from values on one side of a cut."""
+    uses = ([graph.values[n].position, *graph.consumers.get(n, ())] for n in values)
+    spans = (_span(graph, positions, "a tensor whose size follows from values") for positions in uses)
+    return [s for s in dict.fromkeys(spans) if s.first < s.last]
 
 
 def _left_unseen(graph: ModelGraph) -> Iterator[Span]:

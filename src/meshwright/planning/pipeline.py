@@ -52,6 +52,8 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple
             close(call.start + 1, call.stop, closed)
         if call.module in blocks:
             close(call.start + 1, call.stop, in_block)
+    for start, stop in graph.segments.values():  # what is cut is not computed again, and keeps its activations
+        close(start + 1, stop, in_block)
     for start, stop in regions:
         close(start + 1, stop, closed)
         reasons.append("branches run at the same time")
@@ -135,6 +137,34 @@ def choose_cuts(
 
     _, cuts = _best(n, stages, crossing, lambda a, b: a + b)
     return [marks[i] for i in cuts]
+
+
+def cut_as_before(
+    graph: ModelGraph,
+    stages: Sequence[Stage],
+    whole: Iterable[str],
+    sizes: Mapping[str, int],
+    pinned: Mapping[int, frozenset[int]],
+) -> tuple[int, ...] | None:
+    """Where stages begin in another forward than the sample's: where they did, if that is right in this one too; else
+    anywhere else that is; None if nothing is.
+
+    Args:
+        stages: of the sample's forward.
+        whole: modules whose calls are not cut.
+        pinned: position → the stages that it may be on, as they have the parameters and buffers that it takes.
+    """
+    together = frozenset(whole)
+    places = cut_places(graph, (), [(c.start, c.stop) for c in graph.calls.values() if c.module in together])
+    own = [graph.positions.get(stage.first, -1) for stage in stages[1:]]
+    allowed = own == sorted(own) and set(own) <= set(places.anywhere)
+    if allowed and all(stage_of(own, position) in on for position, on in pinned.items()):
+        return tuple(own)
+    for among in (places.between_blocks, places.anywhere):
+        found = choose_cuts(graph, among, len(stages), sizes, pinned)
+        if found is not None:
+            return tuple(found)
+    return None
 
 
 def _best(

@@ -592,7 +592,9 @@ def _stages(
             homes |= {name: tuple(range(count)) for name in event.parameters}
     called: dict[str, set[int]] = {}
     for call in graph.calls.values():
-        called.setdefault(call.module, set()).add(stage_of(cuts, call.start))
+        # If values of the batch decide the path, another may use a parameter wherever its module runs.
+        last = max(call.start, call.stop - 1) if graph.of_this_batch else call.start
+        called.setdefault(call.module, set()).update(range(stage_of(cuts, call.start), stage_of(cuts, last) + 1))
     for event in graph.events:  # what a value decides about runs where it is read
         if event.reads and event.inputs:
             called[event.path[-1][0] if event.path else ""] = {stage_of(cuts, graph.positions[event.path, event.index])}
@@ -601,7 +603,7 @@ def _stages(
         while name not in homes and scope:  # one that this forward did not use stays where its module runs
             scope = scope.rpartition(".")[0]
             if scope in called:
-                homes[name] = tuple(sorted(called[scope])) if scope else (min(called[scope]),)
+                homes[name] = tuple(sorted(called[scope])) if scope or graph.of_this_batch else (min(called[scope]),)
         homes.setdefault(name, (0,))
     return stages, homes
 

@@ -8,7 +8,8 @@ then see another path than a run takes. That costs nothing but speed, since the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,12 +19,21 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.blame import model_line
-from meshwright.private import TorchDispatchMode, gives_fresh_memory, pytree, storage_of, written_by
+from meshwright.private import (
+    TorchDispatchMode,
+    gives_fresh_memory,
+    python_body,
+    pytree,
+    storage_of,
+    without_any_mode,
+    written_by,
+)
 from meshwright.view.functions import FunctionMode, transforming
 
 aten = torch.ops.aten
 META = torch.device("meta")
 _SEED = torch.empty(0, device=META)
+_DEVICE = Tensor.device.__get__
 
 
 class Shadow(TorchDispatchMode):
@@ -32,18 +42,20 @@ class Shadow(TorchDispatchMode):
     Args:
         contrary: answer every question the other way: masks are empty, what is true of the batch is not. A module that
             is called either way is called on every rank, whatever its rows.
+        fewer: assume that a mask without values holds half of what there is, and not all.
 
     Attributes:
         reads: how many values were read, assumed or real.
         known: how many of them were real: the path that was taken is that of this batch.
         assumed: (function, the model's line) of each that was not.
+        sized: how many sizes were assumed that follow from values.
         memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
         written: the names of parameters that were written.
     """
 
-    def __init__(self, *, contrary: bool = False) -> None:
+    def __init__(self, *, contrary: bool = False, fewer: bool = False) -> None:
         super().__init__()
-        self.contrary, self.reads, self.known = contrary, 0, 0
+        self.contrary, self.fewer, self.reads, self.known, self.sized = contrary, fewer, 0, 0, 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
         self.written: set[str] = set()
@@ -54,7 +66,7 @@ class Shadow(TorchDispatchMode):
         if self.memory:
             targets = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
             self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
-        if func in _ASSUMED:
+        if func in _ASSUMED or func in _SIZED:
             self.reads += 1
             if tensors[0].is_meta:
                 self.assumed.append((_READS.get(func, str(func)), model_line()))
@@ -65,6 +77,9 @@ class Shadow(TorchDispatchMode):
             if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
+        if func in _SIZED:
+            self.sized += 1
+            return _SIZED[func](self._held, *args, **kwargs)
         if func in _ASSUMED:
             return _ASSUMED[func](*args, **kwargs)
         if func in _NO_META:
@@ -75,9 +90,22 @@ class Shadow(TorchDispatchMode):
         if not all(t.is_meta for t in tensors):
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
-            args = (args[0], [_positions(i) for i in given[1]], *args[2:])
+            args = (args[0], [self._positions(i) for i in given[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return _by_shapes(func, args, kwargs)
+
+    def _held(self, mask: Tensor) -> int:
+        """How many elements a mask selects; all, or half of them, if it has no values: meta kernels cannot count."""
+        if not mask.is_meta:
+            return int(mask.count_nonzero())
+        return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
+
+    def _positions(self, index: Tensor | None) -> list[Tensor | None]:
+        """A mask as the positions it holds."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        self.sized += index.is_meta
+        return [torch.empty(self._held(index), dtype=torch.int64, device=META) for _ in range(index.dim())]
 
 
 # --- shapes that were asked before ------------------------------------------------------------------------------------
@@ -162,37 +190,52 @@ def _to_meta(t: Tensor) -> Tensor:
     return t if t.is_meta else _SEED.new_empty_strided(t.size(), t.stride(), dtype=t.dtype)
 
 
-def _positions(index: Tensor | None) -> list[Tensor | None]:
-    """A mask as the positions it holds; all of them, if it has no values: meta kernels cannot count."""
-    if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return [index]
-    return [torch.empty(_held(index), dtype=torch.int64, device=META) for _ in range(index.dim())]
-
-
-def _held(mask: Tensor) -> int:
-    return mask.numel() if mask.is_meta else int(mask.count_nonzero())
-
-
 def _item(x: Tensor) -> Any:
     return {True: 1.0, False: 1}[x.is_floating_point()] if x.dtype != torch.bool else True
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device=META)
+def _nonzero(held: Held, x: Tensor) -> Tensor:
+    return torch.empty((held(x), x.dim()), dtype=torch.int64, device=META)
 
 
-def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    held = _held(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)))
-    return torch.empty(held, dtype=x.dtype, device=META)
+def _masked_select(held: Held, x: Tensor, mask: Tensor) -> Tensor:
+    selected = held(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)))
+    return torch.empty(selected, dtype=x.dtype, device=META)
 
+
+def _unique(held: Held, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = _to_meta(x)
+    return x.new_empty(held(x)), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(held(x), dtype=torch.int64)
+
+
+def _unique_dim(held: Held, x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = _to_meta(x)
+    found = held(x.new_empty(x.shape[dim]))
+    shape = (*x.shape[:dim], found, *x.shape[dim + 1 :])
+    count = x.new_empty(found, dtype=torch.int64)
+    return x.new_empty(shape), x.new_empty(x.shape[dim], dtype=torch.int64), count
+
+
+def _bincount(held: Held, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    dtype = torch.int64 if weights is None else weights.dtype
+    return torch.empty(minlength or held(x), dtype=dtype, device=META)
+
+
+Held = Callable[[Tensor], int]
+_SIZED: dict[Any, Any] = {  # what they give has a size that follows from values
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique,
+    aten.unique_dim.default: _unique_dim,
+    aten.bincount.default: _bincount,
+}
 
 _ASSUMED: dict[Any, Any] = {
     aten._local_scalar_dense.default: _item,
     aten.item.default: _item,
     aten.is_nonzero.default: lambda x: True,
     aten.equal.default: lambda x, y: True,
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
 }
 
 
@@ -203,6 +246,10 @@ _READS = {  # as a person writes it
     aten.equal.default: "equal",
     aten.nonzero.default: "nonzero, or a mask as an index",
     aten.masked_select.default: "masked_select",
+    aten._unique2.default: "unique",
+    aten.unique_consecutive.default: "unique_consecutive",
+    aten.unique_dim.default: "unique",
+    aten.bincount.default: "bincount",
 }
 
 
@@ -230,6 +277,20 @@ def gradients_without_values(outputs: Any, inputs: Any, *_: Any, **__: Any) -> t
     return tuple(torch.empty_like(_to_meta(x)) for x in inputs)
 
 
+def _autocast_types() -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices for which autocast is on, and its types."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+
+
+def _device() -> torch.device:
+    """One on which autocast does what it does on the model's: where it is on for CUDA without CUDA, the CPU must do."""
+    return torch.device("cuda" if torch.is_autocast_enabled("cuda") and torch.cuda.is_available() else "cpu")
+
+
+def _on_a_device() -> AbstractContextManager[Any]:
+    return torch.autocast(_device().type, dtype=_autocast_types()[-1][1])
+
+
 class Meeting(FunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
@@ -243,10 +304,15 @@ class Meeting(FunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.known, self.differentiates = 0, False
+        self._types: dict[Any, torch.dtype] = {}  # of what functions give under autocast
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.differentiates |= transforming()
+        if func == _DEVICE and args[0].is_meta:
+            return torch.device(
+                "cpu"
+            )  # what a model makes there, or asks of it (``torch.autocast(x.device.type)``), is real
         if func in (Tensor.tolist, Tensor.numpy):
             self.known += not args[0].is_meta
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
@@ -259,6 +325,49 @@ class Meeting(FunctionMode):
         if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return format(args[0].item(), *args[1:])  # a number in a text: in the name of a module, say
         name = getattr(func, "__name__", "")
+        if _autocast_types() and META in {
+            t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }:
+            return self._autocast(func, name, args, kwargs)
+        return self._met(func, name, args, kwargs)
+
+    def _autocast(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Under autocast, which has nothing for tensors on meta: in the type that it gives on a device.
+
+        A function that is written in Python has functions within that have types of their own.
+        """
+        written_in_python = getattr(func, "__module__", "") in ("torch.nn.functional", "torch.functional")
+        if written_in_python and (body := python_body(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        result = self._met(func, name, args, kwargs)
+        if not isinstance(result, Tensor) or not result.is_floating_point() or "out" in kwargs or name.endswith("_"):
+            return result
+        dtype = self._type_under_autocast(func, args, kwargs)
+        return result if dtype is None or dtype == result.dtype else result.to(dtype)
+
+    def _type_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.dtype | None:
+        """Asked of torch itself, with tensors of one element; None if the function takes none such."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        key = func, tuple((t.dtype, t.dim()) for t in tensors), _autocast_types()
+        alone = tuple(t for t in args if isinstance(t, Tensor))  # without how many groups of channels there are, say
+        ways: tuple[tuple[Any, Any], ...] = ((args, kwargs), (alone, {}))
+        for way in ways if key not in self._types else ():
+            with (
+                suppress(Exception),
+                without_any_mode(),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                _on_a_device(),
+            ):
+                given, named = pytree.tree_map_only(
+                    Tensor, lambda t: t.new_zeros((1,) * t.dim(), device=_device()), way
+                )
+                self._types[key] = func(*given, **named).dtype
+                break
+        return self._types.get(key)
+
+    def _met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))
             return func(*args, **kwargs)

@@ -229,12 +229,11 @@ class Pipeline:
         return between
 
     def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
-        cuts = [graph.positions.get(s.first, -1) for s in self.recipe.stages[1:]]
-        if -1 in cuts or sorted(cuts) != cuts:
-            missing = next((s.where for s, c in zip(self.recipe.stages[1:], cuts, strict=True) if c < 0), "a cut")
+        cuts = graph.cuts
+        if cuts is None:
             raise StageError(
-                f"with this batch the forward takes another path than with the sample: {missing} is not where it was. "
-                "Give parallelize a sample of this kind"
+                "with this batch the forward takes another path than with the sample, which cannot be cut so that each stage "
+                "has the parameters and buffers that it uses. Give parallelize a sample that takes this path"
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
         mine = None if self.branching is None else (self.recipe.placed, self.recipe.places, self.branching.mine)
@@ -345,7 +344,10 @@ class _Step:
             tensors = tensors_in(self.pieces[m])
             values = tensors_in(self.written.pop(m)) if m in self.written else tensors
             for i in sorted(program.writes):
-                value = values[i].detach().contiguous()
+                value = values[i].detach()
+                if value.shape != tensors[i].shape:  # unsqueezed, say: what it was made of
+                    value = value.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
+                value = value.contiguous()
                 dist.broadcast(value, group=self.group, group_src=last)
                 with torch.no_grad():
                     tensors[i].copy_(value)

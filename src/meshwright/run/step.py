@@ -144,7 +144,7 @@ def _totals(
         zeros = (torch.zeros(size, dtype=torch.float64) for _, _, size in slots)
         head = torch.tensor([sum(rows), not own.keys() <= set(slots)], dtype=torch.float64)
         found = torch.cat([head, *(own.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
-        if dist.get_world_size() > 1 and not alone:
+        if not alone and dist.get_world_size() > 1:
             with waiting.on() if waiting is not None else nullcontext():
                 dist.all_reduce(found)
         return found.cpu()

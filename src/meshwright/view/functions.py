@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -191,6 +191,67 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
             back = first[0]
             first.clear()
             return back(found)
+
+        return applied
+
+    with (
+        _replaced(checkpoint, "_checkpoint_without_reentrant_generator", by_generator),
+        _replaced(checkpoint.CheckpointFunction, "apply", reentrant),
+    ):
+        yield
+
+
+class Checkpoints(Protocol):
+    """What is told of a model's own checkpoints."""
+
+    def checkpoint_begins(self) -> bool:
+        """Whether what a checkpointed function computes may be dropped, and be computed again in a backward."""
+
+    def checkpoint_returns(self) -> None:
+        """The function of a reentrant checkpoint has returned; autograd makes of that what the checkpoint gives."""
+
+    def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
+        """The function has returned; if the checkpoint gives other tensors than that, what it returned, and what is given."""
+
+
+@contextmanager
+def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
+    """While on, ``told`` decides of each checkpoint whether it is one: if not, its function is called, and nothing else."""
+
+    def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if told.checkpoint_begins():
+                yield from make(*args, **kwargs)
+            else:
+                yield
+            told.checkpoint_ends()
+
+        return made
+
+    def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def applied(function: Segment, preserve: Any, *args: Any) -> Any:
+            if told.checkpoint_begins():
+                runs = [function]  # left to be told of: it is run again in a backward
+                returned: list[Any] = []
+
+                def run(*given: Any) -> Any:
+                    if not runs:
+                        return function(*given)
+                    returned.append(runs.pop()(*given))
+                    told.checkpoint_returns()
+                    return returned[0]
+
+                result = apply(run, preserve, *args)
+                told.checkpoint_ends(returned, result)
+                returned.clear()
+                return result
+            # Of this kind a result has no graph if nothing that is handed over has.
+            with torch.set_grad_enabled(
+                any(isinstance(x, Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+            ):
+                result = function(*args)
+            told.checkpoint_ends()
+            return result
 
         return applied
 

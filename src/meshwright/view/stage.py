@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, spelled
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, spelled
 from meshwright.place import Places
 from meshwright.private import pytree
 from meshwright.regions import Fork, Join, Placed, find_regions
@@ -598,6 +598,11 @@ class StageWalk(Walk):
             lists[grown.which].extend(copy.deepcopy(grown.items, memo))
         return copy.deepcopy(call.returned, memo)
 
+    def segment_begins(self, segment: Segment) -> bool:
+        """What is computed again in a backward is not looked into then: so all of it must be this rank's."""
+        start, stop = self.graph.segments.get(segment, (0, 0))
+        return start < stop and all(map(self.program.here, range(start, stop)))
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def event(
@@ -705,7 +710,7 @@ class StageWalk(Walk):
         x = args[0] if args else None
         if self._arriving and func in _SHOWS and (number := self.number(args[0])) is not None:
             self.arrived(number)
-        if func is _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
+        if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage, asked where to make something
         return func(*args, **kwargs)
 

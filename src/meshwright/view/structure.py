@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,32 @@ def tensors_of(value: Any) -> list[Tensor]:
 
     map_tensors(note, value)
     return found
+
+
+def as_it_is(value: Any, kept: Container[int]) -> Any:
+    """``value`` in containers and plain objects of its own, as a model may go on to write to what a module returned; its
+    tensors are the very ones.
+
+    ``kept``: ids of what stays the very thing, too.
+    """
+
+    def own(item: Any, depth: int) -> Any:
+        plain = isinstance(item, (Tensor, nn.Module, type)) or callable(item) or not hasattr(item, "__dict__")
+        if id(item) in kept or plain or not depth:
+            return item
+        try:
+            made = copy.copy(item)
+            for key, inner in list(vars(made).items()):
+                if _may_hold(inner):
+                    object.__setattr__(made, key, within(inner, depth - 1))
+        except Exception:  # whatever an object may say to being copied
+            return item
+        return made
+
+    def within(item: Any, depth: int) -> Any:
+        return pytree.tree_map(lambda leaf: own(leaf, depth), item, is_leaf=lambda x: id(x) in kept)
+
+    return within(value, _DEPTH)
 
 
 def lists_in(value: Any) -> list[list[Any]]:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.graph import Path
+from meshwright.graph import Path, Segment
 from meshwright.private import pytree, storage_of
-from meshwright.view.functions import FunctionMode, custom_functions
+from meshwright.view.functions import FunctionMode, custom_functions, followed_checkpoints
 from meshwright.view.rules import FACTS
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import tensors_of
@@ -44,6 +44,13 @@ RANDOM = frozenset(
      exponential_ geometric_ log_normal_ cauchy_ random_ poisson dropout dropout1d dropout2d dropout3d alpha_dropout \
      feature_alpha_dropout gumbel_softmax rrelu".split()
 )
+
+# Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
+# `h > p` is `p < h` then. So that a comparison is the same event whatever its operands are here, one of the two is told.
+_MIRRORED = {
+    getattr(of, told): getattr(of, as_this)
+    for of in (Tensor, torch) for told, as_this in (("lt", "gt"), ("le", "ge"), ("less", "gt"), ("less_equal", "ge"))
+} | {Tensor.__lt__: Tensor.__gt__, Tensor.__le__: Tensor.__ge__}  # fmt: skip
 
 
 def is_fact(func: Any) -> bool:
@@ -84,10 +91,11 @@ def held_in(model: nn.Module, slot: Slot) -> Any:
 
 @dataclass
 class Frame:
-    """A call that is being followed: its path, how many events it had, how often it called each module."""
+    """A call that is being followed: its path, how many events and checkpoints it had, how often it called each module."""
 
     path: Path
     events: int = 0
+    checkpoints: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -117,7 +125,7 @@ class Forwards:
         """For the time of a forward, ``walk`` follows it."""
         before, self.walk = self.walk, walk
         try:
-            with walk, custom_functions(walk.custom):
+            with walk, custom_functions(walk.custom), followed_checkpoints(walk):
                 yield
         finally:
             self.walk = before
@@ -180,6 +188,7 @@ class Walk(FunctionMode):
         self.frames = [Frame(())]
         self.thread = threading.get_ident()
         self.closed = 0  # how many calls that are not looked into are running
+        self.segments: list[Segment | None] = []  # of checkpoints that have begun; None where they are not looked into
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,6 +214,9 @@ class Walk(FunctionMode):
         return self._met(whole, function, args, kwargs)
 
     def _met(self, func: Any, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
+            func = known_as = _MIRRORED[func]
+            args = (args[1], args[0])
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not is_random(known_as) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
             return func(*args, **kwargs)
@@ -233,6 +245,33 @@ class Walk(FunctionMode):
             return forward(*args, **kwargs)
         finally:
             self.frames.pop()
+
+    # --- checkpoints of the model's own -----------------------------------------------------------------------------
+
+    def checkpoint_begins(self) -> bool:
+        """See ``Checkpoints``. In a call that is not looked into it is one."""
+        if self.closed or self.thread != threading.get_ident():
+            self.segments.append(None)
+            return True
+        frame = self.frames[-1]
+        segment, frame.checkpoints = (frame.path, frame.checkpoints), frame.checkpoints + 1
+        self.segments.append(segment)
+        return self.segment_begins(segment)
+
+    def checkpoint_returns(self) -> None:
+        """See ``Checkpoints``."""
+        self.closed += 1  # what autograd does then is no event
+
+    def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
+        """See ``Checkpoints``."""
+        segment = self.segments.pop()
+        self.closed -= before is not None
+        if segment is None:
+            return
+        for own, t in zip(tensors_of(before), tensors_of(now), strict=True):
+            if t is not own and (number := self.number(own)) is not None:
+                self.replaced(number, t)
+        self.segment_ends(segment)
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -290,6 +329,13 @@ class Walk(FunctionMode):
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
         """The error for taking a value that is not here."""
         raise NotImplementedError
+
+    def segment_begins(self, segment: Segment) -> bool:
+        """What a checkpoint of the model's would compute again begins; whether it may be computed again."""
+        return True
+
+    def segment_ends(self, segment: Segment) -> None:
+        """It has ended."""
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
