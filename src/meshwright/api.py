@@ -119,11 +119,11 @@ class Planned:
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
 
     @one_process()
-    def graph(self, run: Callable[[nn.Module], Any]) -> ModelGraph:
-        """A forward, recorded; ``run``: runs it, given the model."""
+    def graph(self, run: Callable[[nn.Module], Any], *, grad: bool = True) -> ModelGraph:
+        """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward."""
         dividing = [p for p in self.recipe.branches if p.splits]
         with computing_in(self._model, self._precision):
-            graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1)
+            graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1, grad=grad)
             graph.cuts = self._cuts(graph)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph

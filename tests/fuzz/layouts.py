@@ -94,9 +94,11 @@ def _entries(
 OPTIONS = frozenset({"cuts", "accumulate", "microbatches", "recompute", "schedule", "replicate"})
 
 # What is not drawn for now, and why. The named switches of the grammar: take a line away, and it is tried.
-_DATA = {"unused": "a way that follows from values of some rows (`if (ids > 7).any()`) is each data rank's own"}
+_DATA = {
+    "unused": "a way that follows from values of some rows (`if (ids > 7).any()`) is each data rank's and microbatch's own"
+}
 LEFT_OUT: dict[str, dict[str, str]] = {
-    **{name: _DATA for name, plan in LAYOUTS.items() if plan["mesh"].keys() & {"dp_shard", "dp_replicate"}},
+    **{name: _DATA for name, plan in LAYOUTS.items() if plan["mesh"].keys() & {"dp_shard", "dp_replicate", "pp"}},
     "pp=2,dp_shard=2": {
         **_DATA,
         "cross entropy": "a microbatch of few rows gave nan: probably all its labels are ignored",

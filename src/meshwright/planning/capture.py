@@ -24,14 +24,20 @@ from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_o
 from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
 
 
-def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True) -> ModelGraph:
+def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True, grad: bool = True) -> ModelGraph:
     """The graph of a forward.
 
     Args:
         model: with parameters on meta; its forwards are followed for the time of the call.
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
         staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
+        grad: whether the forward is one for a backward; a model may ask.
     """
+    with torch.set_grad_enabled(grad):
+        return _captured(model, run, staged)
+
+
+def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool) -> ModelGraph:
     kept, numbers = Kept(model), host_drawn()
     recorder, shadow = _recorded(model, run, ())
     changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn() != numbers
@@ -92,7 +98,7 @@ def _recorded(
     shadow, meeting = Shadow(fewer=fewer), Meeting()
     recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
     modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
-    with torch.enable_grad(), ExitStack() as stack:
+    with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
         try:

@@ -53,7 +53,7 @@ def apply(
     *,
     loss: Loss,
     counter: LabelCounter | None,
-    graph: Callable[[Callable[[nn.Module], Any]], ModelGraph] | None = None,
+    graph: Callable[..., ModelGraph] | None = None,
     dtype: torch.dtype | None = None,
     transform: Transform | None = None,
 ) -> Job:

@@ -119,7 +119,7 @@ class Pipeline:
         recipe: Recipe,
         groups: Groups,
         *,
-        graph: Callable[[Callable[[nn.Module], Any]], ModelGraph],
+        graph: Callable[..., ModelGraph],
         view: GlobalView | None,
         loss: Callable[[Any], Tensor],
         branching: Branching | None = None,
@@ -187,9 +187,14 @@ class Pipeline:
         """The view over tp, for a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
         return uncompiled() if self._view is None else self._view.on()
 
-    def program(self, batch: Any, call: Call, loss: Loss | None) -> Program:
-        """The forward for a microbatch of these shapes; ``loss``: None where the output itself is wanted."""
-        sizes = sizes_of(batch, loss is None)
+    def program(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
+        """The forward for a microbatch of these shapes.
+
+        Args:
+            loss: None where the output itself is wanted.
+            grad: whether it is recorded with gradients on: a model may ask.
+        """
+        sizes = sizes_of(batch, loss is None, grad)
         recorded: list[Program] = []
 
         def record() -> Program:
@@ -202,7 +207,7 @@ class Pipeline:
                 return loss(output) if loss else output
 
             with random_numbers_kept():
-                graph = self._graph(run)
+                graph = self._graph(run, grad=grad)
             # Not within: a look at values would seem to be the forward's own.
             writes = {i for own, before in runs for i in differs(own, batch, before)}
             path = (sizes, graph.signature) if sizes is not None else object()
@@ -281,7 +286,8 @@ class _Step:
     ) -> None:
         self.p, self.pieces, self.call, self.loss, self.scale, self.shares = pipeline, pieces, call, loss, scale, shares
         self.backward, self.state = backward, begin
-        self.programs = [pipeline.program(piece, call, loss) for piece in pieces]
+        self.grad = backward or pipeline.is_trying  # what is tried is a forward of a step
+        self.programs = [pipeline.program(piece, call, loss, grad=self.grad) for piece in pieces]
         # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
         draws = any(program.graph.draws for program in self.programs)
         self.seeds = [random.getrandbits(48) for _ in pieces] if draws else []
@@ -497,7 +503,7 @@ class _Step:
             if stage.last:
                 self.written[m] = piece
         with (
-            torch.set_grad_enabled(self.backward),
+            torch.set_grad_enabled(self.grad),
             flight.later or nullcontext(),
             self.p.view(),
             shares.on(self.p.forwards.model),
