@@ -198,10 +198,11 @@ class ModelGraph:
     cuts: tuple[int, ...] | None = None
 
     def like(self, number: int, t: Any) -> Any:
-        """A tensor that stood for a value when it was recorded, of the size that the value has."""
-        if not self.resized:
-            return t
+        """A tensor that stood for a value when it was recorded, of the shape that the value has: the forward may have changed
+        the tensor's in place since (``unsqueeze_``)."""
         value = self.values[number]
+        if tuple(t.shape) == value.shape and (not value.stride or t.stride() == value.stride):
+            return t
         return t.new_empty_strided(value.shape, value.stride, device="meta").requires_grad_(value.requires_grad)
 
     @cached_property

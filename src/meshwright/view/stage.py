@@ -693,9 +693,14 @@ class StageWalk(Walk):
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
         """An event of another stage."""
-        if event.written is not None and args and isinstance(args[0], Tensor):
-            self.name_value(args[0], event.written)
         recorded = self.graph.outputs[event.path, event.index]
+        if event.written is not None and args and isinstance(args[0], Tensor):
+            if isinstance(args[0], Elsewhere) and tuple(args[0].shape) != self.graph.values[event.written].shape:
+                like = self.graph.like(
+                    event.written, tensors_of(recorded)[0]
+                )  # after ``unsqueeze_``, in the model's own hands
+                torch.utils.swap_tensors(args[0], Elsewhere(like, self, event.written, self.device))
+            self.name_value(args[0], event.written)
         numbers = iter(event.outputs)
 
         def stand(t: Tensor) -> Any:
