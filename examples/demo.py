@@ -28,17 +28,17 @@ from meshwright.run.workers import LocalWorkers, report
 from meshwright.train import loop
 
 PLAN = {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "microbatches": 2}
-STEPS, ROWS, LENGTH, HELD_OUT = 80, 16, 128, 64
+STEPS, ROWS, LENGTH, HELD_OUT = 50, 32, 64, 128
 WELL_BELOW = 0.5  # nats a byte
 
 Batch = dict[str, torch.Tensor]
 
 
 def build() -> LlamaForCausalLM:
-    """3.1 million parameters; 8 query heads share 4 key and value heads."""
+    """1.6 million parameters; 8 query heads share 4 key and value heads."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+            vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
             num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
         )
     )  # fmt: skip
@@ -64,7 +64,7 @@ def train(steps: int) -> float:
     """Runs on every rank. The loss on text that was held out."""
     ids = text()
     job = mw.parallelize(build, PLAN, batch=rows(ids[:ROWS]))
-    loop.train(job, rows(ids[HELD_OUT:]), steps=steps, global_batch=ROWS, lr=2e-3, on_step=report)
+    loop.train(job, rows(ids[HELD_OUT:]), steps=steps, global_batch=ROWS, lr=4e-3, on_step=report)
     losses = [job.evaluate(batch) for batch in job.batches(rows(ids[:HELD_OUT]), ROWS, shuffle=False)]
     return float(sum(losses)) / len(losses)
 
@@ -77,7 +77,7 @@ def main(steps: int = STEPS) -> int:
         f"[bold]Text:[/] {count_text(ids.numel())} bytes, of {alone:.3f} nats each by their frequencies alone"
     )
     shards = mw.shard_map(mw.make_recipe(build, PLAN, rows(ids[:ROWS])))
-    console.print(f"[bold]Model:[/] {count_text(shards.numel)} parameters over {shards.mesh}; one block of four:\n")
+    console.print(f"[bold]Model:[/] {count_text(shards.numel)} parameters over {shards.mesh}; one block of two:\n")
     console.print(render(shards, rank=3, parameter="model.layers.0"))
 
     with mw.local_workers(shards.mesh.size) as workers:

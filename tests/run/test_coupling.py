@@ -164,3 +164,28 @@ def test_finding_it_leaves_no_trace(workers):
         expected = random.random(), numpy.random.rand(), torch.rand(()), torch.rand((), generator=generator)
         assert (changed, kept, same) == ([], (0, [], None, False, 0.0, "torch.float32"), True)
         assert numbers == [float(x) for x in expected]
+
+
+def gradients_in_float32(plan):
+    """(loss, gradients) of a first step, which tries rows in float64, and of one device."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(CLASSES, (2, 8, 6))
+    job = mw.parallelize(Tokens, plan, batch=(ids, labels))
+    values = {line.name: value for line, value in job.whole_parameters()}
+    size, index = job.recipe.mesh.data_size, job.recipe.mesh.data_index(job.rank)
+    rows = slice(8 * index // size, 8 * (index + 1) // size)
+    found = [job.step((ids[rows], labels[rows])), *(g for _, g in job.whole_gradients())]
+    if job.rank != 0:
+        return None
+    model = Tokens()
+    model.load_state_dict(values)
+    loss = model(ids, labels).loss
+    loss.backward()
+    return found, [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(workers):
+    for plan in ("dp_shard=2,tp=2", "pp=2,tp=2"):
+        found, expected = workers.run(gradients_in_float32, plan, ranks=4)[0]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -87,6 +87,7 @@ def _allocated(t: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 
+@locally
 def local_part(p: DTensor) -> Tensor:
     """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
 
