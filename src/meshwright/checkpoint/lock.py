@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,9 +103,10 @@ class Lock:
         if self._file is None or self._released.is_set():
             return
         self._released.set()
-        with contextlib.suppress(OSError, CheckpointError):
-            self.check()
-            self.path.unlink()
+        with contextlib.suppress(OSError, CheckpointError), _alone(self.path) as is_it:
+            if is_it:
+                self.check()
+                self.path.unlink()
 
     def _count(self, file: int, beat: float) -> None:
         """Counts in the file that was opened, which is never another's, whatever happens to its name."""
@@ -215,17 +218,41 @@ def _read(path: Path) -> tuple[Holder | None, str | None]:
 
 def _break(path: Path, holder: Holder | None, text: str) -> None:
     """Removes the lock of a dead holder; not one that another process has made in its place meanwhile."""
-    aside = path.with_name(f"{LOCK}-{uuid4().hex[:8]}")
+    with _alone(path) as is_it:
+        if is_it:
+            found, now = _read(path)
+            if found == holder if holder is not None else now == text:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """For the time of a block nobody else removes the file that this path names. False if somebody else does, or there is
+    none. Without this, one who found a dead holder a moment ago would remove the lock of who has taken it over since."""
     try:
-        os.rename(path, aside)
-    except FileNotFoundError:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        yield False
         return
-    found, now = _read(aside)
-    same = found == holder if holder is not None else now == text
-    if not same:
-        with contextlib.suppress(OSError):
-            os.link(aside, path)  # put back, if no third one is there
-    aside.unlink(missing_ok=True)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system that has no such locks
+            pass
+        yield _is_named(path, file)
+    finally:
+        os.close(file)
+
+
+def _is_named(path: Path, file: int) -> bool:
+    """Whether a path still names an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except OSError:
+        return False
 
 
 def _tell(text: str) -> None:
