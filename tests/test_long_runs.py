@@ -16,9 +16,9 @@ from zoo import ZOO
 
 
 def alive() -> tuple[int, int]:
-    """How many Views there are, and how many other tensors that hold a graph."""
+    """How many Views there are that are no parameter's, and how many other tensors that hold a graph."""
     kinds = [(type(o), o) for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    views = sum(kind is View for kind, _ in kinds)
+    views = sum(kind is View and x._mw_parameter is None for kind, x in kinds)
     return views, sum(kind is not View and x.grad_fn is not None and not x.is_meta for kind, x in kinds)
 
 

@@ -72,9 +72,9 @@ def losses_of(build, mesh):
     recorded = {"stages": 0, "counts": 0}
 
     def counting(name, make):
-        def made(*args):
+        def made(*args, **named):
             recorded[name] += 1
-            return make(*args)
+            return make(*args, **named)
 
         return made
 
