@@ -18,8 +18,8 @@ from program import Run, read
 from shrink import shrink
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.py"))
-OFTEN = {"tp=2": 16, "tp=3": 6, "dp_shard=2": 8, "dp_replicate=2": 4, "pp=2": 8, "sequence": 6, "branches": 6,
-         "dp_shard=2,tp=2": 5, "pp=2,tp=2": 4, "pp=2,dp_shard=2": 4}  # fmt: skip
+OFTEN = {"tp=2": 10, "tp=3": 4, "dp_shard=2": 6, "dp_replicate=2": 3, "pp=2": 6, "sequence": 4, "branches": 4,
+         "dp_shard=2,tp=2": 2, "pp=2,tp=2": 2, "pp=2,dp_shard=2": 2}  # fmt: skip
 
 
 def fuzzed(layout, count, seed, workers):
