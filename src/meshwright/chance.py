@@ -31,47 +31,49 @@ def drawn() -> tuple[Any, ...]:
 
 def host_drawn() -> tuple[Any, ...]:
     """The same for Python's and NumPy's generators."""
-    numpy, words = sys.modules.get("numpy"), b""
-    if numpy is not None:
-        bits = numpy.random.get_bit_generator()
-        if type(bits).__name__ == "MT19937":  # its words and their position; NumPy's own way takes 100 µs
-            words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
-    return random.getstate(), words
+    return random.getstate(), numpy_words() if "numpy" in sys.modules else b""
+
+
+def numpy_words() -> bytes:
+    """Bytes of NumPy's default generator that move with each draw: its words and their position. NumPy's own way to tell its
+    state takes 100 µs. Empty for a generator of another kind, which somebody put in its place."""
+    bits = sys.modules["numpy"].random.get_bit_generator()
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else b""
 
 
 @contextmanager
 def drawing(way: str | int | None) -> Iterator[None]:
     """For the time of a block the generators give other numbers: the smallest, the largest (their first 300), or those of a
     seed; None: as they are. After it they go on as before."""
-    numpy = sys.modules.get("numpy")
-    python, arrays, own = (
-        random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
-        torch.get_rng_state(),
-    )
+    own = torch.get_rng_state()
     try:
-        if isinstance(way, int):
-            seed_host(way)
-            torch.default_generator.manual_seed(way)
-        elif way is not None:
-            words = [_WORDS[way]] * _SET + list(random.Random(0).getstate()[1][_SET:624])
-            random.setstate((3, (*words, 0), None))
-            if numpy is not None:
-                numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
-        yield
+        with _host_kept():
+            if isinstance(way, int):
+                seed_host(way)
+                torch.default_generator.manual_seed(way)
+            elif way is not None:
+                words = [_WORDS[way]] * _SET + list(random.Random(0).getstate()[1][_SET:624])
+                random.setstate((3, (*words, 0), None))
+                if (numpy := sys.modules.get("numpy")) is not None:
+                    numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
+            yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
         torch.set_rng_state(own)
 
 
 @contextmanager
 def host_seeded(seed: int) -> Iterator[None]:
     """For the time of a block Python and NumPy draw the numbers of a seed; then they go on as before."""
+    with _host_kept():
+        seed_host(seed)
+        yield
+
+
+@contextmanager
+def _host_kept() -> Iterator[None]:
+    """After a block Python's and NumPy's numbers go on as before it."""
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    seed_host(seed)
     try:
         yield
     finally:

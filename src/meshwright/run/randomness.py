@@ -14,7 +14,6 @@ all ranks of the group take the state of its first rank, and the job notes it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import sys
@@ -27,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.chance import numpy_words, seed_host
+
 State = dict[str, Any]  # name of a generator → its state, as the generator itself gives and takes it
 TORCH = ("cpu", "cuda")
 
@@ -34,13 +35,7 @@ TORCH = ("cpu", "cuda")
 def seed_all(seed: int) -> None:
     """Seeds torch's, Python's and, if NumPy is loaded, NumPy's generators."""
     torch.manual_seed(seed)
-    _seed_host(seed)
-
-
-def _seed_host(seed: int) -> None:
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    seed_host(seed)
 
 
 class Generators:
@@ -65,7 +60,7 @@ class Generators:
     def seed(self, seed: int) -> None:
         """Seeds every generator but those that modules hold."""
         self._seed_torch(seed)
-        _seed_host(seed)
+        seed_host(seed)
 
     def _seed_torch(self, seed: int) -> None:
         # Not torch.manual_seed: with a GPU that is not in use yet, each call of it keeps a record of the stack.
@@ -186,7 +181,7 @@ class _NumPy:
         self._known: tuple[bytes, Any] | None = None
 
     def state(self) -> Any:
-        words = self._words()
+        words = numpy_words()
         if not words:
             return sys.modules["numpy"].random.get_state()
         if self._known is None or self._known[0] != words or self._known[1][3]:
@@ -196,14 +191,7 @@ class _NumPy:
     def set(self, state: Any) -> None:
         if self.state() is not state:
             sys.modules["numpy"].random.set_state(state)
-            self._known = self._words(), state
-
-    def _words(self) -> bytes:
-        """Bytes that move with each draw."""
-        bits = sys.modules["numpy"].random.get_bit_generator()
-        if type(bits).__name__ != "MT19937":  # another kind, which somebody put in its place
-            return b""
-        return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+            self._known = numpy_words(), state
 
 
 # --- generators that modules hold -------------------------------------------------------------------------------------
