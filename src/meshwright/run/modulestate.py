@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class ModuleState:
         self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         for holder in holders(module):
-            self._contents.append((holder, _content(holder)))
+            self._contents.append((holder, content_of(holder)))
             for value in _values(holder):
                 self._copy_within(value)
 
@@ -56,17 +56,17 @@ class ModuleState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
-        now = [(holder, _content(holder)) for holder, _ in self._contents]
+        now = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [(p, local_tensor(p).detach().clone()) for p, _ in self._parameters]
         for holder, content in self._contents:
-            _fill(holder, content, copies)
+            fill(holder, content, copies)
         _write(self._parameters)
         try:
             yield
         finally:
             for holder, content in now:
-                _fill(holder, content, {})
+                fill(holder, content)
             _write(written)
 
 
@@ -184,11 +184,12 @@ def _values(holder: _Holder) -> list[Any]:
     return list(holder)
 
 
-def _content(holder: _Holder) -> Any:
+def content_of(holder: _Holder) -> Any:
+    """What a container holds, for ``fill``."""
     return dict(holder) if isinstance(holder, dict) else list(holder)
 
 
-def _fill(holder: _Holder, content: Any, copies: dict[int, Tensor]) -> None:
+def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
     """Puts a content back, with the copies of its tensors. Of a module's attributes, those that are state."""
 
     def own(value: Any) -> Any:

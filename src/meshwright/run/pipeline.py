@@ -33,7 +33,7 @@ from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
-from meshwright.run.modulestate import ModuleState
+from meshwright.run.modulestate import ModuleState, content_of, fill
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
@@ -566,22 +566,19 @@ def _call(model: nn.Module, given: Any) -> Any:
 def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
     """What other stages change of what modules keep is, here, after a forward what it was before."""
     slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
-    before = [(slot, value, _content(value)) for slot in slots if (value := held_in(model, slot)) is not None]
+    held = ((slot, held_in(model, slot)) for slot in slots)
+    before = [
+        (slot, value, content_of(value) if type(value) in (list, dict, set) else None)
+        for slot, value in held if value is not None
+    ]  # fmt: skip
     try:
         yield
     finally:
         for slot, value, content in before:
             if held_in(model, slot) is not value:
                 setattr(model.get_submodule(slot[0]), slot[1], value)
-            if isinstance(content, list):
-                value[:] = content
-            elif content is not None:
-                value.clear()
-                value.update(content)
-
-
-def _content(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else None
+            if content is not None:
+                fill(value, content)
 
 
 def _roots(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:

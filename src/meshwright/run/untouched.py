@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.run.modulestate import ModuleState
@@ -27,11 +26,11 @@ def untouched(
         left: gets what the forwards made of the slots.
         wide: buffers are of float64 meanwhile.
     """
-    tensors = [(slot, getattr(*slot)) for slot in slots]
-    parameters = [(*slot, p, local_tensor(p).detach().clone()) for slot, p in tensors if isinstance(p, nn.Parameter)]
+    tensors = ((slot, getattr(*slot)) for slot in slots)
+    parameters = [(*slot, p) for slot, p in tensors if isinstance(p, nn.Parameter)]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
-        with random.kept(), ModuleState(model).restored():
+        with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
             if wide:
                 _widen(slots)
             try:
@@ -39,10 +38,8 @@ def untouched(
             finally:
                 left.append([local_tensor(getattr(*slot)).detach().clone() for slot in slots])
     finally:
-        with torch.no_grad():
-            for module, name, p, value in parameters:
-                setattr(module, name, p)
-                local_tensor(p).copy_(value)
+        for module, name, p in parameters:
+            setattr(module, name, p)
         for p, gradient in gradients:
             p.grad = gradient
 
