@@ -22,6 +22,12 @@ Path = tuple[tuple[str, int], ...]
 Segment = tuple[Path, int]
 """What a checkpoint of the model's own computes again in a backward: the call in which it begins, and which of that call's."""
 
+# Random functions that draw as many numbers whatever values they are given: what they draw follows from shapes alone.
+_DRAW_BY_SHAPE = frozenset(
+    "rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ uniform_ exponential_ geometric_ log_normal_ \
+     cauchy_ random_ dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax".split()
+)
+
 INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
 
 
@@ -66,6 +72,7 @@ class Event:
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
         mean_loss: whether it is a mean loss over labels (run/counts.py counts those).
+        draws: whether it draws from torch's generator.
         line: the model's source line.
     """
 
@@ -84,6 +91,12 @@ class Event:
     line: str
     named: tuple[tuple[int, int], ...] = ()
     renamed: tuple[tuple[int, int], ...] = ()
+    draws: bool = False
+
+    @property
+    def draws_by_values(self) -> bool:
+        """Whether how many numbers it draws may follow from values: a rank that lacks the values cannot draw as many."""
+        return self.draws and self.function not in _DRAW_BY_SHAPE
 
     @property
     def plain(self) -> bool:

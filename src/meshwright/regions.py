@@ -15,7 +15,8 @@ of a branch in it.
 An event that no module of a branch holds is the branch's all the same, if it needs nothing but what the branch has, before
 its join: a plain function without parameters, between the modules of a branch or after them. So is one that takes values of
 several branches and whose result a single one takes: two tracks that exchange what they have send it to each other, and to
-none else.
+none else. If it draws random numbers, these are the trunk's, as on one device, and ranks of other branches draw as many
+(``StageProgram.drawn``). If how many it draws follows from values, which other ranks lack, it stays on the trunk.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Pl
 def _is_free(event: Event, graph: ModelGraph, written: set[int]) -> bool:
     """Whether it does not matter where an event runs: it needs nothing but values, in memory that nothing writes to."""
     memories = {graph.values[n].storage for n in (*event.inputs, *event.outputs, event.written) if n is not None}
-    return event.plain and not memories & written
+    return event.plain and not event.draws_by_values and not memories & written
 
 
 def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
@@ -238,7 +239,7 @@ def _absorbed(
     """The place of an event that no placed module holds."""
     event = graph.events[position]
     homes = {made.get(n, 0) for n in event.inputs}
-    if event.reads or event.parameters or event.buffers or not homes:
+    if event.reads or event.parameters or event.buffers or event.draws_by_values or not homes:
         return 0
     branches = homes - {0}
     if event.written is not None and made.get(event.inputs[0], 0) not in branches:

@@ -21,7 +21,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.view.losses import mean_target
 from meshwright.view.rules.registry import writes
 from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_of
-from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
+from meshwright.view.walk import Slot, Walk, following, held_in, is_random, kept_in, memory_of
 
 
 def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True, grad: bool = True) -> ModelGraph:
@@ -151,15 +151,16 @@ def computing_in(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 class Cost(TorchDispatchMode):
-    """Counts flops (torch's formulas) and bytes read and written."""
+    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.moved = 0
+        self.flops = self.moved = self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
@@ -300,7 +301,7 @@ class Recorder(Walk):
         named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick = self.memory.ticks
-        flops, moved = self.cost.flops, self.cost.moved
+        flops, moved, draws = self.cost.flops, self.cost.moved, self.cost.draws
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
         self._within.clear()
@@ -339,6 +340,7 @@ class Recorder(Walk):
                 line=model_line(),
                 named=named,
                 renamed=renamed,
+                draws=self.cost.draws > draws or is_random(func),
             )
         )
         return result

@@ -390,6 +390,23 @@ class Branching:
         own = self._own_rows(place, (self.rows,), self.rows)
         return self.rows, self.rows if own is None else own.stop - own.start
 
+    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        own = self._own_rows(place, like.shape, self.rows)
+        if own is None:
+            return rows
+        order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # from the outermost dim of memory in
+        laid = rows.permute(order)
+        before, after = list(laid.shape), list(laid.shape)
+        before[order.index(0)], after[order.index(0)] = own.start, len(like) - own.stop
+        whole_of = torch.cat([laid.new_zeros(before), laid, laid.new_zeros(after)], order.index(0))
+        return whole_of.permute([order.index(d) for d in range(like.dim())])
+
+    def stand_in(self, like: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        dtype = torch.float64 if self.trying and like.is_floating_point() else like.dtype
+        return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).zero_()
+
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
         """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""

@@ -79,6 +79,12 @@ class Exchange(Protocol):
     def inside(self, place: int) -> AbstractContextManager[None]:
         """For the time of a part of a branch."""
 
+    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+        """This rank's rows in a place, at their place among all rows, which are zeros; strides are those of ``like``."""
+
+    def stand_in(self, like: Tensor) -> Tensor:
+        """Zeros for a value that this rank has no need of."""
+
 
 @dataclass(frozen=True)
 class Started:
@@ -159,6 +165,11 @@ class StageProgram:
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
+        # Draws of a branch from the trunk's random numbers: no placed module holds them.
+        self.drawn = frozenset(
+            p for p in range(self.start, self.stop)
+            if graph.events[p].draws and self.place(p) and not any(m in (placed or {}) for m, _ in graph.events[p].path)
+        )  # fmt: skip
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         # What modules keep for the next forward is changed by the stage whose event that follows.
         changes = [p for p in graph.changes.values() if self.start <= p < self.stop]
@@ -192,6 +203,8 @@ class StageProgram:
         made = [n for p in inside for n in graph.made(p)]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.here, inside))
+        if not self.drawn.isdisjoint(inside):  # every rank draws with it
+            return OPEN
         if (
             call.start < call.stop
             and ours == len(inside)
@@ -652,6 +665,8 @@ class StageWalk(Walk):
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
+        if position in self.program.drawn:
+            self._draw_too(func, args, kwargs)
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
@@ -661,13 +676,17 @@ class StageWalk(Walk):
         position = self.graph.positions[event.path, event.index]
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
         place = place if place in self.program.mine else 0  # (a parameter that is handed on)
+        given = args, kwargs
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Standing) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Standing))
             raise self.unavailable(found._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.portion(place))
-        result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
+        if position in self.program.drawn:
+            result = self._drawn(place, func, given, (args, kwargs))
+        else:
+            result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
             self._await(self.graph.calls[event.path], place)
@@ -690,6 +709,32 @@ class StageWalk(Walk):
                 self._gave(t, number, position, place)
             self._passed(t, before)
         return self._all_rows(result, place, event.outputs, self.graph.outputs[event.path, event.index])
+
+    def _drawn(self, place: int, func: Any, given: Any, had: Any) -> Any:
+        """A draw in a branch from the trunk's random numbers. A rank that has some of the rows draws for all rows.
+
+        Args:
+            given: what the model calls the function with; ``had``: what stands for that here.
+        """
+        args, kwargs = had
+        if not self.program.divides(place):
+            return func(*args, **kwargs)
+        assert self._exchange is not None
+        exchange, asked = self._exchange, iter(tensors_of(given))
+
+        def of_all(t: Tensor) -> Tensor:
+            like = next(asked)
+            return exchange.among_all(place, t, like) if t.shape != like.shape else t
+
+        args, kwargs = map_tensors(of_all, had)
+        return map_tensors(lambda t: exchange.share(place, t), func(*args, **kwargs))
+
+    def _draw_too(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Another branch draws from the trunk's random numbers: as many are drawn here, for nothing."""
+        assert self._exchange is not None
+        args, kwargs = map_tensors(self._exchange.stand_in, (args, kwargs))
+        with torch.no_grad():
+            func(*args, **kwargs)
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
         """An event of another stage."""
