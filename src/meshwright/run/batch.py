@@ -85,6 +85,19 @@ def doubled(batch: Any, rows: int) -> Any:
     return mapped(lambda t: torch.cat([t, t]) if has_rows(t, rows) else t, batch)
 
 
+def joined(batches: Sequence[Any]) -> Any:
+    """A batch with the rows of several, in turn; of what has no rows, that of the first. None: they are not of one kind."""
+    each = [tensors_in(batch) for batch in batches]
+    rows = [next((t.shape[0] for t in tensors if t.dim() and has_rows(t, t.shape[0])), 0) for tensors in each]
+    if len(set(map(len, each))) > 1:
+        return None
+    try:
+        made = iter([torch.cat(ts) if has_rows(ts[0], rows[0]) else ts[0] for ts in zip(*each, strict=True)])
+    except RuntimeError:  # sizes that differ beside the rows
+        return None
+    return mapped(lambda _: next(made), batches[0])
+
+
 def copied(batch: Any) -> Any:
     """A batch with memory of its own: what is written to it is not written to the other.
 

@@ -32,6 +32,7 @@ from meshwright.blame import line_of
 from meshwright.private import python_body
 from meshwright.run.batch import doubled
 from meshwright.run.counts import MEAN, RATIO, SUM
+from meshwright.run.paths import Found, outside_of_parts
 from meshwright.run.randomness import Generators
 from meshwright.run.step import rows_of, take_rows
 from meshwright.run.untouched import Slot, untouched
@@ -48,7 +49,7 @@ _TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
 _HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
-Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float]]]
+Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float], list[Found]]]
 Agreed = Callable[[int], tuple[int, int]]
 
 
@@ -84,6 +85,7 @@ def how_rows_combine(
     agreed: Agreed,
     fatal: tuple[type[Exception], ...] = (),
     single: bool = False,
+    divided: int | None = None,
 ) -> Verdict:
     """How the rows of a batch combine into its loss; the same verdict on every rank.
 
@@ -92,21 +94,22 @@ def how_rows_combine(
         random: the generators that a forward may draw from.
         changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
         losses: pieces of a batch, how they combine, and a context for each forward → (the loss of each piece, what it is
-            multiplied by).
+            multiplied by, what was read of it).
         dtype: what the model computes in.
         agreed: a number → the smallest and the largest of all ranks.
         single: whether a piece may be a single row. Then one of the trial is: a dim of size 1 is another shape to a model
             (``squeeze``), and memory that is contiguous where it was not (``transpose(0, 1).contiguous()`` copies nothing).
+        divided: all rows are tried, and the first part has so many; else a few, and parts as seems good.
         fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
     """
-    rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
+    rows = take_rows(batch, 0, rows_of(batch) if divided is not None else min(rows_of(batch), MOST_ROWS))
     why, most = "", _FAILED
     for computing in (
         _Computing(torch.float64, partial(wide, perturbed=True), wide=True),
         _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
         _Computing(dtype, nullcontext, wide=False),
     ):
-        attempt = _Attempt(rows, model, random, changed, losses, computing, single=single)
+        attempt = _Attempt(rows, model, random, changed, losses, computing, first=divided or int(single))
         ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
         # Agreed on after each: every rank runs as many forwards, which have collectives.
         for compared in (*ways, attempt.compared_by_noise):
@@ -123,7 +126,8 @@ def how_rows_combine(
             if most != _KINDS.index(COUPLED):
                 break
         if most < _NOT_FINITE:
-            return Verdict(_KINDS[most] if fewest == most else COUPLED)
+            kind = _KINDS[most] if fewest == most else COUPLED
+            return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     return Verdict(COUPLED, why if most == _FAILED else "")
 
 
@@ -138,12 +142,13 @@ class _NotFiniteError(Exception):
 
 
 @dataclass
-class _Found:
+class _Outcome:
     """What came of forwards of some pieces."""
 
     losses: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # of the pieces, in their mean
     left: list[list[Tensor]] = field(default_factory=list)  # what each made of what it may change
+    reads: list[Found] = field(default_factory=list)  # what each read of its rows
 
 
 class _Attempt:
@@ -158,13 +163,16 @@ class _Attempt:
         losses: Losses,
         computing: _Computing,
         *,
-        single: bool,
+        first: int,
     ) -> None:
-        self._rows, self._count, self._single = rows, rows_of(rows), single
+        self._rows, self._count = rows, rows_of(rows)
+        # Uneven, as even halves may happen to be alike.
+        self._first = first or self._count // 2 - (self._count > 5)
+        self.outside = ""  # the line of a number of all rows that lies outside of those of the parts
         self._model, self._random, self._changed = model, random, changed
         self._losses, self._computing = losses, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
-        self._whole, self._parts, self._draws = _Found(), dict[str, _Found](), Draws(self._count)
+        self._whole, self._parts, self._draws = _Outcome(), dict[str, _Outcome](), Draws(self._count)
 
     def compared(self, way: str) -> str:
         """The way, if the parts make the whole in it, by the tolerance of the type; else coupled. Raises _NotFiniteError."""
@@ -182,9 +190,7 @@ class _Attempt:
     def _try(self, way: str) -> None:
         if not self._whole.losses:
             self._whole = self._tried([(0, self._count)], [self._rows], MEAN, self._draws)
-        # Uneven, as even halves may happen to be alike.
-        middle = 1 if self._single else self._count // 2 - (self._count > 5)
-        spans = [(0, middle), (middle, self._count)]
+        spans = [(0, self._first), (self._first, self._count)]
         pieces = [take_rows(self._rows, *span) for span in spans]
         self._parts[way] = self._tried(spans, pieces, way, self._draws)
 
@@ -198,10 +204,10 @@ class _Attempt:
         b = self._tried([(0, 2 * count)], [twice], MEAN, draws).losses[0]
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
 
-    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Found:
-        found = _Found()
+    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Outcome:
+        found = _Outcome()
         trials = (self._trial(_Trial(draws, *span), found.left) for span in spans)
-        found.losses, found.weights = self._losses(pieces, way, partial(next, trials))
+        found.losses, found.weights, found.reads = self._losses(pieces, way, partial(next, trials))
         return found
 
     @contextmanager
@@ -226,6 +232,9 @@ class _Attempt:
         whole, parts = self._whole, self._parts[way]
         if any(not _alike(a, b, tolerance) for a, b in zip(whole.left[0], parts.left[0], strict=True)):
             return False  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+        self.outside = outside_of_parts(whole.reads[0], parts.reads)
+        if self.outside:
+            return False
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
         return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
-from meshwright.run.batch import as_given, copied, mapped, plain, versions, with_shared
+from meshwright.run.batch import as_given, copied, joined, mapped, plain, versions, with_shared
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import SPLIT, LabelCounter, Share, Shares
@@ -24,6 +24,7 @@ from meshwright.run.data import reduce_gradients
 from meshwright.run.groups import Groups
 from meshwright.run.guard import Guard
 from meshwright.run.modulestate import ModuleState, make_whole
+from meshwright.run.paths import Found, Paths, Reads, Watched, first_to_differ
 from meshwright.run.pipeline import Pipeline, StageError
 from meshwright.run.randomness import Generators
 from meshwright.run.routing import Routed
@@ -107,6 +108,7 @@ class Job:
             counter.model = module
         self._pipeline = pipeline
         self._own_sums = OwnSums(module, recipe, groups)
+        self._paths = Paths(max(1, len(recipe.stages)))
         self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
         self.random, self._out_of_step = random, 0
         self.waiting = Waiting(groups.device) if pipeline is None else pipeline.waiting
@@ -144,6 +146,7 @@ class Job:
         self._agree_on_random()
         batch = with_shared(plain(batch), self.recipe.shared_inputs)
         pieces = self._pieces(batch)
+        self._paths.begin(self.module, on=self._divides_rows(pieces))
         given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.steps + self.steps_before
         guarded = backward and self.guard.due(self.steps)
@@ -160,7 +163,7 @@ class Job:
         if pieces.gathered is not None:
             write_back(given, before, batch, pieces.gathered)
         self._settle_modules()
-        found = self._summed(losses, pieces.shares)
+        found = self._summed(losses, pieces)
         if guarded:
             self._reshard()
             self.guard.compare(step, losses)
@@ -174,27 +177,29 @@ class Job:
         begin = ModuleState(self.module, self._written()) if once else None
         if self._pipeline is not None:
             self._sync(last=False)
-            return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, begin, backward=backward)
+            watched = self._paths.watched
+            return self._pipeline.run(pieces.batches, pieces.scale, pieces.shares, begin, watched, backward=backward)
         found = []
         for i, piece in enumerate(pieces.batches):
             self._sync(last=i == len(pieces.batches) - 1)
             with self._on(), begin.restored() if begin is not None and i else nullcontext():
-                with Shares(pieces.shares[i]).on(self.module):
+                with Shares(pieces.shares[i]).on(self.module), self._paths.watched(self.module, (0, i)):
                     loss = weighed(whole(self._loss(called(self.module, piece))), pieces.scale[i])
                 if backward and loss.requires_grad:
                     BACKWARD(loss)
             found.append(loss.detach())
         return found
 
-    def _summed(self, losses: list[Tensor], shares: list[Share | None]) -> Tensor:
+    def _summed(self, losses: list[Tensor], pieces: Pieces) -> Tensor:
         """The sum over data ranks, each of which has it once for each of its tp ranks, on the last stage."""
-        found = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
+        found, shares = torch.zeros(3, dtype=torch.float64, device=self.groups.device), pieces.shares
         for loss in losses:
             found[0] += loss.double()
             found[1] += loss.dtype == torch.float64
         uncounted = {line for share in shares if share is not None for line in share.counted.program.lines}
         for ignored in (n for share in shares if share is not None for n in share.ignored):
             found[2] += ignored
+        found = torch.cat([found, found.new_tensor(self._paths.sums())])
         if self.recipe.mesh.data_size * self.recipe.mesh.axis_size("pp") > 1:
             with self.waiting.on():
                 dist.all_reduce(found)
@@ -205,7 +210,40 @@ class Job:
                 "follow from the batch alone: data ranks and microbatches cannot be weighed, and the gradients of this step "
                 "are not those of the batch. rows: whole in the plan runs all rows on every data rank"
             )
+        if self._paths.differ(found[3:].tolist()):
+            self._try_paths(pieces)
         return found[0].to(torch.float64 if found[1] else torch.float32)
+
+    def _divides_rows(self, pieces: Pieces) -> bool:
+        """Whether the rows of a step are run apart."""
+        return self.recipe.mesh.data_size * len(pieces.batches) > 1 and pieces.gathered is None and self.rows != SPLIT
+
+    def _try_paths(self, pieces: Pieces) -> None:
+        """Pieces of this step took different paths: is the loss of two of them at once what they make apart?
+
+        Raises:
+            RuntimeError: on every rank: it is not.
+        """
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, self._paths.taken())
+        differing = first_to_differ(everywhere)
+        assert differing is not None
+        *two, lines = differing
+        rows = [self._rows_of_piece(pieces, *piece) for piece in two]
+        both = joined(rows)
+        if both is None or self._tried(both, single=False, divided=rows_of(rows[0])).kind == self.rows:
+            self._paths.settle(lines)
+            return
+        raise RuntimeError(
+            f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways: "
+            "the gradients of this step are not those of the batch. rows: whole in the plan runs all rows on every data rank"
+        )
+
+    def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
+        """A microbatch of some rank, on every rank."""
+        given = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
+        dist.broadcast_object_list(given, src=rank)
+        return mapped(lambda t: t.to(self.groups.device), given[0])
 
     @one_process()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -488,21 +526,24 @@ class Job:
         rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
         if rows_of(rows) < 2:
             return Verdict(MEAN)
-        rows = take_rows(rows, 0, max(fewest, 4))
+        return self._tried(take_rows(rows, 0, max(fewest, 4)), single=single)
 
-        def losses(pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float]]:
+    def _tried(self, rows: Any, *, single: bool, divided: int | None = None) -> Verdict:
+        """Tries rows whole and in two parts, of which the first has ``divided`` rows, if that is given."""
+
+        def losses(pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
             scale, shares = weights(pieces, self._counter, self._copies, self.groups.device, way=way, alone=True)
             if self._pipeline is not None:
                 for piece in pieces:  # what is recorded draws no numbers in the trial
                     self._pipeline.program(piece, called, self._loss)
-            found = []
-            for piece, share in zip(pieces, shares, strict=True):
+            found, reads = [], [Reads(numbers=True) for _ in pieces]
+            for piece, share, read in zip(pieces, shares, reads, strict=True):
                 with trial(), nullcontext() if self._pipeline is None else self._pipeline.trying():
                     try:
-                        found.append(self._loss_alone(piece, share))
+                        found.append(self._loss_alone(piece, share, read.on))
                     finally:
                         self._reshard()
-            return found, scale
+            return found, scale, [read.found for read in reads]
 
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
         if self.recipe.precision == "bfloat16":
@@ -510,7 +551,7 @@ class Job:
         # An error in one stage leaves the others waiting for what it would send.
         fatal = (StageError,) if self.recipe.mesh.axis_size("pp") > 1 else ()
         return how_rows_combine(
-            rows, self.module, self.random, self._changed(), losses, dtype, self._agreed, fatal, single=single
+            rows, self.module, self.random, self._changed(), losses, dtype, self._agreed, fatal, single, divided
         )
 
     def _agreed(self, number: int) -> tuple[int, int]:
@@ -538,14 +579,14 @@ class Job:
             slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
         return slots
 
-    def _loss_alone(self, batch: Any, share: Share | None) -> float:
+    def _loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
         batch = copied(batch)  # the model may write to it
         if self._pipeline is not None:
-            found = self._pipeline.run([batch], [1.0], [share], backward=False)
+            found = self._pipeline.run([batch], [1.0], [share], watched=watched, backward=False)
             value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
             dist.all_reduce(value, group=self.groups.pipeline)
             return float(value)
-        with self._on(), Shares(share).on(self.module):
+        with self._on(), Shares(share).on(self.module), watched(self.module, (0, 0)):
             return float(whole(self._loss(called(self.module, batch))))
 
     def _data_groups(self) -> list[dist.ProcessGroup]:

@@ -34,6 +34,7 @@ from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
 from meshwright.run.modulestate import ModuleState, content_of, fill
+from meshwright.run.paths import Watched, unwatched
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.recent import Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
@@ -149,6 +150,7 @@ class Pipeline:
         scale: list[float],
         shares: list[Share | None],
         begin: ModuleState | None = None,
+        watched: Watched = unwatched,
         *,
         backward: bool,
     ) -> list[Tensor]:
@@ -159,8 +161,9 @@ class Pipeline:
             shares: for each microbatch, what its means are to be.
             begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before
                 has left.
+            watched: what is on during the forward of a stage and microbatch.
         """
-        step = _Step(self, pieces, called, self._loss, scale, shares, begin, backward=backward)
+        step = _Step(self, pieces, called, self._loss, scale, shares, begin, watched, backward=backward)
         step.perform()
         return step.losses
 
@@ -281,11 +284,12 @@ class _Step:
         scale: list[float],
         shares: list[Share | None],
         begin: ModuleState | None = None,
+        watched: Watched = unwatched,
         *,
         backward: bool,
     ) -> None:
         self.p, self.pieces, self.call, self.loss, self.scale, self.shares = pipeline, pieces, call, loss, scale, shares
-        self.backward, self.state = backward, begin
+        self.backward, self.state, self.watched = backward, begin, watched
         self.grad = backward or pipeline.is_trying  # what is tried is a forward of a step
         self.programs = [pipeline.program(piece, call, loss, grad=self.grad) for piece in pieces]
         # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
@@ -507,6 +511,7 @@ class _Step:
             flight.later or nullcontext(),
             self.p.view(),
             shares.on(self.p.forwards.model),
+            self.watched(self.p.forwards.model, (action.stage, m)),
         ):
             with self.p.forwards.followed(walk), _kept_elsewhere(self.p.forwards.model, stage):
                 output = self.call(self.p.forwards.model, piece)

@@ -1,0 +1,143 @@
+"""Paths that follow from values of rows: those of the whole batch, or an error; and no harm done to models that may differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.run.workers import WorkerError
+
+WIDTH, CLASSES = 16, 12
+
+
+class Tokens(nn.Module):
+    """Embeds tokens, acts on their values as its subclass does, and predicts labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.more = nn.Parameter(torch.ones(WIDTH))
+
+    def acted(self, x, ids):
+        return x
+
+    def forward(self, ids, labels):
+        x = self.acted(self.table(ids), ids)
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class AnyRow(Tokens):
+    def acted(self, x, ids):
+        return x + self.more if (ids > 10).any() else x
+
+
+class HighestNumber(Tokens):
+    def acted(self, x, ids):
+        return x + self.more if ids.max().item() > 10 else x
+
+
+class Emptiness(Tokens):
+    def acted(self, x, ids):
+        return x + self.more if len((ids > 10).nonzero()) else x
+
+
+class Norm(Tokens):
+    """All rows are longer than those of any part."""
+
+    def acted(self, x, ids):
+        return x / 2 if x.norm() > 1.5 else x
+
+
+class SumAsNumber(Tokens):
+    def acted(self, x, ids):
+        total = x.square().sum().item()
+        return x / 2 if total > 1.5 else x
+
+
+class Harmless(Tokens):
+    """A mask of ones is left out; experts that no row was sent to are not called; a number is taken for a report."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def acted(self, x, ids):
+        mask = ids <= 10
+        if not mask.all():
+            x = x * mask[..., None]
+        chosen, flat = ids.flatten() % 4, x.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for e in chosen.unique().tolist():
+            at = (chosen == e).nonzero().squeeze(-1)
+            out = out.index_add(0, at, self.experts[e](flat[at]))
+        if ids.max() > 10:
+            out = out + 0.0
+        self.highest = ids.max().item()
+        return out.view_as(x)
+
+
+def tokens(rows=8, special=None):
+    ids = torch.randint(0, 8, (rows, 6), generator=torch.Generator().manual_seed(0))
+    ids[:, 5] = 4  # so that routes differ from row to row
+    if special is not None:
+        ids[special, 2] = 11
+    return {"ids": ids, "labels": (ids * 3 + 1) % CLASSES}
+
+
+def own_rows(job, batch):
+    count = len(batch["ids"]) // job.recipe.mesh.data_size
+    first = count * job.recipe.mesh.data_index(job.rank)
+    return {name: t[first : first + count] for name, t in batch.items()}
+
+
+def steps(build, plan, batches):
+    """The losses of steps, and how rows combine."""
+    torch.manual_seed(0)
+    job = mw.parallelize(build, plan, batch=batches[0])
+    return [float(job.step(own_rows(job, batch))) for batch in batches], job.rows, job.notes
+
+
+def one_device(build, batch):
+    torch.manual_seed(0)
+    job = mw.parallelize(build, "dp_shard=1", batch=batch)
+    return float(job.step(batch))
+
+
+PLANS = {
+    "dp_shard=2": {"mesh": {"dp_shard": 2}},
+    "microbatches": {"mesh": {"tp": 2}, "microbatches": 2},
+    "pp=2": {"mesh": {"pp": 2}, "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness])
+def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, plan, workers):
+    # Until some row is special, all go the same way, and no trial can tell. Then the step ends, before an optimizer's.
+    with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):
+        workers.run(steps, build, PLANS[plan], [tokens(), tokens(special=1)], ranks=2)
+    # What the error says to do is right.
+    found, _, _ = workers.run(steps, build, {**PLANS[plan], "rows": "whole"}, [tokens(special=1)], ranks=2)[0]
+    assert found == pytest.approx([workers.run(one_device, build, tokens(special=1), ranks=1)[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("build", [Norm, SumAsNumber])
+def test_a_number_of_all_rows_that_is_none_of_their_parts_couples_them(build, plan, workers):
+    _, rows, notes = workers.run(steps, build, PLANS[plan], [tokens()], ranks=2)[0]
+    assert rows == "coupled"
+    assert plan == "pp=2" or any("acts on a number of all rows at test_paths.py:" in note for note in notes)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_paths_that_do_no_harm_may_differ(plan, workers):
+    batches = [tokens(), tokens(special=1), tokens(special=6), tokens()]
+    found, rows, _ = workers.run(steps, Harmless, PLANS[plan], batches, ranks=2)[0]
+    assert rows == "mean"
+    expected = [workers.run(one_device, Harmless, batch, ranks=1)[0] for batch in batches]
+    assert found == pytest.approx(expected, rel=1e-5)
