@@ -75,7 +75,7 @@ class Harmless(Tokens):
         for e in chosen.unique().tolist():
             at = (chosen == e).nonzero().squeeze(-1)
             out = out.index_add(0, at, self.experts[e](flat[at]))
-        if ids.max() > 10:
+        if ids.max() > 10 or mask.sum() != mask.numel() or (chosen == 1).sum() > 0:
             out = out + 0.0
         self.highest = ids.max().item()
         return out.view_as(x)

@@ -587,7 +587,8 @@ class Job:
             dist.all_reduce(value, group=self.groups.pipeline)
             return float(value)
         with self._on(), Shares(share).on(self.module), watched(self.module, (0, 0)):
-            return float(whole(self._loss(called(self.module, batch))))
+            loss = whole(self._loss(called(self.module, batch)))
+        return float(loss)
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
         """The groups over the data axes, the innermost first."""

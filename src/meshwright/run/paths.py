@@ -62,11 +62,11 @@ class Found:
 
     Attributes:
         taken: line → which way it was taken there, each time.
-        numbers: line → the numbers that were compared with others, or taken out of tensors, each time.
+        numbers: line → the numbers that were compared with others, and those; or that were taken out of tensors; each time.
     """
 
     taken: dict[str, list[int]] = field(default_factory=dict)
-    numbers: dict[str, list[float]] = field(default_factory=dict)
+    numbers: dict[str, list[tuple[float, Any]]] = field(default_factory=dict)
 
 
 class Reads(FunctionMode):
@@ -142,8 +142,10 @@ class Reads(FunctionMode):
         of all parts holds of their sum, too."""
         if self._numbers and others and x.numel() == 1 and not x.is_complex():
             other = others[0]
-            if self._is_same(other) if isinstance(other, Tensor) else other != 0:
-                self.found.numbers.setdefault(_line(), []).append(float(x))
+            if isinstance(other, Tensor):
+                other = float(other) if other.numel() == 1 and self._is_same(other) else 0
+            if other != 0:
+                self.found.numbers.setdefault(_line(), []).append((float(x), other))
 
     def _read(self, result: Any) -> None:
         line = _line()
@@ -151,7 +153,7 @@ class Reads(FunctionMode):
             self._note(line, int(result))
             return
         if isinstance(result, float) and self._numbers:
-            self.found.numbers.setdefault(line, []).append(result)
+            self.found.numbers.setdefault(line, []).append((result, None))
         self._end_way()
         self._way = line, 0
 
@@ -198,14 +200,19 @@ def _hashed(before: int, name: str) -> int:
 
 
 def outside_of_parts(whole: Found, parts: Sequence[Found]) -> str:
-    """The first line at which a number of all rows lies outside of those of their parts; empty if there is none."""
+    """The first line at which a number of all rows lies outside of those of their parts; empty if there is none.
+
+    A number that is compared with one that follows from how many rows there are (a sum of a mask with its elements) grows as
+    that does: what holds of the parts holds of the whole.
+    """
     for line, numbers in whole.numbers.items():
         others = [part.numbers.get(line, []) for part in parts]
         if any(len(other) != len(numbers) for other in others):
             continue  # another way was taken: what the trial finds is the answer
-        for number, *own in zip(numbers, *others, strict=True):
+        for (number, compared), *own in zip(numbers, *others, strict=True):
             slack = 1e-9 * max(1.0, abs(number))
-            if not min(own) - slack <= number <= max(own) + slack:
+            among = min(x for x, _ in own) - slack <= number <= max(x for x, _ in own) + slack
+            if not among and all(other == compared for _, other in own):
                 return line
     return ""
 
