@@ -141,3 +141,18 @@ def test_paths_that_do_no_harm_may_differ(plan, workers):
     assert rows == "mean"
     expected = [workers.run(one_device, Harmless, batch, ranks=1)[0] for batch in batches]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def one_row(plan, batch):
+    """The loss of one row, which the first data rank has, after a loss of ordinary rows."""
+    torch.manual_seed(0)
+    job = mw.parallelize(AnyRow, plan, batch=tokens())
+    job.evaluate(own_rows(job, tokens()))
+    rows = 1 if job.rank == 0 else 0
+    return float(job.evaluate({name: t[:rows] for name, t in batch.items()}))
+
+
+def test_a_rank_without_rows_goes_where_it_likes(workers):
+    alone = {name: t[:1] for name, t in tokens(special=0).items()}
+    expected = workers.run(one_device, AnyRow, alone, ranks=1)[0]
+    assert workers.run(one_row, "dp_shard=2", alone, ranks=2)[0] == pytest.approx(expected, rel=1e-6)

@@ -146,7 +146,7 @@ class Job:
         self._agree_on_random()
         batch = with_shared(plain(batch), self.recipe.shared_inputs)
         pieces = self._pieces(batch)
-        self._paths.begin(self.module, on=self._divides_rows(pieces))
+        self._paths.begin(self.module, pieces.scale, divided=self._divides_rows(pieces))
         given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.steps + self.steps_before
         guarded = backward and self.guard.due(self.steps)
@@ -199,7 +199,8 @@ class Job:
         uncounted = {line for share in shares if share is not None for line in share.counted.program.lines}
         for ignored in (n for share in shares if share is not None for n in share.ignored):
             found[2] += ignored
-        found = torch.cat([found, found.new_tensor(self._paths.sums())])
+        if self._paths.watching:
+            found = torch.cat([found, found.new_tensor(self._paths.sums())])
         if self.recipe.mesh.data_size * self.recipe.mesh.axis_size("pp") > 1:
             with self.waiting.on():
                 dist.all_reduce(found)
@@ -210,7 +211,7 @@ class Job:
                 "follow from the batch alone: data ranks and microbatches cannot be weighed, and the gradients of this step "
                 "are not those of the batch. rows: whole in the plan runs all rows on every data rank"
             )
-        if self._paths.differ(found[3:].tolist()):
+        if self._paths.watching and self._paths.differ(found[3:].tolist()):
             self._try_paths(pieces)
         return found[0].to(torch.float64 if found[1] else torch.float32)
 

@@ -228,6 +228,9 @@ class Paths:
 
     Args:
         stages: of the pipeline; 1 without one.
+
+    Attributes:
+        watching: whether this step is watched; alike on all ranks.
     """
 
     def __init__(self, stages: int) -> None:
@@ -235,17 +238,23 @@ class Paths:
         self._settled: set[str] = set()
         self._idle: set[bool] = set()  # whether the model trains, where nothing was read in its first step
         self._found: dict[Place, Found] = {}
-        self._training = False
+        self._training = self.watching = False
+        self._weights: Sequence[float] = ()
 
-    def begin(self, model: nn.Module, *, on: bool) -> None:
-        """A step begins. ``on``: whether its rows are divided."""
-        self._training, self._found = model.training, {}
-        self._watching = on and model.training not in self._idle
+    def begin(self, model: nn.Module, weights: Sequence[float], *, divided: bool) -> None:
+        """A step begins.
+
+        Args:
+            weights: of the microbatches: one that stands in for no rows weighs nothing, and goes where it likes.
+            divided: whether the step's rows are run apart.
+        """
+        self._training, self._found, self._weights = model.training, {}, weights
+        self.watching = divided and model.training not in self._idle
 
     @contextmanager
     def watched(self, model: nn.Module, place: Place) -> Iterator[None]:
         """For the time of a forward of a piece."""
-        if not self._watching:
+        if not self.watching or not self._weights[place[1]]:
             yield
             return
         reads = Reads()
@@ -264,8 +273,6 @@ class Paths:
 
     def differ(self, sums: Sequence[float]) -> bool:
         """Whether pieces have taken different paths, by the sums over all ranks."""
-        if not self._watching:
-            return False
         each = [sums[i : i + SUMS] for i in range(0, len(sums), SUMS)]
         if not any(x for _, *rest in each for x in rest):
             self._idle.add(self._training)
