@@ -62,6 +62,7 @@ def by_values(model: Any, x: Tensor, h: Tensor) -> Tensor:
 
 DRAWS = {f.__name__: f for f in (after, of_one_branch, of_other_strides, in_place, in_a_path, by_values)}
 
+
 def beside_one_device(draw: Draw, plan: Any, count: int) -> dict[str, Any]:
     """Of three steps of a job, and of one device with the same random numbers: the losses, by how much gradients differ, and
     whether the generator ends where it does on one device."""

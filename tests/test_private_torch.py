@@ -36,6 +36,7 @@ from meshwright.private import (
     TorchDispatchMode,
     autocast_is_on,
     autograd_local,
+    bases_of,
     collectives_entered,
     compiles,
     held_of,
@@ -77,7 +78,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _backward_hooks _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
+    "private.py": "_C _apply _backward_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
@@ -136,6 +137,18 @@ def test_schemas_say_what_can_share_memory_with_an_argument() -> None:
         map(schema_aliases, "view reshape transpose contiguous to flatten chunk tensor_split mH numpy_T".split())
     )
     assert not any(map(schema_aliases, "add add_ clone linear cat index_select no_such_operator".split()))
+
+
+def test_a_hook_on_what_a_tensor_is_a_view_of_outlives_a_write_to_the_view() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    made = x * 3
+    view, called = made.view(6), list[str]()
+    assert [t is made for t in bases_of([view, made, torch.ones(2).view(2), x])] == [True]
+    view.register_hook(lambda g: called.append("view"))
+    bases_of([view])[0].register_hook(lambda g: called.append("base"))
+    view.mul_(2)
+    view.sum().backward()
+    assert called == ["base"]
 
 
 def test_what_is_asked_on_the_side_is_seen_by_no_mode() -> None:

@@ -72,6 +72,15 @@ def version(local: Tensor) -> int | None:
     return None if local.is_inference() else local._version
 
 
+def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of those that are views to autograd and have a gradient, what they are views of.
+
+    There is no public way to it. A write in place to a view gives its base another ``grad_fn``, behind which the one before
+    still stands; that of the view itself is dropped, and hooks on it with that.
+    """
+    return [t._base for t in tensors if t._base is not None and t.requires_grad and t._base.requires_grad]
+
+
 def storage_of(t: Tensor) -> int:
     """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it."""
     return t.untyped_storage()._cdata

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.private import without_modes
+from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
 from meshwright.view.standing import Elsewhere, held, replaced
@@ -150,6 +150,10 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
 
     FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
     none, run no backward hook and leave gradients unreduced; so it is given a flat list.
+
+    After a forward it gathers parameters again in the backward, by hooks on the tensors that the unit gave. If such a tensor
+    is a view (a linear over three dims gives one) and the model writes to it in place, autograd drops the node that the hook
+    is of: the write is then a node of what it is a view of. So FSDP2 is given that tensor too.
     """
 
     def run(module: nn.Module, *values: Any) -> Any:
@@ -162,7 +166,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
             if before:
                 (new,), _ = hook(module, (plain,), {})
             else:
-                new = hook(module, (), plain)
+                new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
