@@ -395,7 +395,8 @@ class Branching:
         own = self._own_rows(place, like.shape, self.rows)
         if own is None:
             return rows
-        order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # from the outermost dim of memory in
+        strides = like.stride()
+        order = sorted(range(like.dim()), key=lambda d: -strides[d])  # from the outermost dim of memory in
         laid = rows.permute(order)
         before, after = list(laid.shape), list(laid.shape)
         before[order.index(0)], after[order.index(0)] = own.start, len(like) - own.stop

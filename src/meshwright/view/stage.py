@@ -676,7 +676,7 @@ class StageWalk(Walk):
         position = self.graph.positions[event.path, event.index]
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
         place = place if place in self.program.mine else 0  # (a parameter that is handed on)
-        given = args, kwargs
+        called_with = args, kwargs
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Standing) for t in pytree.tree_leaves((args, kwargs))):
             found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Standing))
@@ -684,7 +684,7 @@ class StageWalk(Walk):
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.portion(place))
         if position in self.program.drawn:
-            result = self._drawn(place, func, given, (args, kwargs))
+            result = self._drawn(place, func, called_with, (args, kwargs))
         else:
             result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
