@@ -11,6 +11,8 @@ whole has drawn for their rows, and compared:
                by another, of the mask (run/counts.py)
     coupled    neither, or the parts cannot be run              every rank runs all rows: right, though no faster
 
+There is no backward. Whether that of a single row would find what it needs written over is seen from what the forward saves.
+
 The trial computes in float64, at weights moved off their values (run/wide.py): at initial weights, in the precision of the
 plan, a batch norm can look like rounding, and a loss that balances experts like a constant. It leaves no trace.
 """
@@ -34,6 +36,7 @@ from meshwright.run.batch import doubled
 from meshwright.run.counts import MEAN, RATIO, SUM
 from meshwright.run.paths import Found, outside_of_parts
 from meshwright.run.randomness import Generators
+from meshwright.run.saved import written_after_saved
 from meshwright.run.step import rows_of, take_rows
 from meshwright.run.untouched import Slot, untouched
 from meshwright.run.wide import wide
@@ -127,6 +130,14 @@ def how_rows_combine(
                 break
         if most < _NOT_FINITE:
             kind = _KINDS[most] if fewest == most else COUPLED
+            if single and kind != COUPLED:
+                plain = _Attempt(
+                    rows, model, random, changed, losses, _Computing(dtype, nullcontext, wide=False), first=1
+                )
+                written, line = plain.written_in_single_row(fatal)
+                if agreed(written)[1]:
+                    why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
+                    return Verdict(COUPLED, why)
             return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     return Verdict(COUPLED, why if most == _FAILED else "")
 
@@ -186,6 +197,27 @@ class _Attempt:
         noise = min(self._without_gradients(self._noise), self._largest)
         ways = (way for way in self._parts if self._agrees(way, max(noise, self._tolerance)))
         return next(ways, COUPLED)
+
+    def written_in_single_row(self, fatal: tuple[type[Exception], ...]) -> tuple[bool, str]:
+        """Whether a forward of one row writes to what it has saved for the backward, and one of all rows does not; and where
+        it was saved. Torch saves a copy of rows that it has to lay out anew, and a single row is saved itself."""
+        lines: list[set[str]] = []
+        try:
+            for span in ((0, self._count), (0, 1)):
+                lines.append(set())
+                trial = partial(self._trial_with_saved, _Trial(self._draws, *span), lines[-1])
+                self._losses([take_rows(self._rows, *span)], MEAN, trial)
+        except fatal:
+            raise
+        except RuntimeError:  # a forward of which torch does not tell what is saved (torch.func)
+            return False, ""
+        found = sorted(lines[1] - lines[0])
+        return bool(found), f" ({found[0]})" if found and found[0] else ""
+
+    @contextmanager
+    def _trial_with_saved(self, trial: _Trial, lines: set[str]) -> Iterator[None]:
+        with self._trial(trial, []), written_after_saved(lines):
+            yield
 
     def _try(self, way: str) -> None:
         if not self._whole.losses:

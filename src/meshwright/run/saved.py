@@ -1,0 +1,29 @@
+"""What autograd saves of a forward for its backward, and whether the forward wrote to it afterwards.
+
+A backward that needs a tensor ends in an error of autograd's if the tensor was written since. This tells without a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from meshwright.blame import model_line
+from meshwright.private import version
+
+
+@contextmanager
+def written_after_saved(lines: set[str]) -> Iterator[None]:
+    """For the time of a forward with gradients. At its end ``lines`` gets the model's lines that saved what was written."""
+    saved: list[tuple[Tensor, int | None, str]] = []
+
+    def note(t: Tensor) -> Tensor:
+        saved.append((t, version(t), model_line()))
+        return t
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        yield
+    lines.update(line for t, before, line in saved if version(t) != before)
