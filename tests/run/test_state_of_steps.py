@@ -46,6 +46,27 @@ class Counting(nn.Module):
         return (self.last(h) * self.late.seen + self.assigned).square().mean()
 
 
+class Hooked(nn.Module):
+    """Registers hooks in its first forward, which collect what its blocks give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last, self.is_hooked = nn.Linear(6, 1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, args, given: self.given.append(given))
+            self.is_hooked = True
+        self.given: list[Tensor] = []
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        given, self.given = self.given, []
+        return (self.last(h).square() + sum((i + 1) * t.sum(1) for i, t in enumerate(given))[:, None]).mean()
+
+
 class Statistics(nn.Module):
     """State that follows from rows, and a count of forwards beside it."""
 
@@ -103,10 +124,12 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("build", [Counting, Statistics])
-def test_state_is_that_of_one_forward_a_step(workers: LocalWorkers, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(("build", "plans"), [(Counting, PLANS), (Hooked, PLANS[2:]), (Statistics, PLANS)])
+def test_state_is_that_of_one_forward_a_step(
+    workers: LocalWorkers, build: Callable[[], nn.Module], plans: list[dict[str, Any]]
+) -> None:
     for plan, (losses, values, numbers) in zip(
-        PLANS, workers.run(after_three_steps, [(build, plan) for plan in PLANS], ranks=2)[0], strict=True
+        plans, workers.run(after_three_steps, [(build, plan) for plan in plans], ranks=2)[0], strict=True
     ):
         expected = one_device(build)
         assert losses == pytest.approx(expected[0], rel=1e-10), plan

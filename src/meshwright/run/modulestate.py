@@ -1,6 +1,7 @@
-"""What a forward may leave on its modules: buffers, and attributes that are tensors, numbers or containers of these.
+"""What a forward may leave on its modules: buffers, hooks of forwards, and attributes that are tensors, numbers or containers
+of these.
 
-Parameters, submodules and hooks are not part of it: these are the optimizer's, the layout's and FSDP2's.
+Parameters, submodules and other hooks are not part of it: these are the optimizer's, the layout's and FSDP2's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshwright.view.work import whole
 
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # a model may register some in its first forward, and note that it has
 _DEPTH = 4  # how far into containers and plain objects to look
 _Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
@@ -143,6 +145,7 @@ def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
     attributes = vars(module)
     yield attributes
     yield attributes["_buffers"]
+    yield from (attributes[name] for name in _HOOKS)
     for key, value in list(attributes.items()):
         if type(value) not in _CONSTANT and key not in _INTERNAL:
             yield from _within(value, seen, _DEPTH)
