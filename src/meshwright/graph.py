@@ -183,6 +183,8 @@ class ModelGraph:
         spans: what memory keeps together, by the rule of planning/memory.py.
         returned: the values in what the loss function gave.
         of_this_batch: whether values of the batch were read, so that another batch may take another path.
+        read: the memory of the batch (or of no one knows whom) that these values follow from; None if not all follow from
+            memory: random numbers were drawn.
         ways: of a read, what its call returned, which another way gives too.
         outputs: what each event gave, without values.
         rows: of the batch, where data ranks of branches can each run their own of them; else 0.
@@ -198,6 +200,7 @@ class ModelGraph:
     values: list[Value] = field(default_factory=list)
     returned: tuple[int, ...] = ()
     of_this_batch: bool = False
+    read: frozenset[int] | None = None
     ways: dict[int, tuple[int, ...]] = field(default_factory=dict)
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)
     rows: int = 0

@@ -1,4 +1,5 @@
-"""Batches of many lengths: what is recorded for a length holds for others, and no more is kept than a few."""
+"""Batches of many lengths, and of values that decide what runs: what was recorded for one holds for others, and no more is
+kept than a few."""
 
 from __future__ import annotations
 
@@ -101,6 +102,59 @@ def test_a_new_length_is_not_recorded_if_it_follows_from_others(build, mesh, wor
     assert losses == pytest.approx([float(model(**batch(length)).loss) for length in LENGTHS], rel=1e-10)
     if build is Model:
         assert sum(recorded.values()) <= 8, recorded  # 14 and 10, then what is longer or shorter than all before
+
+
+class ReadsItsMask(Model):
+    """Goes another way if some of a mask is false. Other values are read by no one, and neither is a constant's origin."""
+
+    def forward(self, ids, labels, mask):
+        some = not bool((mask & torch.tensor(True)).all())
+        even = (ids + torch.ones(1, dtype=torch.int64)) % 2 == 0
+        x = self.table(ids) + even[..., None] * (0.5 if bool((torch.arange(3) > 0).any()) else 1.0)
+        for block in self.blocks[: 3 if some else 4]:
+            x = block(x, torch.ones(ids.shape[1], 1, dtype=x.dtype), torch.zeros(1, dtype=torch.bool))
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class Throws(ReadsItsMask):
+    """Goes a way that random numbers decide as well."""
+
+    def forward(self, ids, labels, mask):
+        torch.rand(1).item()
+        return super().forward(ids, labels, mask)
+
+
+def masked(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, CLASSES, (ROWS, 8), generator=generator) for _ in range(2))
+    return {"ids": ids, "labels": labels, "mask": (torch.arange(8) < length).expand(ROWS, 8).clone()}
+
+
+MASKS = [8, 8, 6, 5, 8, 5, 6]
+
+
+def losses_of_masks(build):
+    plan = {"mesh": {"pp": 2}, "microbatches": 2, "precision": "float64", "rows": "split"}
+    job = mw.parallelize(build, plan, batch=masked(0, 8))
+    make, recorded = job.pipeline._graph, []
+    job.pipeline._graph = lambda *args, **named: recorded.append(1) or make(*args, **named)
+    losses, counts = [], []
+    for seed, length in enumerate(MASKS):
+        losses.append(float(job.step(masked(seed, length))))
+        counts.append(len(recorded))
+    return losses, counts
+
+
+@pytest.mark.parametrize(
+    ("build", "counts"), [(ReadsItsMask, [1, 1, 2, 3, 3, 3, 3]), (Throws, [2, 4, 6, 8, 10, 12, 14])]
+)
+def test_a_forward_is_recorded_again_if_values_that_decide_its_path_differ(build, counts, workers):
+    losses, recorded = workers.run(losses_of_masks, build, ranks=2)[-1]
+    torch.manual_seed(0)
+    model = build().double()
+    expected = [float(model(**masked(seed, length)).loss) for seed, length in enumerate(MASKS)]
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert recorded == counts
 
 
 def test_what_was_used_last_is_kept():

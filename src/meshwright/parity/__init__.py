@@ -30,9 +30,10 @@ from meshwright.errors import Findings
 from meshwright.parity.compare import KINDS, compare
 from meshwright.parity.half import HALF, half_reference
 from meshwright.parity.report import Report
-from meshwright.parity.sides import Case, Outcome, Reference, digest, distributed, reference
+from meshwright.parity.sides import Case, Outcome, Reference, distributed, reference
 from meshwright.plan import Plan, PlanLike
 from meshwright.run.batch import plain
+from meshwright.run.checksum import digest
 from meshwright.run.job import Loss, output_loss
 from meshwright.run.parcel import pack
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers

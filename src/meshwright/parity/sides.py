@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from meshwright.plan import Plan
 from meshwright.private import replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, mapped
+from meshwright.run.checksum import digest
 from meshwright.run.job import Job, Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.randomness import Generators, seed_all
@@ -423,12 +423,6 @@ def _drops(x: Any) -> list[str]:
 
 def _is_on(value: Any) -> bool:
     return isinstance(value, float) and 0 < value <= 1
-
-
-def digest(x: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of equal bits: torch's own pickle of equal tensors differs."""
-    values = x.detach().cpu().contiguous().flatten().view(torch.uint8) if x.numel() else x.new_empty(0)
-    return str(x.dtype), tuple(x.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

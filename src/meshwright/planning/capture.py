@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from meshwright.chance import host_drawn
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
 from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together, size_of_value
+from meshwright.planning.origins import Origins
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
@@ -38,22 +40,23 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool) -> ModelGraph:
-    kept, numbers = Kept(model), host_drawn()
-    recorder, shadow = _recorded(model, run, ())
+    kept, numbers, origins = Kept(model), host_drawn(), Origins()
+    record = partial(_recorded, model, run, origins)
+    recorder, shadow = record(())
     changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn() != numbers
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
-        recorder, shadow = _recorded(model, run, changed, draws=draws)
+        recorder, shadow = record(changed, draws=draws)
         kept.put_back()
     if staged and shadow.sized:
-        recorder = _with_sizes_of_values(recorder, model, run, changed, kept, draws)
+        recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)
+    recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - kept.memories())
     return recorder.graph
 
 
 def _with_sizes_of_values(
     recorder: Recorder,
-    model: nn.Module,
-    run: Callable[[nn.Module], Any],
+    record: Callable[..., tuple[Recorder, Shadow]],
     changed: Sequence[Slot],
     kept: Kept,
     draws: bool,
@@ -62,7 +65,7 @@ def _with_sizes_of_values(
     together: a tensor of such a size does not cross a cut. Which those are shows if other sizes are assumed."""
     graph = recorder.graph
     try:
-        other = _recorded(model, run, changed, fewer=True, draws=draws)[0].graph
+        other = record(changed, fewer=True, draws=draws)[0].graph
     except PlanError:
         other = None
     finally:
@@ -73,7 +76,7 @@ def _with_sizes_of_values(
         sized = (n for n, (a, b) in enumerate(zip(graph.values, other.values, strict=True)) if a.shape != b.shape)
         graph.spans += size_of_value(graph, sized)
         return recorder
-    recorder, _ = _recorded(model, run, changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
+    recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
     kept.put_back()
     return recorder
 
@@ -81,6 +84,7 @@ def _with_sizes_of_values(
 def _recorded(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
+    origins: Origins,
     changed: Sequence[Slot],
     *,
     fewer: bool = False,
@@ -90,12 +94,13 @@ def _recorded(
     """A forward, recorded, and what was assumed.
 
     Args:
+        origins: gets the memory that the path follows from.
         changed: where modules keep what it changes.
         fewer: assume that masks select half of what there is, and not all.
         sizes_read: what makes a tensor whose size follows from values is a read, on which Python acts.
         draws: whether it draws random numbers of the host's.
     """
-    shadow, meeting = Shadow(fewer=fewer), Meeting()
+    shadow, meeting = Shadow(fewer=fewer, origins=origins), Meeting(origins)
     recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
     modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
     with ExitStack() as stack:

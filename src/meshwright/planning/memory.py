@@ -133,6 +133,10 @@ class Kept:
             or any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
         ]  # fmt: skip
 
+    def memories(self) -> set[int]:
+        """The memory of tensors that were kept. They are put back, values too."""
+        return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if _has_memory(t)}
+
     def put_back(self) -> None:
         """Every slot as it was."""
         with without_any_mode():

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.blame import model_line
+from meshwright.planning.origins import Origins
 from meshwright.private import (
     TorchDispatchMode,
     gives_fresh_memory,
@@ -43,6 +44,7 @@ class Shadow(TorchDispatchMode):
         contrary: answer every question the other way: masks are empty, what is true of the batch is not. A module that
             is called either way is called on every rank, whatever its rows.
         fewer: assume that a mask without values holds half of what there is, and not all.
+        origins: gets the memory that the answers follow from.
 
     Attributes:
         reads: how many values were read, assumed or real.
@@ -53,8 +55,9 @@ class Shadow(TorchDispatchMode):
         written: the names of parameters that were written.
     """
 
-    def __init__(self, *, contrary: bool = False, fewer: bool = False) -> None:
+    def __init__(self, *, contrary: bool = False, fewer: bool = False, origins: Origins | None = None) -> None:
         super().__init__()
+        self._origins = origins
         self.contrary, self.fewer, self.reads, self.known, self.sized = contrary, fewer, 0, 0, 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
@@ -63,6 +66,8 @@ class Shadow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = _tensors((*args, *kwargs.values()))
+        if self._origins is not None:
+            self._origins.begin(func, tensors)
         if self.memory:
             targets = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
             self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
@@ -76,7 +81,10 @@ class Shadow(TorchDispatchMode):
         if not any(t.is_meta for t in tensors):
             if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
                 kwargs["device"] = torch.device("cpu")
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if self._origins is not None:
+                self._origins.end(func, args, kwargs, tensors, out)
+            return out
         if func in _SIZED:
             self.sized += 1
             return _SIZED[func](self._held, *args, **kwargs)
@@ -291,18 +299,25 @@ def _on_a_device() -> AbstractContextManager[Any]:
     return torch.autocast(_device().type, dtype=_autocast_types()[-1][1])
 
 
+_READ_PAST = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # the dispatcher
+
+
 class Meeting(FunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
     Some functions compare devices first (RNNs, ``cdist``, attention): what such a function refuses, it is asked again with
     all of its tensors on meta. And ``tolist`` and ``numpy`` read past the dispatcher.
 
+    Args:
+        origins: gets the memory that the answers follow from.
+
     Attributes:
         differentiates: whether the forward asked for gradients itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Origins | None = None) -> None:
         super().__init__()
+        self._origins = origins
         self.known, self.differentiates = 0, False
         self._types: dict[Any, torch.dtype] = {}  # of what functions give under autocast
 
@@ -315,6 +330,8 @@ class Meeting(FunctionMode):
             )  # what a model makes there, or asks of it (``torch.autocast(x.device.type)``), is real
         if func in (Tensor.tolist, Tensor.numpy):
             self.known += not args[0].is_meta
+        if func in _READ_PAST and self._origins is not None:
+            self._origins.look(args[:1])
         if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
             return func(torch.ones(args[0].shape, dtype=args[0].dtype))
         if func in (Tensor.register_hook, Tensor.retain_grad) and args[0].is_meta:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError
 from meshwright.graph import ModelGraph, Value, spelled
-from meshwright.private import without_modes
+from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, differs, tensors_in, versions
 from meshwright.run.branch import Branching, as_recorded
@@ -36,7 +36,7 @@ from meshwright.run.halves import LaterWeights
 from meshwright.run.modulestate import ModuleState, content_of, fill
 from meshwright.run.paths import Watched, unwatched
 from meshwright.run.randomness import random_numbers_kept
-from meshwright.run.recent import Lengths, Points, Recent, sizes_of
+from meshwright.run.recent import ByValues, Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
 from meshwright.run.step import BACKWARD, called, weighed
 from meshwright.run.streams import Streams
@@ -134,6 +134,7 @@ class Pipeline:
         self.has_loss = recipe.stage_rank[-1] == self.rank
         self._programs = Lengths(self._programs_between)
         self._paths = Recent[Program]()
+        self._by_values = ByValues[Program]()
         self._schedules = Recent[Schedule]()
         self.bytes_sent = self.sends = 0
         self.waiting = Waiting(groups.device)
@@ -215,10 +216,25 @@ class Pipeline:
             writes = {i for own, before in runs for i in differs(own, batch, before)}
             path = (sizes, graph.signature) if sizes is not None else object()
             recorded.append(self._paths.made(path, lambda: self._program(graph, frozenset(writes), loss is None)))
+            deciding = self._deciding(graph, batch)
+            if sizes is not None and deciding is not None:
+                self._by_values.put(sizes, batch, deciding, recorded[-1])
             return recorded[-1]
 
         known = self._programs.made(sizes, record)
-        return record() if known.graph.of_this_batch and not recorded else known
+        if not known.graph.of_this_batch or recorded:
+            return known
+        # Another batch of these sizes may take another path, unless the values that were read are the same.
+        return (self._by_values.get(sizes, batch) if sizes is not None else None) or record()
+
+    def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
+        """The tensors of a batch, by their places, whose values decided what was recorded; None if not they alone did."""
+        tensors = [(i, t) for i, t in enumerate(tensors_in(batch)) if t.layout is torch.strided]
+        if graph.read is None or not graph.read.issubset(storage_of(t) for _, t in tensors):
+            return None
+        if self.recipe.branches:  # which rows can be run apart is asked of more than was read
+            return frozenset(i for i, _ in tensors)
+        return frozenset(i for i, t in tensors if storage_of(t) in graph.read)
 
     def _programs_between(self, points: Points[Program]) -> Callable[[int], Program] | None:
         """A program for lengths between those that were recorded, if nothing but sizes differs."""

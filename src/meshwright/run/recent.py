@@ -1,4 +1,5 @@
-"""What was recorded for a batch's sizes, the last few of them: ``Recent``, and ``Lengths``, which knows those between too."""
+"""What was recorded for a batch's sizes, the last few of them: ``Recent``; ``Lengths``, which knows those between too; and
+``ByValues``, if values decide as well."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from meshwright.private import pytree
 from meshwright.run.batch import tensors_in
+from meshwright.run.checksum import digest
 
 V = TypeVar("V")
 
@@ -85,6 +87,43 @@ def _kind(x: Any, length: int) -> Hashable:
 
 Points = Sequence[tuple[int, V]]
 Follows = Callable[[Points[V]], "Callable[[int], V] | None"]
+
+
+class ByValues(Generic[V]):
+    """What was recorded for batches whose values decide what a forward does, by those of their tensors that decide it.
+
+    Args:
+        most: how many are kept, of the sizes and values that were used last.
+    """
+
+    def __init__(self, most: int = 32) -> None:
+        self._found = Recent[V](most)
+        self._deciding: dict[
+            Sizes, list[frozenset[int]]
+        ] = {}  # sets of tensors that decided, by their places in a batch
+
+    def get(self, sizes: Sizes, batch: Any) -> V | None:
+        """What there is for a batch like one before, in all values that decided."""
+        digests: dict[int, Hashable] = {}
+        for deciding in self._deciding.get(sizes, ()):
+            found = self._found.get((sizes, deciding, _digests(batch, deciding, digests)))
+            if found is not None:
+                return found
+        return None
+
+    def put(self, sizes: Sizes, batch: Any, deciding: frozenset[int], value: V) -> None:
+        """Keeps what was recorded for a batch, of which these tensors decided."""
+        known = self._deciding.setdefault(sizes, [])
+        if deciding not in known:
+            known.append(deciding)
+        self._found.put((sizes, deciding, _digests(batch, deciding, {})), value)
+
+
+def _digests(batch: Any, which: frozenset[int], known: dict[int, Hashable]) -> Hashable:
+    tensors = tensors_in(batch)
+    for i in which - known.keys():
+        known[i] = digest(tensors[i])
+    return tuple(known[i] for i in sorted(which))
 
 
 @dataclass
