@@ -189,3 +189,72 @@ def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(workers):
         found, expected = workers.run(gradients_in_float32, plan, ranks=4)[0]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Keeping(Tokens):
+    """Keeps something of each forward in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.steps, self.means, self.last, self.mean = 0, 0, [], None, torch.zeros(WIDTH)
+        self.inner = nn.Identity()
+
+    def forward(self, ids, labels):
+        self.keep(self.table(ids).detach())
+        return super().forward(ids, labels)
+
+
+class Counts(Keeping):
+    """Counts rows, and computes nothing with that."""
+
+    def keep(self, x):
+        self.steps += 1
+        self.inner.rows = getattr(self.inner, "rows", 0) + len(x)
+        self.means.append(x.mean().item())
+        self.last = x
+
+    def mixed(self, x):
+        return x * (1 + self.steps / 10), 0.0
+
+
+class Averages(Keeping):
+    """Computes with an average of activations of earlier forwards."""
+
+    def keep(self, x):
+        self.means.append(0)
+
+    def mixed(self, x):
+        before, self.mean = self.mean, 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x - before, 0.0
+
+
+class Remembers(Keeping):
+    """Computes with the activations of the forward before."""
+
+    def keep(self, x):
+        self.before, self.last = self.last, x
+
+    def mixed(self, x):
+        return x if self.before is None else x + self.before.mean((0, 1)), 0.0
+
+
+def kept_after_steps(builds, plan):
+    """For each model what the trial came to, the notes, and the losses of three steps here and on one device."""
+    found = []
+    for build in builds:
+        job = mw.parallelize(build, plan, batch=tokens(), dtype=torch.float64)
+        losses = [job.step(own_rows(job, tokens())).item() for _ in range(3)]
+        torch.manual_seed(0)
+        one = build().double()
+        found.append((job.rows, " ".join(job.notes), losses, [one(**tokens()).loss.item() for _ in range(3)]))
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "tp=2", "microbatches": 2}], ids=str)
+def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, workers):
+    found = workers.run(kept_after_steps, [Counts, Averages, Remembers], plan, ranks=2)[0]
+    assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled"]
+    assert "inner.rows" in found[0][1] and "means" in found[0][1] and "steps" not in found[0][1]
+    assert "attributes of its modules (mean)" in found[1][1] and "attributes of its modules" in found[2][1]
+    for _, _, losses, expected in found:
+        assert losses == pytest.approx(expected, rel=1e-9)

@@ -19,11 +19,12 @@ plan, a batch norm can look like rounding, and a loss that balances experts like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.nn import functional
 
 from meshwright.blame import line_of
 from meshwright.private import python_body
+from meshwright.run.attributes import VALUES, Name, differing, moved
 from meshwright.run.batch import doubled
 from meshwright.run.counts import MEAN, RATIO, SUM
 from meshwright.run.paths import Found, outside_of_parts
@@ -58,10 +60,17 @@ Agreed = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind``: mean, sum or coupled; ``why``: what ended the trial, with the model's line; empty if it did not fail."""
+    """What a trial came to.
+
+    Attributes:
+        kind: mean, sum or coupled.
+        why: what ended the trial, with the model's line; empty if it did not fail.
+        kept: attributes of modules that are other ones after a part of the rows.
+    """
 
     kind: str
     why: str = ""
+    kept: tuple[str, ...] = ()
 
 
 # What an attempt comes to, the worst last.
@@ -138,8 +147,25 @@ def how_rows_combine(
                 if agreed(written)[1]:
                     why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
                     return Verdict(COUPLED, why)
+            if kind != COUPLED and divided is None:
+                return _with_what_is_kept(kind, attempt, agreed, fatal)
             return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     return Verdict(COUPLED, why if most == _FAILED else "")
+
+
+def _with_what_is_kept(kind: str, attempt: _Attempt, agreed: Agreed, fatal: tuple[type[Exception], ...]) -> Verdict:
+    """The verdict on rows whose losses combine, by what they leave in attributes of modules."""
+    kept = attempt.kept_otherwise(kind)
+    names = tuple(f"{path}.{key}" if path else key for (path, key), how in kept.items() if how == VALUES)
+    if not agreed(bool(kept))[1]:
+        return Verdict(kind)
+    if agreed(attempt.computes_with(kept, kind, fatal))[1]:
+        of = f" ({', '.join(names[:3])})" if names else ""
+        return Verdict(
+            COUPLED,
+            f"it computes with what earlier forwards left in attributes of its modules{of}, which follows from the rows",
+        )
+    return Verdict(kind, kept=names)
 
 
 def _told(error: BaseException) -> str:
@@ -160,6 +186,7 @@ class _Outcome:
     weights: list[float] = field(default_factory=list)  # of the pieces, in their mean
     left: list[list[Tensor]] = field(default_factory=list)  # what each made of what it may change
     reads: list[Found] = field(default_factory=list)  # what each read of its rows
+    attributes: list[dict[Name, Any]] = field(default_factory=list)  # plain ones of modules, that each changed
 
 
 class _Attempt:
@@ -216,8 +243,34 @@ class _Attempt:
 
     @contextmanager
     def _trial_with_saved(self, trial: _Trial, lines: set[str]) -> Iterator[None]:
-        with self._trial(trial, []), written_after_saved(lines):
+        with self._trial(trial, _Outcome()), written_after_saved(lines):
             yield
+
+    def kept_otherwise(self, way: str) -> dict[Name, str]:
+        """Attributes that a forward of all rows leaves otherwise than one of the first part."""
+        return differing(self._whole.attributes[0], self._parts[way].attributes[0])
+
+    def computes_with(self, kept: Mapping[Name, str], way: str, fatal: tuple[type[Exception], ...]) -> bool:
+        """Whether the next forward computes with attributes that are kept: it begins with those of all rows, and with the
+        part's, if they have the same shape, or else with other values in them."""
+        whole, part = self._whole.attributes[0], self._parts[way].attributes[0]
+        other = {
+            n: part[n] if how == VALUES else moved(whole[n]) for n, how in kept.items() if n in whole and n in part
+        }
+        losses = []
+        try:
+            for begin in (whole, {**whole, **other}):
+                losses.append(self._without_gradients(partial(self._loss_after, begin)))
+        except fatal:
+            raise
+        except Exception:  # a forward that cannot be followed by another
+            return False
+        return all(map(isfinite, losses)) and abs(losses[0] - losses[1]) > self._tolerance * max(1.0, abs(losses[0]))
+
+    def _loss_after(self, begin: Mapping[Name, Any]) -> float:
+        """The loss of all rows in a forward that begins with other attributes."""
+        trial = partial(self._trial, _Trial(self._draws, 0, self._count), _Outcome(), begin)
+        return self._losses([self._rows], MEAN, trial)[0][0]
 
     def _try(self, way: str) -> None:
         if not self._whole.losses:
@@ -238,14 +291,17 @@ class _Attempt:
 
     def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Outcome:
         found = _Outcome()
-        trials = (self._trial(_Trial(draws, *span), found.left) for span in spans)
+        trials = (self._trial(_Trial(draws, *span), found) for span in spans)
         found.losses, found.weights, found.reads = self._losses(pieces, way, partial(next, trials))
         return found
 
     @contextmanager
-    def _trial(self, trial: _Trial, left: list[list[Tensor]]) -> Iterator[None]:
+    def _trial(
+        self, trial: _Trial, found: _Outcome, begin: Mapping[Name, Any] = MappingProxyType({})
+    ) -> Iterator[None]:
+        left, attributes, is_wide = found.left, found.attributes, self._computing.wide
         with (
-            untouched(self._model, self._random, self._changed, left, wide=self._computing.wide),
+            untouched(self._model, self._random, self._changed, left, attributes, begin=begin, wide=is_wide),
             self._computing.on(),
             trial,
         ):
@@ -373,6 +429,12 @@ class Draws:
 
 def note(found: Verdict) -> str:
     """What a person should know of it; empty for the usual case."""
+    if found.kind != COUPLED and found.kept:
+        return (
+            f"{', '.join(found.kept[:3])}{f' and {len(found.kept) - 3} more' if len(found.kept) > 3 else ''}: what a forward "
+            "leaves there follows from its rows, and after a step it is what this rank's first microbatch left. If it is to be "
+            "that of the batch, make it a buffer: rows are then run together"
+        )
     if found.kind != COUPLED:
         return ""
     if found.why:

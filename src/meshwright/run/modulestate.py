@@ -131,6 +131,11 @@ def is_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor))
 
 
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's plain attributes: name and value."""
+    return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
+
+
 def holders(module: nn.Module) -> Iterator[_Holder]:
     """Everything that holds state of a module and of the modules in it: dicts of attributes and buffers, containers."""
     seen: set[int] = set()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.run.attributes import Name, changed, marks, put
 from meshwright.run.modulestate import ModuleState
 from meshwright.run.parameters import local_tensor
 from meshwright.run.randomness import Generators
@@ -16,7 +18,14 @@ Slot = tuple[nn.Module, str]  # where a module keeps a tensor, as a forward may 
 
 @contextmanager
 def untouched(
-    model: nn.Module, random: Generators, slots: Sequence[Slot], left: list[list[Tensor]], *, wide: bool
+    model: nn.Module,
+    random: Generators,
+    slots: Sequence[Slot],
+    left: list[list[Tensor]],
+    attributes: list[dict[Name, Any]],
+    *,
+    begin: Mapping[Name, Any],
+    wide: bool,
 ) -> Iterator[None]:
     """Forwards within leave the state of modules, parameters, gradients and random numbers as they were.
 
@@ -24,6 +33,8 @@ def untouched(
         random: the generators that the forwards may draw from.
         slots: what a forward may change: buffers, parameters that it writes.
         left: gets what the forwards made of the slots.
+        attributes: gets the plain attributes that the forwards changed.
+        begin: what attributes are when the forwards begin, if not what they are now.
         wide: buffers are of float64 meanwhile.
     """
     tensors = ((slot, getattr(*slot)) for slot in slots)
@@ -33,9 +44,12 @@ def untouched(
         with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
             if wide:
                 _widen(slots)
+            put(model, begin)
+            before = marks(model)
             try:
                 yield
             finally:
+                attributes.append(changed(model, before))
                 left.append([local_tensor(getattr(*slot)).detach().clone() for slot in slots])
     finally:
         for module, name, p in parameters:
