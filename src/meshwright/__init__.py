@@ -2,6 +2,7 @@
 
     errors      PlanError, CheckpointError     everything that is wrong, at once
                 ReplicaError                   ranks that should be alike and are not
+                RowsError                      rows that cannot be divided, as a step's values show
     mesh        Mesh                           named axes and sizes
     layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from meshwright.cost.compare import compare_branches
     from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
-    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError
+    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError
     from meshwright.hardware import Hardware
     from meshwright.layout import PARTIAL, WHOLE, Cut
     from meshwright.mesh import Mesh
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors", "ReplicaError": "errors",
+    "RowsError": "errors",
     "Mesh": "mesh",
     "Cut": "layout", "WHOLE": "layout", "PARTIAL": "layout",
     "Plan": "plan",
@@ -86,6 +88,7 @@ __all__ = [
     "ReplicaError",
     "Report",
     "Rows",
+    "RowsError",
     "ShardMap",
     "Watch",
     "check",

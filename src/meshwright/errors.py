@@ -102,6 +102,21 @@ class ReplicaError(RuntimeError):
         return f"step {self.step}: what should be the same on several ranks is not\n{shown}\n{self.fix}"
 
 
+class RowsError(RuntimeError):
+    """The rows of a step cannot be divided, and only the step's values have shown it: the model acts on values of its rows, or
+    counts what does not follow from the batch alone. Raised on every rank, before the optimizer steps."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"{self.problem}: the gradients of this step are not those of the batch. "
+            "rows: whole in the plan runs all rows on every data rank"
+        )
+
+
 class CheckpointError(PlanError):
     """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
 

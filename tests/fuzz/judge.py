@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, RowsError
 from meshwright.parity.sides import perturbed
 from meshwright.place import bounds
 from meshwright.recipe import take_slices
@@ -46,7 +46,7 @@ FAILED = (WRONG, ERROR)
 class Verdict:
     """Attributes:
     kind: ``right``; ``skipped``, as one device raises, or its own rounding changes the result; ``refused`` with a
-        PlanError; ``wrong``; ``error``: any other error, a hang or a death.
+        PlanError, or a RowsError; ``wrong``; ``error``: any other error, a hang or a death.
     sort: what fails, without numbers and names: what a smaller program must have in common.
     text: what was seen.
     """
@@ -148,7 +148,10 @@ def judged(run: Run, timeout: float) -> Verdict:
         for i, n in enumerate(rows):
             count += 1
             torch.manual_seed(count)
-            loss = job.step(_rows(run, job, sample(run, n, count))).item()
+            try:
+                loss = job.step(_rows(run, job, sample(run, n, count))).item()
+            except RowsError as error:
+                return Verdict(REFUSED, "RowsError", str(error))
             differences.loss(step, i, loss)
         differences.gradients(step, job)
         optimizer.step()

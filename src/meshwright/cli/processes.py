@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwright.cli.given import Given
 from meshwright.draw.console import console
-from meshwright.errors import NonFiniteError, PlanError, ReplicaError
+from meshwright.errors import NonFiniteError, PlanError, ReplicaError, RowsError
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them
     from meshwright.run.workers import LocalWorkers
@@ -26,7 +26,7 @@ def told(*, quiet: bool = False) -> Iterator[None]:
 
     try:
         yield
-    except (PlanError, WorkerError, NonFiniteError, ReplicaError) as raised:
+    except (PlanError, WorkerError, NonFiniteError, ReplicaError, RowsError) as raised:
         error = getattr(raised, "plan_error", None) or raised
         if not quiet:
             console(stderr=True).print(Text(str(error)), soft_wrap=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.errors import RowsError
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.run import streams
 from meshwright.run.batch import as_given, copied, joined, mapped, plain, versions, with_shared
@@ -132,6 +133,7 @@ class Job:
         Raises:
             ReplicaError: on every rank, in the steps that compare ranks (``verify`` in the plan): ranks that should hold
                 the same bits do not.
+            RowsError: on every rank: this step's values have shown that its rows cannot be divided.
         """
         self.steps += 1
         return self._run(batch, backward=True)
@@ -206,10 +208,9 @@ class Job:
                 dist.all_reduce(found)
             found[0] /= self.recipe.mesh.axis_size("tp")
         if uncounted and found[2]:
-            raise RuntimeError(
+            raise RowsError(
                 f"the mean at {', '.join(sorted(uncounted))} ignores {int(found[2])} labels, and how many it counts does not "
-                "follow from the batch alone: data ranks and microbatches cannot be weighed, and the gradients of this step "
-                "are not those of the batch. rows: whole in the plan runs all rows on every data rank"
+                "follow from the batch alone: data ranks and microbatches cannot be weighed"
             )
         if self._paths.watching and self._paths.differ(found[3:].tolist()):
             self._try_paths(pieces)
@@ -223,7 +224,7 @@ class Job:
         """Pieces of this step took different paths: is the loss of two of them at once what they make apart?
 
         Raises:
-            RuntimeError: on every rank: it is not.
+            RowsError: on every rank: it is not.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, self._paths.taken())
@@ -235,9 +236,8 @@ class Job:
         if both is None or self._tried(both, single=False, divided=rows_of(rows[0])).kind == self.rows:
             self._paths.settle(lines)
             return
-        raise RuntimeError(
-            f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways: "
-            "the gradients of this step are not those of the batch. rows: whole in the plan runs all rows on every data rank"
+        raise RowsError(
+            f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways"
         )
 
     def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
