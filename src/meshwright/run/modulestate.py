@@ -25,7 +25,10 @@ from meshwright.view.work import whole
 
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # a model may register some in its first forward, and note that it has
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)  # a model may register some in its first forward, and note that it has
 _DEPTH = 4  # how far into containers and plain objects to look
 _Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
