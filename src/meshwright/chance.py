@@ -2,18 +2,24 @@
 
 Planning runs a forward once, with some numbers. If they decide what is called (``if random.random() < 0.1: continue``), a run
 takes other paths. So a forward that draws is run again: with the smallest numbers, with the largest, and with a few seeds.
+
+A generator that a module holds as an attribute (``self.rng = random.Random(3)``) counts as those of the process do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+
+from meshwright.private import TorchDispatchMode
 
 SMALLEST, LARGEST = "smallest", "largest"
 WAYS: tuple[str | int, ...] = (SMALLEST, LARGEST, 1, 2, 3)
@@ -24,14 +30,41 @@ _WORDS = {SMALLEST: 0, LARGEST: 0x12DD9BB3}
 _SET = 600
 
 
-def drawn() -> tuple[Any, ...]:
-    """Differs from what it was before if numbers of Python's, NumPy's or torch's generator (on the CPU) were drawn."""
-    return *host_drawn(), torch.get_rng_state().numpy().tobytes()
+class Draws:
+    """Which generators of the host a forward draws from: those of the process, and those that modules hold.
+
+    Attributes:
+        of_host: whether it drew from Python's or NumPy's.
+        of_torch: whether it drew from torch's, on the CPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.of_host = self.of_torch = False
+
+    def noted(self, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+        """The same forward, whose draws are noted."""
+
+        def noting(given: nn.Module) -> Any:
+            of_host, of_torch = host_drawn(self._model), self._torch()
+            try:
+                return run(given)
+            finally:
+                self.of_host |= host_drawn(self._model) != of_host
+                self.of_torch |= self._torch() != of_torch
+
+        return noting
+
+    def _torch(self) -> tuple[Any, ...]:
+        held = [state_of(g) for g in _generators(self._model) if isinstance(g, torch.Generator)]
+        return torch.get_rng_state().numpy().tobytes(), held
 
 
-def host_drawn() -> tuple[Any, ...]:
-    """The same for Python's and NumPy's generators."""
-    return random.getstate(), numpy_words() if "numpy" in sys.modules else b""
+def host_drawn(model: nn.Module | None = None) -> tuple[Any, ...]:
+    """Differs from what it was before if numbers of Python's or NumPy's generator were drawn. ``model``: or of those that its
+    modules hold."""
+    held = [pickle.dumps(g) for g in _generators(model) if not isinstance(g, torch.Generator)]
+    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", held
 
 
 def numpy_words() -> bytes:
@@ -42,23 +75,145 @@ def numpy_words() -> bytes:
 
 
 @contextmanager
-def drawing(way: str | int | None) -> Iterator[None]:
+def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[None]:
     """For the time of a block the generators give other numbers: the smallest, the largest (their first 300), or those of a
-    seed; None: as they are. After it they go on as before."""
+    seed; None: as they are. After it they go on as before. ``model``: so do those that its modules hold."""
     own = torch.get_rng_state()
     try:
-        with _host_kept():
+        with _host_kept(), held_kept(model):
             if isinstance(way, int):
                 seed_host(way)
                 torch.default_generator.manual_seed(way)
             elif way is not None:
-                words = [_WORDS[way]] * _SET + list(random.Random(0).getstate()[1][_SET:624])
-                random.setstate((3, (*words, 0), None))
+                random.setstate(_python_words(way))
                 if (numpy := sys.modules.get("numpy")) is not None:
-                    numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
-            yield
+                    numpy.random.set_state(_numpy_words(way))
+            with _held_drawing(way, model), _TorchDraws(way) if isinstance(way, str) else nullcontext():
+                yield
     finally:
         torch.set_rng_state(own)
+
+
+class _TorchDraws(TorchDispatchMode):
+    """Torch's uniform numbers are the smallest, or the largest."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self._largest = way == LARGEST
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(out, torch.Tensor) or out.is_meta:
+            return out
+        if name in ("bernoulli", "bernoulli_"):
+            return out.fill_(self._largest)
+        bounds: tuple[Any, ...] = (0.0, 1.0)
+        if name == "uniform_":
+            bounds = (*args[1:3], *bounds[len(args[1:3]) :])
+        elif name == "randint":
+            bounds = tuple(a for a in (0, *args) if isinstance(a, int))[-2:]
+        elif name not in ("rand", "rand_like"):
+            return out
+        below = 1 if name == "randint" else (bounds[1] - bounds[0]) * 2**-20
+        return out.fill_(bounds[1] - below if self._largest else bounds[0])
+
+
+def _python_words(way: str) -> Any:
+    words = [_WORDS[way]] * _SET + list(random.Random(0).getstate()[1][_SET:624])
+    return 3, (*words, 0), None
+
+
+def _numpy_words(way: str) -> Any:
+    return "MT19937", sys.modules["numpy"].array(_python_words(way)[1][:624], dtype="uint32"), 0, 0, 0.0
+
+
+# --- generators that modules hold -------------------------------------------------------------------------------------
+
+
+def held_in_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """(module's name, module, attribute, generator) for each attribute that is a generator: torch's, Python's or NumPy's."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    for path, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, kinds):
+                yield path, module, key, value
+
+
+def _generators(model: nn.Module | None) -> list[Any]:
+    """Those that modules hold, each once."""
+    return list({id(g): g for *_, g in held_in_modules(model)}.values()) if model is not None else []
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator, as lists, numbers and text: what JSON can hold, but for NumPy's arrays."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return generator.get_state(legacy=False) if bits is None else bits.state
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Puts a generator where it was when ``state_of`` was asked."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif (bits := getattr(generator, "bit_generator", None)) is not None:
+        bits.state = state
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def held_kept(model: nn.Module | None) -> Iterator[None]:
+    """After a block the generators that modules hold go on as before it."""
+    before = [(g, state_of(g)) for g in _generators(model)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            set_state_of(generator, state)
+
+
+@contextmanager
+def _held_drawing(way: str | int | None, model: nn.Module | None) -> Iterator[None]:
+    """For the time of a block the generators that modules hold give other numbers. NumPy's new ones have no state that gives
+    the smallest or the largest numbers: another one, which has, takes their place."""
+    places = list(held_in_modules(model)) if model is not None and way is not None else []
+    others: dict[int, Any] = {}
+    for *_, generator in places:
+        if way is not None and id(generator) not in others:
+            others[id(generator)] = _other_numbers(generator, way)
+    try:
+        for _, module, key, generator in places:
+            vars(module)[key] = others[id(generator)]
+        yield
+    finally:
+        for _, module, key, generator in places:
+            if vars(module).get(key) is others[id(generator)]:
+                vars(module)[key] = generator
+
+
+def _other_numbers(generator: Any, way: str | int) -> Any:
+    """The generator, or one in its place, which gives other numbers."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(way if isinstance(way, int) else 0)
+    elif isinstance(generator, random.Random):
+        generator.seed(way) if isinstance(way, int) else generator.setstate(_python_words(way))
+    elif numpy is not None:
+        bits = numpy.random.MT19937(way if isinstance(way, int) else 0)
+        other = type(generator)(bits)
+        if isinstance(way, str):
+            bits.state = {"bit_generator": "MT19937", "state": {"key": _numpy_words(way)[1], "pos": 0}}
+        return other
+    return generator
 
 
 @contextmanager

@@ -23,13 +23,22 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
+HELD = {
+    "held python": random.Random,
+    "held numpy": np.random.default_rng,
+    "held old numpy": np.random.RandomState,
+    "held torch": lambda seed: torch.Generator().manual_seed(seed),
+}
+
+
 class Skipping(nn.Module):
-    """Skips blocks by chance; ``by``: whose numbers; ``share``: how often."""
+    """Skips blocks by chance; ``by``: whose numbers, those of a generator that it holds, perhaps; ``share``: how often."""
 
     def __init__(self, by: str, share: float = 0.05) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.by, self.share = by, share
+        self.generator = HELD[by](3) if by in HELD else None
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
@@ -38,6 +47,10 @@ class Skipping(nn.Module):
         return x.square().mean()
 
     def draw(self) -> float:
+        if self.by == "held torch":
+            return torch.rand((), generator=self.generator).item()
+        if self.by in HELD:
+            return float(self.generator.random() if hasattr(self.generator, "random") else self.generator.rand())
         return {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[self.by]()
 
 
@@ -115,7 +128,7 @@ def units(recipe: mw.Recipe) -> set[str]:
     return {unit.name for unit in recipe.units} - {""}
 
 
-@pytest.mark.parametrize("by", ["python", "numpy"])
+@pytest.mark.parametrize("by", ["python", "numpy", "held python", "held numpy", "held old numpy"])
 @pytest.mark.parametrize("plan", [{"mesh": "pp=2"}, {"mesh": "pp=2,dp_shard=2"}])
 def test_a_path_by_chance_is_one_error_before_anything_starts(by: str, plan: dict[str, str]) -> None:
     with pytest.raises(mw.PlanError, match=r"Python's or NumPy's decide what it computes.*test_chance.py") as raised:
@@ -123,11 +136,24 @@ def test_a_path_by_chance_is_one_error_before_anything_starts(by: str, plan: dic
     assert len(raised.value.findings) == 1
 
 
-@pytest.mark.parametrize("by", ["python", "numpy", "torch"])
+@pytest.mark.parametrize("by", ["python", "numpy", "torch", *HELD])
 def test_a_block_that_chance_may_skip_is_no_unit_of_fsdp(by: str) -> None:
     recipe = mw.make_recipe(lambda: Skipping(by, 0.01), "dp_shard=2", rows())
     assert units(recipe) == {"blocks.1", "blocks.3"}
     assert recipe.routed
+
+
+@pytest.mark.parametrize("by", HELD)
+@pytest.mark.parametrize("mesh", ["pp=2", "dp_shard=2", "tp=2"])
+def test_planning_draws_no_numbers_of_a_generator_that_a_module_holds(by: str, mesh: str) -> None:
+    made: list[Skipping] = []
+
+    def build() -> nn.Module:
+        made.append(Skipping(by, 0.0))
+        return made[-1]
+
+    mw.make_recipe(build, mesh, rows())
+    assert [model.draw() for model in made] == [Skipping(by).draw()] * len(made)
 
 
 def test_numbers_that_decide_no_path_leave_plans_as_they_are() -> None:
@@ -151,6 +177,8 @@ def test_smallest_and_largest_numbers_and_then_as_before() -> None:
     with drawing(LARGEST):
         assert min(random.random(), np.random.rand()) > 0.999999
         random.randrange(5)  # draws until a number fits
+        assert torch.rand(2).min() > 0.999999 and torch.randint(2, 9, (3,)).tolist() == [8, 8, 8]
+        assert torch.zeros(2).uniform_(3, 4).min() > 3.999 and torch.zeros(2).bernoulli_(0.01).tolist() == [1, 1]
     with drawing(7):
         torch.rand(3)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == expected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import is_ours, line_of, model_line
-from meshwright.chance import host_drawn
+from meshwright.chance import held_kept, host_drawn
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
 from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together, size_of_value
@@ -35,15 +35,15 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
         staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
         grad: whether the forward is one for a backward; a model may ask.
     """
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), held_kept(model):
         return _captured(model, run, staged)
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool) -> ModelGraph:
-    kept, numbers, origins = Kept(model), host_drawn(), Origins()
+    kept, numbers, origins = Kept(model), host_drawn(model), Origins()
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
-    changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn() != numbers
+    changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn(model) != numbers
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
         recorder, shadow = record(changed, draws=draws)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.chance import held_kept
 from meshwright.graph import ROOT, ModelGraph, Span, spelled
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_any_mode, written_by
 from meshwright.view.structure import tensors_of
@@ -155,12 +156,14 @@ class Kept:
 
 
 def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """A forward after which what modules keep is what it was: planning runs several, and a run begins with the first."""
+    """A forward after which what modules keep is what it was, and their own generators stand where they stood: planning runs
+    several, and a run begins with the first."""
 
     def again(given: nn.Module) -> Any:
         kept = Kept(model)
         try:
-            return run(given)
+            with held_kept(model):
+                return run(given)
         finally:
             kept.put_back()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_ours
-from meshwright.chance import WAYS, drawing, drawn, host_drawn
+from meshwright.chance import WAYS, Draws, drawing
 from meshwright.errors import Findings, PlanError, nearest
 from meshwright.graph import ModelGraph
 from meshwright.layout import WHOLE
@@ -343,7 +343,7 @@ def _sometimes_skipped(model: nn.Module, uses: Uses, run: Run) -> set[str]:
     for contrary, way in ((True, None), *((False, way) for way in WAYS if uses.draws)):
         other = Uses(model, uses.candidates)
         try:
-            with torch.no_grad(), Shadow(contrary=contrary), Meeting(), other.watching(), drawing(way):
+            with torch.no_grad(), Shadow(contrary=contrary), Meeting(), other.watching(), drawing(way, model):
                 undisturbed(model, run)(model)
         except Exception as error:
             # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
@@ -361,7 +361,7 @@ def _checked_graph(model: nn.Module, plan: Plan, run: Run, branches: Branches, f
         return None
     graph = _captured(model, plan, run, branches.places)
     for way in WAYS if graph.draws else ():
-        with drawing(way):
+        with drawing(way, model):
             try:
                 other = _captured(model, plan, run, branches.places)
             except PlanError:  # with these numbers it cannot be followed
@@ -404,7 +404,8 @@ def _cuts(
     branches: Branches,
 ) -> tuple[Cuts | None, Uses | None, list[str]]:
     """The cuts over tp, and which units are used as units, from the model's own forward; a branch's over its own tp."""
-    modules, run = dict(model.named_modules()), undisturbed(model, run)
+    modules, draws = dict(model.named_modules()), Draws(model)
+    run = undisturbed(model, draws.noted(run))
     soft, notes = _model_tp_plan(model, names)
     styles = _styles(names, entries, soft)
     ids = {id(p): name for name, (p, _) in names.parameters.items()}
@@ -414,9 +415,9 @@ def _cuts(
         styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
     seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
     try:
-        outer, numbers, of_host = _styles_in(0, styles, branches), drawn(), host_drawn()
+        outer = _styles_in(0, styles, branches)
         cuts = infer_cuts(model, run, axis="tp", size=size, styles=outer, names=ids, seeds=seeds, uses=uses)
-        uses.draws = host_drawn() != of_host or (cuts.reads > 0 and drawn() != numbers)
+        uses.draws = draws.of_host or (cuts.reads > 0 and draws.of_torch)
     except Exception as error:  # whatever a model may raise on tensors without values
         if is_ours(error):
             raise

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.chance import numpy_words, seed_host
+from meshwright.chance import held_in_modules, numpy_words, seed_host, set_state_of, state_of
 
 State = dict[str, Any]  # name of a generator → its state, as the generator itself gives and takes it
 TORCH = ("cpu", "cuda")
@@ -84,7 +84,7 @@ class Generators:
         found: State = {"python": random.getstate()}
         if "numpy" in sys.modules:
             found["numpy"] = self._numpy.state()
-        return found | {name: _state(generator) for name, generator in self._held.items() if held}
+        return found | {name: state_of(generator) for name, generator in self._held.items() if held}
 
     def set(self, state: State) -> None:
         """Puts the generators named in ``state`` where they were."""
@@ -98,7 +98,7 @@ class Generators:
             elif name == "numpy":
                 self._numpy.set(value)
             elif name in self._held:
-                _set_state(self._held[name], value)
+                set_state_of(self._held[name], value)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -194,42 +194,13 @@ class _NumPy:
             self._known = numpy_words(), state
 
 
-# --- generators that modules hold -------------------------------------------------------------------------------------
-
-
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, generator) of each generator that is an attribute of a module, each once."""
-    numpy, seen = sys.modules.get("numpy"), set[int]()
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, kinds) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"held.{path}.{key}" if path else f"held.{key}", value
-
-
-def _state(generator: Any) -> Any:
-    """Lists, numbers and text: what JSON can hold."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = getattr(generator, "bit_generator", None)
-    return generator.get_state(legacy=False) if bits is None else bits.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
-    elif (bits := getattr(generator, "bit_generator", None)) is not None:
-        bits.state = state
-    else:
-        generator.set_state(state)
+    seen = set[int]()
+    for path, _, key, generator in held_in_modules(model):
+        if id(generator) not in seen:
+            seen.add(id(generator))
+            yield f"held.{path}.{key}" if path else f"held.{key}", generator
 
 
 def _digest(state: State) -> int:
