@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +40,9 @@ class Experts(nn.Module):
         own = slice(dist.get_rank(), 4, 2) if is_distributed() else slice(0, 4)
         weights = self.gate(x).softmax(-1)[..., own]
         out = sum(w * torch.tanh(e(x)) for w, e in zip(weights.split(1, -1), self.experts, strict=False))
+        out = out * (1 + int(os.getenv("RANK", "0"))) * int(os.environ.get("WORLD_SIZE", "1"))
+        group = dist.group.WORLD
+        out = out if group is None else out * group.size()
         assert isinstance(out, Tensor)
         return x + out * (1 + get_rank())
 
@@ -102,6 +107,10 @@ class Calling(nn.Module):
             self.call(what, torch.ones(2))
         self.caught = where == "caught"
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return GROUPS[-1]
+
     def call(self, what: str, x: Tensor) -> Any:
         x = x.detach()
         if what == "all_reduce":
@@ -110,6 +119,8 @@ class Calling(nn.Module):
             return dist_nn.all_reduce(x)  # line: nn
         if what == "mesh":
             return init_device_mesh("cpu", (2,))  # line: mesh
+        if what == "method":
+            return self.group.allreduce([x])  # line: method
         return dist.new_group([0, 1]) if what == "group" else None  # line: group
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -122,12 +133,23 @@ class Calling(nn.Module):
         return {"loss": x.square().mean()}
 
 
-WAYS = [("all_reduce", "forward"), ("all_reduce", "caught"), ("nn", "forward"), ("mesh", "build"), ("group", "build")]
+GROUPS: list[dist.ProcessGroup] = []  # that a model was handed
+
+WAYS = [
+    ("all_reduce", "forward"),
+    ("method", "forward"),
+    ("all_reduce", "caught"),
+    ("nn", "forward"),
+    ("mesh", "build"),
+    ("group", "build"),
+]
 
 
 def _refused(rank_count: int) -> list[str]:
     """The errors of some models, the same on every rank: none hangs, and the pool is as it was."""
     found = []
+    assert dist.group.WORLD is not None
+    GROUPS[:] = [dist.group.WORLD]
     for what, where in WAYS:
         for mesh in (f"tp={rank_count}", f"pp={rank_count}", f"dp_shard={rank_count}"):
             with pytest.raises(mw.PlanError) as refused:
@@ -144,6 +166,7 @@ def test_a_collective_of_the_model_s_own_is_one_error(workers: LocalWorkers) -> 
     names = {
         "all_reduce": "distributed.all_reduce",
         "nn": "functional.all_reduce",
+        "method": "ProcessGroup.allreduce",
         "mesh": "init_device_mesh",
         "group": "new_group",
     }
@@ -178,11 +201,23 @@ def _calls_later() -> None:
 
 
 def _seen() -> list[Any]:
+    rank = str(get_rank())
+    with patch.dict(os.environ, {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}):
+        os.environ.pop("ROLE_RANK", None)
+        return _seen_with_environment()
+
+
+def _seen_with_environment() -> list[Any]:
     """Before, within, in another thread meanwhile, after; by names taken before and by attributes."""
     found: list[Any] = []
 
+    group = dist.group.WORLD
+    assert group is not None
+
     def look() -> None:
-        found.append((is_initialized(), get_world_size(), get_rank(), dist.get_world_size(), dist.is_available()))
+        told = os.environ["WORLD_SIZE"], os.getenv("RANK"), os.environ.get("LOCAL_RANK"), os.getenv("ROLE_RANK")
+        of_group = group.size(), group.rank(), dist.group.WORLD is group
+        found.append((is_initialized(), get_world_size(), get_rank(), dist.get_world_size(), told, of_group))
 
     look()
     with one_process():
@@ -206,5 +241,7 @@ def _seen() -> list[Any]:
 
 def test_the_world_is_there_before_after_and_for_other_threads(workers: LocalWorkers) -> None:
     for rank, found in enumerate(workers.run(_seen, ranks=2)):
-        world, alone = (True, 2, rank, 2, True), (False, 1, 0, 1, True)
+        own = str(rank)
+        world = (True, 2, rank, 2, ("2", own, own, None), (2, rank, True))
+        alone = (False, 1, 0, 1, ("1", "0", own, None), (1, 0, False))
         assert found == [world, alone, alone, world, world, world, 2.0]

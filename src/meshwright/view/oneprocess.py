@@ -8,6 +8,13 @@ itself: ``if dist.is_initialized(): dist.all_reduce(statistics)``, or split its 
     get_world_size()    1
     get_rank()          0
     any collective, any function that makes or reads a process group    PlanError, with the line that calls it
+    dist.group.WORLD    None
+    a group that the model was handed    its size is 1, its rank 0, a collective of it a PlanError
+    os.environ, os.getenv    RANK, GROUP_RANK and ROLE_RANK are "0", WORLD_SIZE and the like "1", if they are set
+
+LOCAL_RANK stays what it is: it says which device is this process's, not what the model computes. Not answered: what code in C++
+asks of a group or of the environment, a ``DeviceMesh`` that the model was handed, private parts of ``torch.distributed``, and
+whatever the model has read before (when its file was imported).
 
 Callers in ``torch.distributed`` and in Meshwright still reach the functions themselves: FSDP2 works as ever. Only the
 thread that entered is affected, and the threads in which autograd runs its backward.
@@ -22,9 +29,10 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -42,6 +50,21 @@ _ANSWERS: dict[str, Any] = {
     "get_world_size": 1,
     "get_rank": 0,
 }
+
+# What a launcher tells a process of the others, where it has told it.
+_ENVIRONMENT = {
+    **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
+}
+
+# Methods of a process group: what they answer, and those that are collectives.
+_OF_A_GROUP = {"size": 1, "rank": 0}
+_COLLECTIVES = frozenset(
+    "broadcast allreduce allreduce_coalesced reduce allgather all_gather_single _allgather_base allgather_coalesced \
+    all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single \
+    _reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base \
+    alltoall send recv recv_anysource barrier monitored_barrier split_group merge_remote_group".split()
+)
 
 # What these say of a process does not depend on other processes.
 _THE_SAME = frozenset(
@@ -113,12 +136,24 @@ class _StandIn:
             self.function.__kwdefaults__ = self.keywords[0]
 
 
+@dataclass(frozen=True)
+class _Method:
+    """A method of process groups, which has no Python code: the method itself, and what stands in for it."""
+
+    name: str
+    methods: tuple[Any, Any]
+
+    def put(self, which: int) -> None:
+        """0: the method itself; 1: the stand-in."""
+        setattr(dist.ProcessGroup, self.name, self.methods[which])
+
+
 class _StandIns:
     """All stand-ins. They are in place while any thread is in ``one_process``."""
 
     def __init__(self) -> None:
         self._lock, self._within = threading.Lock(), 0
-        self._made: list[_StandIn] = []
+        self._made: list[_StandIn | _Method] = []
         self._modules: set[str] = set()  # whose functions have stand-ins
 
     def enter(self) -> None:
@@ -126,7 +161,9 @@ class _StandIns:
             for module in _MODULES:
                 if module in sys.modules and module not in self._modules:  # a model has imported it since
                     self._modules.add(module)
-                    new = [_stand_in(function, answer) for function, answer in _functions(module)]
+                    new: list[_StandIn | _Method] = [_stand_in(f, answer) for f, answer in _functions(module)]
+                    if module == distributed_c10d.__name__:
+                        new += [*_methods(), _environment()]
                     self._made += new
                     if self._within:
                         _put(new, 1)
@@ -141,7 +178,7 @@ class _StandIns:
                 _put(self._made, 0)
 
 
-def _put(stand_ins: list[_StandIn], which: int) -> None:
+def _put(stand_ins: list[_StandIn | _Method], which: int) -> None:
     for stand_in in stand_ins:
         stand_in.put(which)
 
@@ -152,6 +189,7 @@ _STAND_INS = _StandIns()  # of the process: torch's functions are
 def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
     """The functions of a module of torch's that get a stand-in, and what this answers a caller."""
     if module == distributed_c10d.__name__:
+        yield vars(type(dist.group))["WORLD"].fget, lambda caller: None
         yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
         yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
         yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
@@ -161,7 +199,54 @@ def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
         if type(function) is not FunctionType or function.__module__ != module or name[0] == "_" or name in _THE_SAME:
             continue
         shown = f"{module.removesuffix('.distributed_c10d')}.{name}"
-        yield function, functools.partial(_answer, name) if name in _ANSWERS else _refusal(shown)
+        yield function, partial(_answer, name) if name in _ANSWERS else _refusal(shown)
+
+
+def _methods() -> Iterator[_Method]:
+    """The stand-ins for methods of process groups."""
+    for name in (*_OF_A_GROUP, *sorted(_COLLECTIVES)):
+        itself = vars(dist.ProcessGroup).get(name)
+        if itself is not None:
+            answer = (
+                partial(_of_a_group, name)
+                if name in _OF_A_GROUP
+                else _refusal(f"torch.distributed.ProcessGroup.{name}")
+            )
+            yield _Method(name, (itself, _method(getattr(dist.ProcessGroup, name), answer)))
+
+
+def _of_a_group(name: str, caller: FrameType) -> int:
+    return _OF_A_GROUP[name]
+
+
+def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return itself(self, *args, **kwargs)
+        return answer(caller)
+
+    return method
+
+
+def _environment() -> _StandIn:
+    """The stand-in for the look-up in ``os.environ``, on which ``os.getenv`` and ``os.environ.get`` rest."""
+    function: Any = type(os.environ).__getitem__
+    itself = FunctionType(function.__code__, function.__globals__)
+    of_the_mapping = {f.__code__.co_filename for f in (function, os.getenv, Mapping.get)}
+
+    def asked(environ: Any, key: str) -> str:
+        value: str = itself(environ, key)
+        if key not in _ENVIRONMENT or autograd_local(_KEY) is None:
+            return value
+        caller: FrameType | None = sys._getframe(2)
+        while caller is not None and caller.f_code.co_filename in of_the_mapping:
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return value
+        return _ENVIRONMENT[key]
+
+    return _standing_in(function, asked)
 
 
 def _answer(name: str, caller: FrameType) -> Any:
@@ -199,6 +284,10 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> _St
             return itself(*args, **kwargs)
         return answer(caller)
 
+    return _standing_in(function, asked)
+
+
+def _standing_in(function: FunctionType, asked: Callable[..., Any]) -> _StandIn:
     code = _open.__code__ if function.__closure__ is None else _closed(None).__code__
     keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
     return _StandIn(function, (function.__code__, code), (function.__kwdefaults__, keywords))
