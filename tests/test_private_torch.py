@@ -94,6 +94,7 @@ USES = {
     "run/init/operation.py": "_schema",
     "run/modulestate.py": "_fields",  # of named tuples
     "run/parameters.py": "_parameters",
+    "run/paths.py": "_getframe",  # of sys
     "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "run/watch.py": "_exit",  # of os
     "run/whereabouts.py": "_current_frames",  # of sys
