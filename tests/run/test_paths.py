@@ -46,6 +46,11 @@ class Emptiness(Tokens):
         return x + self.more if len((ids > 10).nonzero()) else x
 
 
+class Selected(Tokens):
+    def acted(self, x, ids):
+        return torch.where((ids > 10).any(), x + self.more, x)
+
+
 class Norm(Tokens):
     """All rows are longer than those of any part."""
 
@@ -116,7 +121,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness])
+@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness, Selected])
 def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, plan, workers):
     # Until some row is special, all go the same way, and no trial can tell. Then the step ends, before an optimizer's.
     with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):

@@ -39,6 +39,7 @@ from meshwright.view.walk import is_fact
 _YES_OR_NO = frozenset("__bool__ is_nonzero equal allclose __contains__".split())
 _NUMBERS = frozenset("item tolist __int__ __float__ __index__ __complex__ numpy __array__".split())
 _AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())  # Python sees whether any do, by the shape
+_SELECTS = frozenset("where masked_fill masked_fill_".split())  # by one yes or no for all rows, as an ``if`` does
 _COMPARES = frozenset(
     "gt lt ge le eq ne greater less greater_equal less_equal not_equal __gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
@@ -115,6 +116,8 @@ class Reads(FunctionMode):
         if args and isinstance(args[0], Tensor) and not self._is_same(args[0]):  # as nearly always: told at once
             if name in _COMPARES:
                 self._compare(args[0], args[1:])
+            elif name in _SELECTS and len(args) == 3:
+                self._select(args[0] if name == "where" else args[1])
             elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1):
                 self._note(_line(), int(any(t.numel() for t in pytree.tree_leaves(result))))
             return
@@ -146,6 +149,10 @@ class Reads(FunctionMode):
                 other = float(other) if other.numel() == 1 and self._is_same(other) else 0
             if other != 0:
                 self.found.numbers.setdefault(_line(), []).append((float(x), other))
+
+    def _select(self, condition: Any) -> None:
+        if isinstance(condition, Tensor) and not condition.dim() and not self._is_same(condition):
+            self._note(_line(), int(bool(condition)))
 
     def _read(self, result: Any) -> None:
         line = _line()
