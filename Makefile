@@ -34,7 +34,7 @@ proof: $(READY) ## every combination of the matrices of parity, of which `make t
 	$(PY) -m pytest -m 'proof or not proof'
 
 fuzz: $(READY) ## random programs in every layout against one device, ten minutes each
-	$(PY) bench/fuzz.py --all --programs 100000 --seconds 600
+	$(PY) bench/fuzz.py --programs 100000 --seconds 600
 
 coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py

@@ -32,7 +32,7 @@ def fuzz(layout: str, options: argparse.Namespace, workers: LocalWorkers) -> int
     tally, sorts, kinds = Tally(), Counter[str](), Counter[str]()
     judged = partial(judge, workers=workers, timeout=options.timeout)
     begin = time.monotonic()
-    for number, case in enumerate(random_cases(layout, options.programs, options.seed, all_kinds=options.all)):
+    for number, case in enumerate(random_cases(layout, options.programs, options.seed)):
         if time.monotonic() - begin > options.seconds:
             break
         if number < options.start:
@@ -68,7 +68,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="for each layout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
-    parser.add_argument("--all", action="store_true", help="also kinds that are left out for now")
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failure small")
     parser.add_argument("--timeout", type=float, default=40.0, help="seconds for a program")
     parser.add_argument("--out", type=Path, help="a folder for programs that fail")

@@ -28,7 +28,8 @@ from meshwright.run.batch import copied, mapped, plain
 from meshwright.run.counts import LabelCounter, Recorder
 from meshwright.run.groups import ensure_world, make_groups
 from meshwright.run.init import record
-from meshwright.run.job import Job, Loss, output_loss
+from meshwright.run.job import Job
+from meshwright.run.loss import Loss, output_loss
 from meshwright.run.randomness import random_numbers_kept
 from meshwright.run.sharing import shared_inputs
 from meshwright.run.step import called

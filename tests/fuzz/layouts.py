@@ -31,7 +31,7 @@ _SCHEDULES = ["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
 
 def kinds_for(layout: str) -> frozenset[str]:
-    """What a layout's programs are made of, if nothing is left out."""
+    """What a layout's programs are made of."""
     return KINDS if layout in _DRAWS else KINDS - {"dropout"}
 
 
@@ -91,13 +91,8 @@ def _entries(
 
 OPTIONS = frozenset({"cuts", "accumulate", "microbatches", "recompute", "schedule", "replicate"})
 
-# What is not drawn for now in a layout, and why. The named switches of the grammar: take a line away, and it is tried.
-LEFT_OUT: dict[str, dict[str, str]] = {}
 
-
-def random_cases(layout: str, count: int, seed: int, *, all_kinds: bool = False) -> Iterator[Case]:
-    """The same for the same seed. ``all_kinds``: also those that are left out for now."""
-    left_out = {} if all_kinds else LEFT_OUT.get(layout, {})
-    kinds, options = kinds_for(layout) - set(left_out), OPTIONS - set(left_out)
+def random_cases(layout: str, count: int, seed: int) -> Iterator[Case]:
+    """The same for the same seed."""
     for number in range(count):
-        yield case(random.Random(f"{layout} {seed} {number}"), layout, kinds, options)
+        yield case(random.Random(f"{layout} {seed} {number}"), layout, kinds_for(layout), OPTIONS)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import ERROR, RIGHT, SKIPPED, WRONG, Tally, Verdict, judge
-from layouts import LAYOUTS, LEFT_OUT, OPTIONS, case, kinds_for, random_cases
+from layouts import LAYOUTS, OPTIONS, case, kinds_for, random_cases
 from program import Run, read
 from shrink import shrink
 
@@ -84,7 +84,7 @@ def test_the_judge_sees_what_differs(workers):
 def test_a_failure_is_made_small():
     """A judge that dislikes one function: what is left is that function and what it takes."""
     dislikes = lambda run: Verdict(WRONG, "losses") if ".tanh_()" in run.source else Verdict(RIGHT)  # noqa: E731
-    found = [c for c in random_cases("tp=2", 30, 3, all_kinds=True) if dislikes(c.run).failed]
+    found = [c for c in random_cases("tp=2", 30, 3) if dislikes(c.run).failed]
     small = [shrink(c, dislikes(c.run), dislikes, seconds=10)[0] for c in found[:2]]
     assert all(len(c.program) <= 4 for c in small), [c.run.printed() for c in small]
     assert all(c.plan == {"mesh": {"tp": 2}} and c.rows == ((4,),) for c in small)
@@ -100,12 +100,5 @@ def test_a_case_is_what_its_seed_says_and_reads_back(layout, seed):
 
 
 def test_every_kind_is_drawn():
-    drawn = {k for c in random_cases("tp=2", 80, 5, all_kinds=True) for k in c.program.kinds}
+    drawn = {k for c in random_cases("tp=2", 80, 5) for k in c.program.kinds}
     assert drawn >= kinds_for("tp=2") - {"loose ends"}
-
-
-def test_what_is_left_out_says_why():
-    for layout, kinds in LEFT_OUT.items():
-        assert layout == "*" or layout in LAYOUTS
-        assert set(kinds) <= kinds_for("tp=2") | OPTIONS
-        assert all(kinds.values())

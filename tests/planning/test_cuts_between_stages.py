@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -117,6 +118,18 @@ def test_a_model_that_cannot_be_cut_so_often_says_where_it_can_be() -> None:
     assert "reads a value" in finding.given
     fixed = mw.Plan.from_yaml(finding.fix)
     assert len(mw.make_recipe(Reads, fixed, BATCH).stages) == fixed.mesh.axis_size("pp")
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 3), (4, 2)])
+def test_fewer_stages_a_rank_are_asked_for_first(ranks: int, each: int) -> None:
+    plan = {"mesh": {"pp": ranks}, "schedule": "interleaved", "stages_per_rank": each}
+    with pytest.raises(PlanError) as caught:
+        mw.make_recipe(Reads, plan, BATCH)
+    (finding,) = caught.value.findings
+    fixed = {**plan, **yaml.safe_load(finding.fix)}
+    if fixed["schedule"] != "interleaved":
+        del fixed["stages_per_rank"]
+    assert 2 <= len(mw.make_recipe(Reads, fixed, BATCH).stages) < ranks * each
 
 
 def test_many_stages_go_into_blocks() -> None:

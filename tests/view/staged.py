@@ -23,7 +23,7 @@ from meshwright.planning import resolve
 from meshwright.private import pytree
 from meshwright.run import pipeline as at_work
 from meshwright.run.counts import LabelCounter
-from meshwright.run.job import output_loss
+from meshwright.run.loss import output_loss
 from meshwright.run.parameters import places
 from meshwright.run.pipeline import Pipeline, _Step
 from meshwright.run.randomness import Generators

@@ -24,7 +24,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
 from meshwright.run.batch import copied
-from meshwright.run.job import Loss, output_loss
+from meshwright.run.loss import Loss, output_loss
 from meshwright.run.step import called, rows_of, take_rows
 
 Tables = Mapping[tuple[str, int], float]

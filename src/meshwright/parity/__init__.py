@@ -34,7 +34,7 @@ from meshwright.parity.sides import Case, Outcome, Reference, distributed, refer
 from meshwright.plan import Plan, PlanLike
 from meshwright.run.batch import plain
 from meshwright.run.checksum import digest
-from meshwright.run.job import Loss, output_loss
+from meshwright.run.loss import Loss, output_loss
 from meshwright.run.parcel import pack
 from meshwright.run.workers import LocalWorkers, WorkerError, local_workers
 

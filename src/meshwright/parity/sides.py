@@ -30,7 +30,8 @@ from meshwright.private import replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, mapped
 from meshwright.run.checksum import digest
-from meshwright.run.job import Job, Loss
+from meshwright.run.job import Job
+from meshwright.run.loss import Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.randomness import Generators, seed_all
 from meshwright.run.step import called, rows_of, take_rows

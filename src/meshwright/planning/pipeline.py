@@ -222,8 +222,8 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
     return tuple(found)
 
 
-def no_cuts(findings: Findings, graph: ModelGraph, places: Places, stages: int, pinned: bool) -> None:
-    """Says that a model cannot be cut into so many stages, and where it can be."""
+def no_cuts(findings: Findings, graph: ModelGraph, places: Places, stages: int, ranks: int, pinned: bool) -> None:
+    """Says that a model cannot be cut into so many stages, on ranks of which each has several perhaps, and where it can be."""
     possible = [_name(graph, b) for b in places.anywhere]
     most = len(possible) + 1
     why = f" ({'; '.join(places.reasons[:3])})" if places.reasons else ""
@@ -239,8 +239,17 @@ def no_cuts(findings: Findings, graph: ModelGraph, places: Places, stages: int, 
         where="mesh.pp",
         given=f"{stages} stages, of a model that can be cut in {most}{why}",
         required=f"at most {most} stages" + (f", cut before: {', '.join(possible[:12])}" if possible else ""),
-        fix=f"mesh: {{pp: {most}}}" if most > 1 else "mesh: {dp_shard: 2}",
+        fix=_fewer_stages(most, ranks, stages // ranks),
     )
+
+
+def _fewer_stages(most: int, ranks: int, each: int) -> str:
+    """What to write for at most so many stages, of which each rank has several now, perhaps."""
+    if most < 2:
+        return "mesh: {dp_shard: 2}"
+    if each > 1 and most >= ranks:
+        return f"stages_per_rank: {most // ranks}" if most >= 2 * ranks else "schedule: 1f1b"
+    return f"mesh: {{pp: {most}}}" if each == 1 else f"mesh: {{pp: {most}}}\nschedule: 1f1b"
 
 
 def _name(graph: ModelGraph, position: int) -> str:

@@ -580,7 +580,7 @@ def _stages(
     if cuts is None:
         cuts = choose_cuts(graph, places.anywhere, count, sizes, pinned)
     if cuts is None:
-        no_cuts(findings, graph, places, count, bool(pinned))
+        no_cuts(findings, graph, places, count, ranks, bool(pinned))
         findings.raise_if_any()
         cuts = []
     stages = make_stages(graph, cuts, {name: p.shape for name, (p, _) in names.parameters.items()})

@@ -28,7 +28,8 @@ from meshwright.run.counts import LabelCounter
 from meshwright.run.data import needs_fsdp, shard_units
 from meshwright.run.groups import Groups
 from meshwright.run.init import Recorded, record
-from meshwright.run.job import Job, Loss
+from meshwright.run.job import Job
+from meshwright.run.loss import Loss
 from meshwright.run.parameters import cut_parameters, fill, local_part, places
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.randomness import Generators

@@ -33,6 +33,7 @@ from meshwright.run.branch import Branching, as_recorded
 from meshwright.run.counts import Share, Shares
 from meshwright.run.groups import Groups
 from meshwright.run.halves import LaterWeights
+from meshwright.run.loss import Loss
 from meshwright.run.modulestate import ModuleState, content_of, fill
 from meshwright.run.paths import Watched, unwatched
 from meshwright.run.randomness import random_numbers_kept
@@ -54,7 +55,6 @@ from meshwright.view.work import whole
 Edge = tuple[int, int]
 _WHICH = -1  # stands for the number of a value, of a message that says which gradients there are
 Call = Callable[[nn.Module, Any], Any]
-Loss = Callable[[Any], Tensor]
 
 
 class StageError(RuntimeError):
