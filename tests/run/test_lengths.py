@@ -79,7 +79,8 @@ def losses_of(build, mesh):
 
         return made
 
-    job._counter._record = counting("counts", job._counter._record)
+    counter = job._division._counter
+    counter._record = counting("counts", counter._record)
     if job.pipeline is not None:
         job.pipeline._graph = counting("stages", job.pipeline._graph)
     before = dict.fromkeys(recorded, 0)
