@@ -81,6 +81,11 @@ def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t._base for t in tensors if t._base is not None and t.requires_grad and t._base.requires_grad]
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for its backward. There is no public way to ask."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
 def storage_of(t: Tensor) -> int:
     """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it."""
     return t.untyped_storage()._cdata

@@ -16,7 +16,17 @@ from meshwright.blame import is_ours, line_of, model_line
 from meshwright.chance import held_kept, host_drawn
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
-from meshwright.planning.memory import AttributeUses, Kept, Memory, Touches, contents, keep_together, size_of_value
+from meshwright.planning.memory import (
+    AttributeUses,
+    Kept,
+    Memory,
+    Touches,
+    contents,
+    keep_together,
+    path_of_sizes,
+    size_of_value,
+    told_in_backward,
+)
 from meshwright.planning.origins import Origins
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
@@ -78,6 +88,8 @@ def _with_sizes_of_values(
         return recorder
     recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
     kept.put_back()
+    if other is not None:
+        recorder.graph.spans += path_of_sizes(recorder.graph, other)
     return recorder
 
 
@@ -350,6 +362,15 @@ class Recorder(Walk):
         )
         return result
 
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An ``autograd.Function``. Of torch's own (a module's backward hook) the events within do not know yet that what they
+        give will have a gradient."""
+        result = super().custom(apply, function, args, kwargs)
+        for t in tensors_of(result):
+            if t.requires_grad and (number := self.number(t)) is not None:
+                self.graph.values[number] = replace(self.graph.values[number], requires_grad=True)
+        return result
+
     def segment_begins(self, segment: Segment) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
         return False  # values have the graph that they have in a backward
@@ -418,6 +439,7 @@ class Recorder(Walk):
         held = [t for slot in slots for t in kept_in(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
         keep_together(graph, foreign, slots, self._written_parameters(), at_end)
+        told_in_backward(self._model, graph)
 
     def _holds_values(self, slot: Slot) -> bool:
         return any(self.known(t) for t in kept_in(self._model, [slot]))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.chance import held_kept
 from meshwright.graph import ROOT, ModelGraph, Span, spelled
-from meshwright.private import TorchDispatchMode, pytree, storage_of, without_any_mode, written_by
+from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode, written_by
 from meshwright.view.structure import tensors_of
 from meshwright.view.walk import Slot
 
@@ -311,6 +311,37 @@ def size_of_value(graph: ModelGraph, values: Iterable[int]) -> list[Span]:
     uses = ([graph.values[n].position, *graph.consumers.get(n, ())] for n in values)
     spans = (_span(graph, positions, "a tensor whose size follows from values") for positions in uses)
     return [s for s in dict.fromkeys(spans) if s.first < s.last]
+
+
+def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
+    """The same, if the path follows from these sizes: from where two recordings with other sizes begin to differ, to the last
+    use of what was made until they are alike again."""
+    steps = [
+        [(e.path, e.function, [g.values[n].shape for n in e.outputs if n is not None]) for e in g.events]
+        for g in (graph, other)
+    ]
+    count = min(map(len, steps))
+    first = next((p for p in range(count) if steps[0][p] != steps[1][p]), count)
+    alike = next((p for p in range(count - first) if steps[0][-1 - p] != steps[1][-1 - p]), count - first)
+    stop = len(graph.events) - alike
+    uses = [q for p in range(first, stop) for n in graph.made(p) for q in graph.consumers.get(n, ())]
+    if first >= stop:
+        return []
+    return [_span(graph, [first, stop - 1, *uses], "what is called follows from a size that follows from values")]
+
+
+def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
+    """Writes to the graph that a call of a module with backward hooks is not cut: on one device such a hook is called when the
+    backward comes to the module, and finds there what its forward left."""
+    for call in graph.calls.values():
+        if call.path != ROOT and has_backward_hooks(model.get_submodule(call.module)):
+            inside = [call.start, call.stop - 1]
+            for beside in (call.start - 1, call.stop):  # torch's own, which tells when the backward comes to it
+                event = graph.events[beside] if 0 <= beside < len(graph.events) else None
+                if event is not None and (event.path, event.function) == (call.path[:-1], "view_as"):
+                    inside.append(beside)
+            span = _span(graph, inside, f"{call.module} has a backward hook")
+            graph.spans += [span] if span.first < span.last else []
 
 
 def _left_unseen(graph: ModelGraph) -> Iterator[Span]:

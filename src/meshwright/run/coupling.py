@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.blame import line_of
-from meshwright.private import python_body
+from meshwright.private import has_backward_hooks, python_body
 from meshwright.run.attributes import VALUES, Name, differing, moved
 from meshwright.run.batch import doubled
 from meshwright.run.counts import MEAN, RATIO, SUM
@@ -159,7 +159,7 @@ def _with_what_is_kept(kind: str, attempt: _Attempt, agreed: Agreed, fatal: tupl
     names = tuple(f"{path}.{key}" if path else key for (path, key), how in kept.items() if how == VALUES)
     if not agreed(bool(kept))[1]:
         return Verdict(kind)
-    if agreed(attempt.computes_with(kept, kind, fatal))[1]:
+    if agreed(attempt.computes_with(kept, kind, fatal) or (bool(names) and attempt.has_backward_hooks()))[1]:
         of = f" ({', '.join(names[:3])})" if names else ""
         return Verdict(
             COUPLED,
@@ -245,6 +245,10 @@ class _Attempt:
     def _trial_with_saved(self, trial: _Trial, lines: set[str]) -> Iterator[None]:
         with self._trial(trial, _Outcome()), written_after_saved(lines):
             yield
+
+    def has_backward_hooks(self) -> bool:
+        """Whether something computes in a backward, with what a forward left, which the trial does not see."""
+        return any(map(has_backward_hooks, self._model.modules()))
 
     def kept_otherwise(self, way: str) -> dict[Name, str]:
         """Attributes that a forward of all rows leaves otherwise than one of the first part."""

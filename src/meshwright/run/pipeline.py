@@ -500,7 +500,7 @@ class _Step:
         program, m = self.programs[action.microbatch], action.microbatch
         stage, received = program.stages[action.stage], {}
         for n, value in self._inputs(action, flight):
-            flight.received[n] = leaf = value.requires_grad_(self.backward and program.graph.values[n].requires_grad)
+            flight.received[n] = leaf = value.requires_grad_(self.grad and program.graph.values[n].requires_grad)
             received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
         shares = Shares(self.shares[m])
         walk = StageWalk(

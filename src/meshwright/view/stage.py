@@ -306,6 +306,7 @@ class StageWalk(Walk):
         self._missing = set(program.out)
         self._passed_by = -1  # the last position that the forward has come past
         self._units = 0  # of FSDP's, whose forwards are being looked into
+        self._hooking = False  # torch makes a node for a module's backward hook
 
     def outputs(self) -> list[Tensor]:
         """What other stages take, in the program's order."""
@@ -616,6 +617,15 @@ class StageWalk(Walk):
         start, stop = self.graph.segments.get(segment, (0, 0))
         return start < stop and all(map(self.program.here, range(start, stop)))
 
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Walk``. Where a module has a backward hook, torch makes a node of the graph that gives what it takes, and sets
+        that as the history of the tensors that it gives."""
+        before, self._hooking = self._hooking, function.__name__ == "BackwardHookFunction"
+        try:
+            return super().custom(apply, function, args, kwargs)
+        finally:
+            self._hooking = before
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def event(
@@ -752,6 +762,8 @@ class StageWalk(Walk):
             number = next(numbers)
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])
+            if number is not None and self._hooking:  # the value itself has another history: that of where it comes from
+                return Elsewhere(self.graph.like(number, t), self, number, self.device)
             return t if number is None else self._standing(number, t)
 
         return pytree.tree_map_only(Tensor, stand, recorded)
