@@ -60,6 +60,32 @@ class ProjectedTowers(nn.Module):
         return {"loss": F.mse_loss(a * b, y), "out": a + b}
 
 
+class Averaging(MLP):
+    """Takes away the average of what it took before, and keeps the new one in a buffer, written in place or assigned."""
+
+    def __init__(self, hidden: int, *, assigned: bool) -> None:
+        super().__init__(hidden)
+        self.assigned = assigned
+        self.register_buffer("mean", torch.zeros(DIM))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigned:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        else:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.count += 1
+        return super().forward(x - self.mean) * (1 + self.count / 10)
+
+
+class Averages(Toy):
+    """Branches with buffers that they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = Averaging(64, assigned=False), Averaging(128, assigned=True)
+
+
 class Three(Toy):
     """Three branches, joined by concatenation; one of them is the input of a plain function first."""
 

@@ -100,6 +100,9 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
         models.Staged, models.rows(),
         {"mesh": {"pp": 2, "tp": 2}, "modules": {"left.*": {"on": "tp[0]"}, "right.*": {"on": "tp[1]"}}, "microbatches": 2},
     ),
+    "buffers that branches change, over stages": (
+        models.Averages, models.rows(), {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}, "microbatches": 2}
+    ),
     "a dropout that is off": (models.Off, models.rows(), on({"tp": 3}, block_a="tp[0:2]", block_b="tp[2]", drop="tp[0:2]")),
     "a dropout that is off, with rows divided": (
         models.Off, models.rows(),

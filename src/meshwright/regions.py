@@ -366,7 +366,8 @@ class _Around:
             branches.setdefault(own, p)
             new = self.graph.made(p)
             for n in event.inputs if new or event.reads else ():
-                if n not in made and n not in self.forked and self.homes.get(n) != own:
+                # (What is met here for the first time is kept by a module: a buffer that the branch alone has.)
+                if n not in made and n not in new and n not in self.forked and self.homes.get(n) != own:
                     taken.setdefault(n, p)
             made |= dict.fromkeys(new, own)
         self.first = end

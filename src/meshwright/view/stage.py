@@ -762,7 +762,9 @@ class StageWalk(Walk):
             number = next(numbers)
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])
-            if number is not None and self._hooking:  # the value itself has another history: that of where it comes from
+            if (
+                number is not None and self._hooking
+            ):  # the value itself has another history: that of where it comes from
                 return Elsewhere(self.graph.like(number, t), self, number, self.device)
             return t if number is None else self._standing(number, t)
 
