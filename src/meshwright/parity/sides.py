@@ -258,7 +258,7 @@ def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
 
 
 def _trained(job: Job, case: Case, batch: Any) -> Outcome:
-    optimizer = sgd(job.parameters())
+    optimizer = LocalSGD(job)
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
     fallbacks: list[tuple[int, str]] = []
@@ -301,9 +301,33 @@ def gradients_as_planned(job: Job) -> None:
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Not Adam, which divides a gradient by its own size: where it is zero but for rounding, the update is noise."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+class LocalSGD:
+    """The same over what this rank holds: the update of a slice is the slice of the update.
+
+    Over three axes DTensor takes ten times as long as the update to find out, once for each function and shape, how it may
+    be divided.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._parameters = list(job.parameters())
+        self._held = [local_tensor(p).detach() for p in self._parameters]
+        self._optimizer = sgd(self._held)
+
+    def step(self) -> None:
+        """With the gradients that the job's parameters have."""
+        for held, p in zip(self._held, self._parameters, strict=True):
+            held.grad = None if p.grad is None else local_tensor(p.grad)
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        """No parameter has a gradient."""
+        for p in (*self._held, *self._parameters):
+            p.grad = None
 
 
 def perturbed(name: str, whole: Tensor) -> Tensor:
