@@ -121,8 +121,11 @@ def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
         assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
 
 
+# The commands of the first help are those of the others, with more steps.
 @pytest.mark.usefixtures("pooled")
-@pytest.mark.parametrize("command", ["", "show", "check", "train", "inspect", "export", "env"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("", marks=pytest.mark.proof), "show", "check", "train", "inspect", "export", "env"]
+)
 def test_every_example_of_the_help_runs_as_it_stands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,9 @@ LAYOUTS = {
 UNLIKE = ("gpt_neox", "gemma2", "qwen2_moe", "albert", "bart", "swin", "llava", "wav2vec2")
 # What continuous integration runs: kinds of models, each in one layout.
 QUICK = {
-    "gemma2": "pp2-tp2",
     "qwen2_moe": "pp2-dp_shard2",
     "bart": "pp2",
     "swin": "pp2-tp2",
-    "wav2vec2": "pp2",
 }
 
 
