@@ -180,6 +180,9 @@ class ModelGraph:
     Attributes:
         carried: (module, name) of each buffer and attribute that the forward changes and that the next one begins with.
         changes: (module, name) of each that it changes → the position of the last change.
+        kept: (module, name) of each tensor that modules keep and that the forward changes → the positions of its uses, changes
+            among them, and of its changes.
+        followed: the same forward, recorded with what modules keep as values, where this one is not and it changes some.
         spans: what memory keeps together, by the rule of planning/memory.py.
         returned: the values in what the loss function gave.
         of_this_batch: whether values of the batch were read, so that another batch may take another path.
@@ -207,6 +210,8 @@ class ModelGraph:
     by_rows: frozenset[int] = frozenset()
     carried: tuple[tuple[str, str], ...] = ()
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
+    kept: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    followed: ModelGraph | None = None
     spans: list[Span] = field(default_factory=list)
     resized: bool = False
     draws: bool = False

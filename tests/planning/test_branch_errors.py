@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import branching as models
 import meshwright as mw
@@ -119,3 +122,34 @@ def test_a_module_that_one_branch_alone_feeds_goes_with_that_branch() -> None:
     assert recipe.placed == {"tower_a": (1,), "tower_b": (2,), "project_a": (1,)}
     assert any(note.startswith("project_a runs on tp[0:2]") for note in recipe.notes)
     assert recipe.by_name["project_a.1.weight"].places == (1,)
+
+
+class Shared(models.Averages):
+    """The model around two branches uses a buffer that the first of them changes; ``where``: before it, after both, or not."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.register_buffer("outer", torch.zeros(models.DIM))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        if self.where == "before":
+            x = x * (1 + self.block_a.mean.mean())
+        h = self.block_a(x) + self.block_b(x)
+        if self.where == "after":
+            h = h - self.block_b.mean
+        h, self.outer = h - self.outer, 0.9 * self.outer + h.detach().mean(0)
+        return {"loss": torch.nn.functional.mse_loss(self.head(h.tanh()), y)}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_a_buffer_that_a_branch_changes_is_used_by_that_branch_alone(mesh: dict[str, int]) -> None:
+    plan = {**models.beside(1, 1), "mesh": mesh}
+    for where, name in (("before", "block_a.mean"), ("after", "block_b.mean")):
+        with pytest.raises(mw.PlanError, match=r"and that is used elsewhere too .*test_branch_errors.py") as raised:
+            mw.make_recipe(functools.partial(Shared, where), plan, models.rows())
+        assert [f.where for f in raised.value.findings] == [name]
+    assert mw.make_recipe(functools.partial(Shared, "not"), plan, models.rows()).branches
+    found = mw.make_recipe(functools.partial(Shared, "before"), {"mesh": mesh, "branches": "auto"}, models.rows())
+    assert not found.branches, "what would be refused is not found"

@@ -16,7 +16,7 @@ from meshwright.place import INNER, Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.rows import rows_apart
-from meshwright.regions import Join, Placed, Regions, find_regions
+from meshwright.regions import Join, Placed, Regions, find_regions, place_events
 from meshwright.view.stage import STUB, StageProgram, crossings
 
 
@@ -184,6 +184,7 @@ def find_branches(
     _check_called(placed, tree, graph, findings)
     _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
+    _check_kept(placed, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     several = [name for name, found in homes.items() if len(found) > 1]
     if several:
@@ -303,6 +304,33 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Places, graph: Model
             elsewhere[branch].treated.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
         ):
             found.append(i)
+    return found
+
+
+def _check_kept(placed: Placed, places: Places, graph: ModelGraph, findings: Findings) -> None:
+    followed = graph.followed or graph
+    for (module, name), branch, position in kept_apart(placed, places, graph):
+        event = followed.events[position]
+        findings.add(
+            where=f"{module}.{name}" if module else name,
+            given=f"a buffer that a forward changes on {places[branch].on}, and that is used elsewhere too ({_where(event)})",
+            required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
+            fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+        )
+
+
+def kept_apart(placed: Placed, places: Places, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
+    """What modules keep, by module and name, if a branch changes it, or uses it before a change, and another place uses it too:
+    with the branch, and the position of a use elsewhere in ``graph.followed``, if there is that."""
+    followed = graph.followed or graph
+    if not followed.kept:
+        return []
+    at, found = place_events(followed, placed, places), []
+    for slot, (used, changed) in followed.kept.items():
+        branch = next((at[p] for p in (*changed, *(used[:1] if graph.followed is None else ())) if at[p]), 0)
+        elsewhere = [p for p in used if at[p] != branch]
+        if branch and elsewhere:
+            found.append((slot, branch, elsewhere[0]))
     return found
 
 

@@ -36,7 +36,9 @@ from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_o
 from meshwright.view.walk import Slot, Walk, following, held_in, is_random, kept_in, memory_of
 
 
-def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True, grad: bool = True) -> ModelGraph:
+def capture(
+    model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True, grad: bool = True, follow: bool = False
+) -> ModelGraph:
     """The graph of a forward.
 
     Args:
@@ -44,22 +46,27 @@ def capture(model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool =
         run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
         staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
         grad: whether the forward is one for a backward; a model may ask.
+        follow: whether to tell where what modules keep is used, also if every rank keeps it (``ModelGraph.followed``).
     """
     with torch.set_grad_enabled(grad), held_kept(model):
-        return _captured(model, run, staged)
+        return _captured(model, run, staged, follow)
 
 
-def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool) -> ModelGraph:
+def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, follow: bool) -> ModelGraph:
     kept, numbers, origins = Kept(model), host_drawn(model), Origins()
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
-    changed, draws = kept.changed(recorder.memory.written) if staged else [], host_drawn(model) != numbers
+    changed = kept.changed(recorder.memory.written) if staged or follow else []
+    draws = host_drawn(model) != numbers
+    kept.put_back()
+    followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
         recorder, shadow = record(changed, draws=draws)
         kept.put_back()
     if staged and shadow.sized:
         recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)
+    recorder.graph.followed = followed
     recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - kept.memories())
     return recorder.graph
 
@@ -426,6 +433,11 @@ class Recorder(Walk):
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
             if touched.used and self.uses.carries(slot):
                 slots[slot] = touched
+            if touched.changed and isinstance(self._kept[slot], Tensor):
+                # (Once another was set in its place, who asks for the attribute has that.)
+                asked = [at for at, is_set in uses if not is_set and any(was_set for _, was_set in uses)]
+                within = (p for p in {*touched.used, *asked} if p < len(graph.events))
+                graph.kept[slot] = tuple(sorted(within)), tuple(touched.changed)
         # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
         graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
         carried = {m for slot in slots for m in self._carried[slot]}

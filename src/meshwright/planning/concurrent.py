@@ -28,7 +28,7 @@ from meshwright.mesh import Mesh
 from meshwright.names import pattern
 from meshwright.place import Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
-from meshwright.planning.branch import ties_by_reads
+from meshwright.planning.branch import kept_apart, ties_by_reads
 from meshwright.regions import find_regions
 
 Pattern = tuple[str, ...]
@@ -215,7 +215,8 @@ def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
     found = find_regions(graph, placed, places)
     beside = {p for start, stop in found.spans_of_several for p in range(start, stop)}
     together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)
-    return together and not ties_by_reads(found, placed, places, graph)
+    tied = ties_by_reads(found, placed, places, graph) or kept_apart(placed, places, graph)
+    return together and not tied
 
 
 def _within(name: str, other: str) -> bool:

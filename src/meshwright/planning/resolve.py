@@ -556,7 +556,7 @@ def _reshards(plan: Plan) -> bool:
 def _captured(model: nn.Module, plan: Plan, run: Run, places: Sequence[Place] = ()) -> ModelGraph:
     """The forward on the sample, recorded; and where data ranks of a branch may run their own rows, of which functions."""
     with computing_in(model, plan.precision):
-        graph = capture(model, run, staged=plan.mesh.axis_size("pp") > 1)
+        graph = capture(model, run, staged=plan.mesh.axis_size("pp") > 1, follow=True)
         by_rows = any(p.data > 1 for p in places)
         return replace(graph, by_rows=events_by_rows(model, undisturbed(model, run), graph)) if by_rows else graph
 
