@@ -72,6 +72,18 @@ class PickedFirst(Model):
         return F.cross_entropy(x, y) + 0.1 * F.mse_loss(x.softmax(-1), F.one_hot(y, CLASSES).to(x.dtype))
 
 
+class PickedOfBatch(Model):
+    """A part of the loss is a mean of numbers of the batch itself, which a mask picks."""
+
+    def loss(self, logits, labels, mask, count):
+        picked = labels.to(logits.dtype).square()[mask.bool()]
+        return (
+            logits.square().mean()
+            + 0.1 * (picked * 0.5).mean()
+            + labels.to(logits.dtype).masked_select(mask > 0).mean()
+        )
+
+
 class ByCountOfBatch(Model):
     """The batch says how many labels all of it has; another part of the loss is a mean over rows."""
 
@@ -131,7 +143,7 @@ def batch():
 
 
 MODELS = [
-    BySum, ByClampedSum, ByNormalisedMask, Picked, PickedFirst, ByCountOfBatch, PerPlace, OfMeans, OfRows, Many,
+    BySum, ByClampedSum, ByNormalisedMask, Picked, PickedFirst, PickedOfBatch, ByCountOfBatch, PerPlace, OfMeans, OfRows, Many,
     OnAnotherDevice,
 ]  # fmt: skip
 LAYOUTS = {

@@ -99,13 +99,21 @@ class CountedUses(Follower):
             name = names[at]
             if name is not None and len(args) == 2:
                 return self.part(name, at, does in _DIVIDES, func, args, kwargs)
-        return self._of_picked(func, args, kwargs, tensors)
+        return self._of_picked(_called, func, args, kwargs, tensors)
+
+    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """See ``Follower``. A mean over what a mask picked has no name: what it is of the batch's own follows from its count."""
+        if (mask := self._mask(func, args)) is not None:
+            result = super().known(func, args, kwargs, tensors)
+            self._pick(result, self.counted(elements_counted, mask))
+            return result
+        return self._of_picked(super().known, func, args, kwargs, tensors)
 
     def apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """See ``Follower``."""
         if mean_target(func, args, kwargs) is not None:
             return self._of_labels(func, args, kwargs)
-        return self._of_picked(func, args, kwargs, tensors)
+        return self._of_picked(_called, func, args, kwargs, tensors)
 
     def counted(self, count: Callable[..., Tensor], *operands: Any) -> Name | None:
         """The name of what ``count`` gives for named operands, a step that the forward itself does not do."""
@@ -123,26 +131,33 @@ class CountedUses(Follower):
         return self.mean(self.counted(labels_counted, *names, ignored), func, args, kwargs)
 
     def _mask(self, func: Any, args: tuple[Any, ...]) -> Name | None:
-        """The mask by which values of no name are picked into dim 0."""
+        """The mask by which values are picked into dim 0."""
         if getattr(func, "__name__", "") not in ("__getitem__", "masked_select") or len(args) != 2:
             return None
-        x, mask = args
-        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
-        return self.name(mask) if is_mask and self.name(x) is None else None
+        mask = args[1]
+        return self.name(mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
 
     def _pick(self, result: Any, count: Name | None) -> None:
         for t in pytree.tree_leaves(result):
             if isinstance(t, Tensor) and t.dim() and count is not None:
                 self._picked[id(t)] = t, count
 
-    def _of_picked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _of_picked(
+        self,
+        call: Callable[..., Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
+        """A function of what was picked, perhaps. ``call``: runs it."""
         picked = [found for t in tensors if (found := self._picked.get(id(t))) is not None and found[0] is t]
         if not picked or len({count for _, count in picked}) > 1:
-            return func(*args, **kwargs)
+            return call(func, args, kwargs, tensors)
         of, count = picked[0]
         if _is_mean_of_all(func, args, kwargs):
             return self.mean(count, func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = call(func, args, kwargs, tensors)
         self._pick(
             [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.shape[:1] == of.shape[:1]], count
         )
@@ -159,6 +174,10 @@ class CountedUses(Follower):
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A mean over labels that do not follow from the batch alone."""
         raise NotImplementedError
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    return func(*args, **kwargs)
 
 
 # --- the label program ------------------------------------------------------------------------------------------------

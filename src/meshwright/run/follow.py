@@ -236,7 +236,7 @@ class Follower(FunctionMode):
         if is_random(func) or (tensors and not any(names)):
             return self.apart(func, args, kwargs, tensors)
         if all(names):
-            return self._follow(func, args, kwargs, func(*args, **kwargs))
+            return self.known(func, args, kwargs, tensors)
         if func in _BY_ANOTHER and len(args) == 2 and not kwargs and len(tensors) == 2 and names[0] is not None:
             by, fact = _BY_ANOTHER[func]
             return self._follow(by, (args[0], fact(args[1])), {}, self.by_another(func, args, by, fact))
@@ -297,6 +297,10 @@ class Follower(FunctionMode):
     ) -> Step | None:
         """The step that a function with named arguments is, if it is of use."""
         return self.tape.known.get(signature)
+
+    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """A function of tensors with names alone: so has its result."""
+        return self._follow(func, args, kwargs, func(*args, **kwargs))
 
     def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
         """What a function gives that takes only the type or shape of another tensor, which has no name."""
