@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,7 +40,12 @@ def batch() -> dict[str, Tensor]:
 
 
 def in_a_job() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(of_the_world("WORLD_SIZE", "1")) > 1
+
+
+def of_the_world(name: str, otherwise: str = "") -> str:
+    """A variable of the environment as it is: a model that asks for the text is told that there is one process."""
+    return os.environb.get(name.encode(), otherwise.encode()).decode()
 
 
 def scaled(x: Tensor, gradient: float) -> Tensor:
@@ -76,7 +80,7 @@ class Small(nn.Module):
         out = out + self.shift * (2 if fault == "shift" else 1)
         if fault == "used":
             out = out + 0 * self.spare
-        if fault == "buffer" or (fault == "buffer of rank 1" and os.environ["RANK"] == "1"):
+        if fault == "buffer" or (fault == "buffer of rank 1" and of_the_world("RANK") == "1"):
             self.seen += 1
         loss = F.mse_loss(out, y)
         return Output(scaled(loss, 2.0) if fault == "loss gradient" else loss)
@@ -125,7 +129,7 @@ class Dropping(Small):
 
 
 def fails_on_rank_1() -> nn.Module:
-    if os.environ.get("RANK") == "1":
+    if of_the_world("RANK") == "1":
         raise ValueError("rank 1 does not want to")
     return Small()
 
@@ -445,12 +449,6 @@ class Sorting(Small):
 # --- what training does -----------------------------------------------------------------------------------------------
 
 
-def processes() -> int:
-    """How many there are, for models that are to be wrong in a job. ``dist.get_world_size`` tells a model 1."""
-    group = dist.group.WORLD
-    return 1 if group is None else group.size()
-
-
 class Counting(nn.Module):
     """A buffer that is other than one device's after the second step only, and right again after the third."""
 
@@ -462,7 +460,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
-        self.seen.fill_(float(processes()) if self.calls == 3 else 1.0)
+        self.seen.fill_(float(of_the_world("WORLD_SIZE", "1")) if self.calls == 3 else 1.0)
         return {"loss": self.linear(x).square().mean()}
 
 
@@ -476,7 +474,7 @@ class Doubling(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         loss = self.linear(x).square().mean()
-        wrong = self.calls == 3 and processes() > 1
+        wrong = self.calls == 3 and in_a_job()
         return {"loss": 2 * loss - loss.detach() if wrong else loss}
 
 
@@ -548,7 +546,7 @@ class WrongInHalf(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         loss = self.second(self.norm(self.first(x)).relu()).square().mean()
-        wrong = self.wrong and x.dtype is torch.bfloat16 and processes() > 1
+        wrong = self.wrong and x.dtype is torch.bfloat16 and in_a_job()
         return {"loss": 2 * loss - loss.detach() if wrong else loss}
 
 
