@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'dp_replicate': 2}}
+PLAN = {"mesh": {"dp_replicate": 2}}
 ROWS = ((4,), (4,))
 TOKENS, WIDTH = 5, 4
 
