@@ -21,9 +21,15 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
     saved: list[tuple[Tensor, int | None, str]] = []
 
     def note(t: Tensor) -> Tensor:
-        saved.append((t, version(t), model_line()))
-        return t
+        held = (
+            t.detach()
+        )  # of the same version; a graph that holds its own results would wait for the garbage collector
+        saved.append((held, version(held), model_line()))
+        return held
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        yield
-    lines.update(line for t, before, line in saved if version(t) != before)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            yield
+        lines.update(line for t, before, line in saved if version(t) != before)
+    finally:
+        saved.clear()  # the graph holds ``note``, and that what was saved
