@@ -55,6 +55,7 @@ SHARES = {
 REST = {
     "3+1", "2+2", "2+6", "dp2 | dp_shard2", "evoformer over data", "dp_shard of parallel attention and MLP", "siamese, unequal",
     "inception with rows divided", "towers with projections, dp_shard", "rows that the model asks for", "three 2+1+1",
+    "dp_shard=2 x (1+3)", "dp_replicate=2 x (2+2), sharded within",
 }  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def small() -> dict[str, Tensor]:
     return {"x": torch.randn((6, 6), generator=draw), "y": torch.randn((6, 3), generator=draw)}
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.proof] if s % 20 else []) for s in range(MANY)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.proof] if s % 40 else []) for s in range(MANY)])
 def test_random_graphs_of_forks_and_joins_neither_hang_nor_differ(seed: int, workers: LocalWorkers) -> None:
     plan = models.Graph(seed).plan(data=seed % 3 == 0)
     if not plan["modules"]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -953,3 +953,12 @@ def test_the_cuts_of_hugging_face_models_rest_on_their_tp_plan() -> None:
 
     plan = build_llama()._tp_plan
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
+
+
+def test_fsdp2_learns_of_the_end_of_a_backward_by_a_node_of_this_name():
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+    x = torch.ones(2, requires_grad=True)
+    (given,) = RegisterPostBackwardFunction.apply(SimpleNamespace(), x)
+    assert given._base is x or given._base is None
+    assert given.grad_fn.name() == "RegisterPostBackwardFunctionBackward"

@@ -73,12 +73,23 @@ def version(local: Tensor) -> int | None:
 
 
 def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of those that are views to autograd and have a gradient, what they are views of.
+    """Of those that are views to autograd and have a gradient, what they are views of, if the FSDP2 unit made it.
 
     There is no public way to it. A write in place to a view gives its base another ``grad_fn``, behind which the one before
-    still stands; that of the view itself is dropped, and hooks on it with that.
+    still stands; that of the view itself is dropped, and hooks on it with that. What the unit was given, and hands on, is to
+    autograd a view of what was there before: a hook on that would run after the unit's backward.
     """
-    return [t._base for t in tensors if t._base is not None and t.requires_grad and t._base.requires_grad]
+    found = ((t, t._base) for t in tensors if t._base is not None and t.requires_grad)
+    return [base for t, base in found if base.requires_grad and not _was_given(t.grad_fn, base.grad_fn)]
+
+
+def _was_given(node: Any, end: Any) -> bool:
+    """Whether the node by which FSDP2 learns that a unit's backward is over is on the way from a view's node to its base's."""
+    while node is not None and node is not end:
+        if node.name() == "RegisterPostBackwardFunctionBackward":
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

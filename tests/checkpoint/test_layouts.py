@@ -110,7 +110,7 @@ def on(plan, folder):
     return steps(job, optimizer, data, 2), job.load(folder, optimizer, data=data).notes
 
 
-@pytest.mark.parametrize("name", ["pp2-tp2", "branches 1+3"])
+@pytest.mark.parametrize("name", ["pp2-tp2", pytest.param("branches 1+3", marks=pytest.mark.proof)])
 def test_in_its_own_layout_it_goes_on_bitwise_with_the_same_random_numbers(name, tmp_path, workers):
     _, losses, _ = workers.run(save, LAYOUTS[name], str(tmp_path), Dropping, ranks=ranks(LAYOUTS[name]))[0]
     again, notes = workers.run(on, LAYOUTS[name], str(tmp_path), ranks=ranks(LAYOUTS[name]))[0]

@@ -65,8 +65,8 @@ def same(one, other):
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp_shard=2",
         "pp=2",
+        pytest.param("dp_shard=2", marks=pytest.mark.proof),
         pytest.param("tp=2", marks=pytest.mark.proof),
         pytest.param("dp_shard=2,tp=2", marks=pytest.mark.proof),
         pytest.param("pp=2,dp_shard=2", marks=pytest.mark.proof),
