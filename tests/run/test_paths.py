@@ -64,6 +64,19 @@ class SumAsNumber(Tokens):
         return x / 2 if total > 1.5 else x
 
 
+class Flagged(Tokens):
+    """Acts on a small number of its own, which a trial at other weights would not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.flags = nn.Parameter(torch.zeros(CLASSES), requires_grad=False)
+        self.flags[11] = 1e-3
+
+    def acted(self, x, ids):
+        flagged = (F.one_hot(ids, CLASSES).to(x.dtype) @ self.flags > 5e-4).any()
+        return x + self.more if flagged else x
+
+
 class Harmless(Tokens):
     """A mask of ones is left out; experts that no row was sent to are not called; a number is taken for a report."""
 
@@ -121,7 +134,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness, Selected])
+@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness, Selected, Flagged])
 def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, plan, workers):
     # Until some row is special, all go the same way, and no trial can tell. Then the step ends, before an optimizer's.
     with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):

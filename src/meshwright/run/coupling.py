@@ -97,7 +97,6 @@ def how_rows_combine(
     agreed: Agreed,
     fatal: tuple[type[Exception], ...] = (),
     single: bool = False,
-    divided: int | None = None,
 ) -> Verdict:
     """How the rows of a batch combine into its loss; the same verdict on every rank.
 
@@ -111,17 +110,16 @@ def how_rows_combine(
         agreed: a number → the smallest and the largest of all ranks.
         single: whether a piece may be a single row. Then one of the trial is: a dim of size 1 is another shape to a model
             (``squeeze``), and memory that is contiguous where it was not (``transpose(0, 1).contiguous()`` copies nothing).
-        divided: all rows are tried, and the first part has so many; else a few, and parts as seems good.
         fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
     """
-    rows = take_rows(batch, 0, rows_of(batch) if divided is not None else min(rows_of(batch), MOST_ROWS))
+    rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     why, most = "", _FAILED
     for computing in (
         _Computing(torch.float64, partial(wide, perturbed=True), wide=True),
         _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
         _Computing(dtype, nullcontext, wide=False),
     ):
-        attempt = _Attempt(rows, model, random, changed, losses, computing, first=divided or int(single))
+        attempt = _Attempt(rows, model, random, changed, losses, computing, first=int(single))
         ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
         # Agreed on after each: every rank runs as many forwards, which have collectives.
         for compared in (*ways, attempt.compared_by_noise):
@@ -147,10 +145,46 @@ def how_rows_combine(
                 if agreed(written)[1]:
                     why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
                     return Verdict(COUPLED, why)
-            if kind != COUPLED and divided is None:
+            if kind != COUPLED:
                 return _with_what_is_kept(kind, attempt, agreed, fatal)
             return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     return Verdict(COUPLED, why if most == _FAILED else "")
+
+
+def combine_as(
+    way: str,
+    rows: Any,
+    first: int,
+    model: nn.Module,
+    random: Generators,
+    changed: Sequence[Slot],
+    losses: Losses,
+    agreed: Agreed,
+    fatal: tuple[type[Exception], ...] = (),
+) -> bool:
+    """Whether the loss of all rows is what the first of them, and the rest, make in this way; the same on every rank.
+
+    It is tried at the model's own weights, at which these rows took their paths, and at others, as what a path does may be
+    behind a gate that is zero. Arguments as of ``how_rows_combine``.
+    """
+    for perturbed in (False, True):
+        computing = _Computing(torch.float64, partial(wide, perturbed=perturbed), wide=True)
+        attempt = _Attempt(rows, model, random, changed, losses, computing, first=first)
+        for compared in (partial(attempt.compared, way), attempt.compared_by_noise):
+            try:
+                fits = compared() == way
+            except _NotFiniteError:
+                fits = perturbed  # other weights tell nothing then
+            except fatal:
+                raise
+            except Exception:  # rows that cannot be run so
+                fits = False
+            fits = bool(agreed(fits)[0])
+            if fits:
+                break
+        if not fits:
+            return False
+    return True
 
 
 def _with_what_is_kept(kind: str, attempt: _Attempt, agreed: Agreed, fatal: tuple[type[Exception], ...]) -> Verdict:
@@ -453,4 +487,4 @@ def note(found: Verdict) -> str:
     )
 
 
-__all__ = ["COUPLED", "MEAN", "RATIO", "SUM", "Trial", "Verdict", "how_rows_combine", "note"]
+__all__ = ["COUPLED", "MEAN", "RATIO", "SUM", "Trial", "Verdict", "combine_as", "how_rows_combine", "note"]

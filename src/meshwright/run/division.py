@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import RowsError
 from meshwright.run.batch import copied, joined, mapped
 from meshwright.run.counts import SPLIT, LabelCounter, Share
-from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, how_rows_combine, note
+from meshwright.run.coupling import COUPLED, MEAN, RATIO, SUM, Trial, Verdict, combine_as, how_rows_combine, note
 from meshwright.run.paths import Found, Paths, Place, Reads, first_to_differ
 from meshwright.run.pipeline import StageError
 from meshwright.run.randomness import Generators
@@ -119,28 +119,18 @@ class Division:
         rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
         if rows_of(rows) < 2:
             return Verdict(MEAN)
-        return self._tried(take_rows(rows, 0, max(fewest, 4)), single=single)
-
-    def _tried(self, rows: Any, *, single: bool, divided: int | None = None) -> Verdict:
-        """Tries rows whole and in two parts, of which the first has ``divided`` rows, if that is given."""
-        runner, recipe = self._runner, self._recipe
-        dtype = next((p.dtype for p in runner.module.parameters() if p.is_floating_point()), torch.float32)
-        if recipe.precision == "bfloat16":
+        dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
+        if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        # An error in one stage leaves the others waiting for what it would send.
-        fatal = (StageError,) if recipe.mesh.axis_size("pp") > 1 else ()
+        rows, runner = take_rows(rows, 0, max(fewest, 4)), self._runner
         return how_rows_combine(
-            rows,
-            runner.module,
-            self._random,
-            runner.changed(),
-            self._losses,
-            dtype,
-            self._agreed,
-            fatal,
-            single,
-            divided,
+            rows, runner.module, self._random, runner.changed(), self._losses, dtype, self._agreed, self._fatal, single
         )
+
+    @property
+    def _fatal(self) -> tuple[type[Exception], ...]:
+        """An error in one stage leaves the others waiting for what it would send."""
+        return (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
         """For a trial: the loss of each piece, what it weighs, and what was read of it."""
@@ -200,8 +190,11 @@ class Division:
         assert differing is not None
         *two, lines = differing
         rows = [self._rows_of_piece(pieces, *piece) for piece in two]
-        both = joined(rows)
-        if both is None or self._tried(both, single=False, divided=rows_of(rows[0])).kind == self.rows:
+        both, runner = joined(rows), self._runner
+        if both is None or combine_as(
+            self.rows, both, rows_of(rows[0]), runner.module, self._random, runner.changed(), self._losses, self._agreed,
+            self._fatal,
+        ):  # fmt: skip
             self._paths.settle(lines)
             return
         raise RowsError(

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -186,24 +187,23 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from (t for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
 
 
-_OF_MODEL: dict[CodeType, bool] = {}
-_HASHES: dict[tuple[str, CodeType | None, int], int] = {}
-
-
 def _hashed(before: int, name: str) -> int:
     """A number for the functions that were called so far, and this one, with the place in the model where it is called."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code not in _OF_MODEL:
-            _OF_MODEL[code] = is_of_model(code.co_filename)
-        if _OF_MODEL[code]:
-            break
+    while frame is not None and not _is_of_model(frame.f_code):
         frame = frame.f_back
-    key = (name, frame.f_code, frame.f_lineno) if frame is not None else (name, None, 0)
-    if key not in _HASHES:
-        _HASHES[key] = zlib.crc32(f"{name} {frame.f_code.co_name if frame is not None else ''} {key[2]}".encode())
-    return (before * 1000003 ^ _HASHES[key]) & 0xFFFFFFFF
+    place = _hash_of(name, frame.f_code.co_name, frame.f_lineno) if frame is not None else _hash_of(name, "", 0)
+    return (before * 1000003 ^ place) & 0xFFFFFFFF
+
+
+@lru_cache(maxsize=4096)
+def _is_of_model(code: CodeType) -> bool:
+    return is_of_model(code.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(name: str, caller: str, line: int) -> int:
+    return zlib.crc32(f"{name} {caller} {line}".encode())  # the same in every process, which Python's own is not
 
 
 def outside_of_parts(whole: Found, parts: Sequence[Found]) -> str:
