@@ -35,6 +35,7 @@ from meshwright.run.pipeline import Pipeline
 from meshwright.run.randomness import Generators
 from meshwright.run.recompute import recompute
 from meshwright.run.routing import Routed
+from meshwright.run.runner import Runner
 from meshwright.run.streams import Streams, collectives_within
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
@@ -89,10 +90,8 @@ def apply(
         pipeline = Pipeline(
             forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
         )
-    return Job(
-        model, recipe, groups, view=view, ledger=ledger, loss=loss, counter=counter, random=random, routed=routed,
-        pipeline=pipeline,
-    )  # fmt: skip
+    runner = Runner(model, recipe, groups, view=view, loss=loss, routed=routed, pipeline=pipeline)
+    return Job(runner, ledger, counter, random)
 
 
 def _streams(recipe: Recipe, groups: Groups) -> Streams | None:

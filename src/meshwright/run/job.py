@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.recipe import ParameterRecipe
 from meshwright.run import streams
 from meshwright.run.batch import as_given, plain, versions, with_shared
 from meshwright.run.batches import Batches
 from meshwright.run.clip import clip_grad_norm, grad_norm
 from meshwright.run.counts import LabelCounter
 from meshwright.run.division import Division
-from meshwright.run.groups import Groups
 from meshwright.run.guard import Guard
-from meshwright.run.loss import Loss
 from meshwright.run.pipeline import Pipeline
 from meshwright.run.randomness import Generators
-from meshwright.run.routing import Routed
 from meshwright.run.runner import Runner
 from meshwright.run.state import whole_buffers, whole_tensors
 from meshwright.run.step import write_back
 from meshwright.run.waiting import Waiting
 from meshwright.view.axis import Ledger
-from meshwright.view.mode import GlobalView
 from meshwright.view.oneprocess import one_process
 
 if TYPE_CHECKING:
@@ -52,24 +48,12 @@ class Job:
         guard: compares what ranks should hold alike, every so many steps.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        recipe: Recipe,
-        groups: Groups,
-        *,
-        view: GlobalView | None,
-        ledger: Ledger,
-        loss: Loss,
-        counter: LabelCounter | None,
-        random: Generators,
-        routed: Routed | None = None,
-        pipeline: Pipeline | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, ledger: Ledger, counter: LabelCounter | None, random: Generators) -> None:
+        module, recipe, groups = runner.module, runner.recipe, runner.groups
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
         if counter is not None:
             counter.model = module
-        self._runner = Runner(module, recipe, groups, view=view, loss=loss, routed=routed, pipeline=pipeline)
+        self._runner = runner
         self._division = Division(self._runner, counter, random)
         self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
         self.random, self._out_of_step = random, 0
