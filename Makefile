@@ -27,11 +27,14 @@ lint: $(READY) ## style and likely mistakes
 types: $(READY) ## mypy, strict
 	$(PY) -m mypy
 
+# Two at a time: most tests wait for processes that wait for each other, and leave half of two cores idle.
+TWO := --numprocesses 2 --dist worksteal
+
 unit: $(READY) ## the tests alone
-	$(PY) -m pytest
+	$(PY) -m pytest $(TWO)
 
 proof: $(READY) ## every combination of the matrices of parity, of which `make test` runs a part: an hour
-	$(PY) -m pytest -m 'proof or not proof'
+	$(PY) -m pytest $(TWO) -m 'proof or not proof'
 
 fuzz: $(READY) ## random programs in every layout against one device, ten minutes each
 	$(PY) bench/fuzz.py --programs 100000 --seconds 600

@@ -22,7 +22,7 @@ from layouts import LAYOUTS, random_cases  # noqa: E402
 from program import read  # noqa: E402
 from shrink import shrink  # noqa: E402
 
-from meshwright.run.workers import LocalWorkers, local_workers  # noqa: E402
+from meshwright.workers.pool import LocalWorkers, local_workers  # noqa: E402
 
 ALIKE = 3  # failures of one sort that are made small; the others are counted
 

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint.folder import MANIFEST
-from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
 from meshwright.train import loop, metrics
+from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers, report
 
 LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
 MOMENTS = ["any", "writing", "before the rename", "loading"]

@@ -24,8 +24,8 @@ import meshwright as mw
 from meshwright.draw import console as consoles
 from meshwright.draw.terminal import render
 from meshwright.draw.text import count_text, size_text
-from meshwright.run.workers import LocalWorkers, report
 from meshwright.train import loop
+from meshwright.workers.pool import LocalWorkers, report
 
 PLAN = {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "microbatches": 2}
 STEPS, ROWS, LENGTH, HELD_OUT = 50, 32, 64, 128

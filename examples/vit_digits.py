@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.run.workers import report
 from meshwright.train import loop
+from meshwright.workers.pool import report
 
 PLAN = {"mesh": {"dp_shard": 2, "tp": 2}}  # the outer axis is data: across hosts; the inner one tensor: within a host
 STEPS, ROWS, WIDTH, HEADS, BLOCKS, TEST = 100, 64, 64, 4, 2, 256

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from meshwright.run.workers import LocalWorkers, local_workers
+from meshwright.workers.pool import LocalWorkers, local_workers
 
 # The same examples on every run: what passes on one machine passes on the next, which
 # may be slower. `--hypothesis-seed` tries others.
@@ -16,6 +16,9 @@ settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[LocalWorkers]:
-    with local_workers(8) as pool:
+def workers(request: pytest.FixtureRequest) -> Iterator[LocalWorkers]:
+    # Forked workers start sooner. In `make proof` each is an interpreter of its own, as under torchrun: they hash strings
+    # differently, so that what follows from the order of a set differs between ranks.
+    quick = request.config.option.markexpr == "not proof"
+    with local_workers(8, start_method="fork" if quick else "spawn") as pool:
         yield pool

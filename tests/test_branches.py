@@ -18,7 +18,7 @@ import meshwright as mw
 from branching import beside, on
 from meshwright import private
 from meshwright.private import TorchDispatchMode
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 CLOSE = 1e-12  # relative, in float64, over five steps of the optimizer
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from meshwright import cli
 from meshwright.cli import processes
 from meshwright.errors import Finding, PlanError
-from meshwright.run.workers import LocalWorkers, WorkerError
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 FILE = """
 from types import SimpleNamespace
@@ -357,7 +357,7 @@ def test_workers_are_on_the_device_that_is_asked_for(
         raise Found(device)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: there)
-    monkeypatch.setattr("meshwright.run.workers.local_workers", started)
+    monkeypatch.setattr("meshwright.workers.pool.local_workers", started)
     arguments = ["check", f"{file}:model", "--mesh", "tp=2", *(["--device", asked] if asked else [])]
     result = CliRunner().invoke(cli.app, arguments)
     assert isinstance(result.exception, Found) and result.exception.args == (used,)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = sorted(path.stem for path in EXAMPLES.glob("*.py"))

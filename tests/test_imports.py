@@ -18,7 +18,7 @@ MODULES = {
 LADDER = (
     "meshwright",  # names, loaded when they are asked for
     "private blame errors identity mesh layout names place plan schedule graph regions recipe hardware container chance",
-    "view",
+    "view workers",
     "cost",
     "planning",
     "run",

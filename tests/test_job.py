@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.run.parameters import local_tensor
-from meshwright.run.workers import WorkerError
+from meshwright.workers.pool import WorkerError
 from zoo import ZOO
 
 LAYOUTS = ["tp=2", "tp=3", "dp_shard=2", "dp_shard=3", "dp_replicate=2", "dp_shard=2,tp=2", "tp=2,dp_shard=2"]

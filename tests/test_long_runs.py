@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.run.workers import LocalWorkers
 from meshwright.view.tensor import View
+from meshwright.workers.pool import LocalWorkers
 from zoo import ZOO
 
 

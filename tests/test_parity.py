@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import branching
 import meshwright as mw
 from meshwright.parity.sides import gradients_as_planned, silence, widened
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 from test_branches import WAYS
 from zoo import ZOO
 

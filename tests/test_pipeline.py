@@ -12,8 +12,8 @@ import torch
 import meshwright as mw
 from meshwright.place import bounds
 from meshwright.run.step import rows_of, take_rows
-from meshwright.run.workers import WorkerError, local_workers
 from meshwright.schedule import make_schedule, most_in_flight
+from meshwright.workers.pool import WorkerError, local_workers
 from zoo import ZOO
 
 ISSUE = [name for name, entry in ZOO.items() if entry.family == "issue"]

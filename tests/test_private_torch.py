@@ -57,7 +57,7 @@ from meshwright.private import (
     wrapping,
     written_by,
 )
-from meshwright.run import data, groups, init, worker
+from meshwright.run import data, groups, init
 from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
 from meshwright.view.functions import (
@@ -73,6 +73,7 @@ from meshwright.view.functions import (
 from meshwright.view.oneprocess import one_process
 from meshwright.view.rules import ANSWERS, FACTS
 from meshwright.view.rules.registry import functions
+from meshwright.workers import worker
 
 SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
@@ -95,7 +96,7 @@ USES = {
     "run/modulestate.py": "_fields",  # of named tuples
     "run/parameters.py": "_parameters",
     "run/paths.py": "_getframe",  # of sys
-    "run/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
+    "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "run/watch.py": "_exit",  # of os
     "run/whereabouts.py": "_current_frames",  # of sys
     "view/functions.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active \

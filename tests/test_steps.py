@@ -17,7 +17,7 @@ import branching as models
 import meshwright as mw
 from meshwright.place import bounds
 from meshwright.run.step import take_rows
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 Batches = list[dict[str, Tensor]]
 DIM = 8

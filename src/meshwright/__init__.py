@@ -12,7 +12,7 @@
     api         parallelize, make_recipe       a model and a plan → a job
     run.job     Job                            step, clip, evaluate, batches
     run.watch   Watch                          ends a job that hangs, with a report
-    run.workers local_workers                  processes on this machine, started once
+    workers.pool local_workers                 processes on this machine, started once
     parity      check, Report                  the same as one device?
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from meshwright.recipe import Recipe
     from meshwright.run.job import Job
     from meshwright.run.watch import Watch
-    from meshwright.run.workers import local_workers
     from meshwright.view.standing import Elsewhere, Rows
+    from meshwright.workers.pool import local_workers
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _HOME = {
     "Branches": "container",
     "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
     "Job": "run.job",
-    "local_workers": "run.workers",
+    "local_workers": "workers.pool",
     "Watch": "run.watch",
     "check": "parity", "Report": "parity",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",

@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError
 from meshwright.run.parameters import local_tensor
-from meshwright.run.workers import WorkerError
+from meshwright.workers.pool import WorkerError
 from saving import LAYOUTS, Tied, rows, start, steps
 
 

@@ -14,7 +14,7 @@ from meshwright.checkpoint.tensorfiles import Entry, open_folder, write_file
 from meshwright.checkpoint.unread import Read, Unread, read_slices
 from meshwright.errors import PlanError
 from meshwright.recipe import take_slices
-from meshwright.run.workers import WorkerError
+from meshwright.workers.pool import WorkerError
 
 transformers = pytest.importorskip("transformers")
 

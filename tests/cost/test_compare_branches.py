@@ -20,7 +20,7 @@ from branching import beside, on
 from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR
 from meshwright.cost.split import best_split, imbalance
 from meshwright.hardware import GPU_NODE, LOCAL
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 # --- the split --------------------------------------------------------------------------------------------------------
 

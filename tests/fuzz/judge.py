@@ -34,7 +34,7 @@ from meshwright.recipe import take_slices
 from meshwright.run.job import Job
 from meshwright.run.parameters import local_tensor
 from meshwright.run.step import take_rows
-from meshwright.run.workers import LocalWorkers, WorkerError
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 VOCABULARY = 11
 TIMEOUT = 40.0  # seconds a program may take: some hundred times what it needs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.chance import LARGEST, SMALLEST, drawing
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 
 def batch() -> dict[str, Tensor]:

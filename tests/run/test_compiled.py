@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 compiled = partial(torch.compile, backend="eager")  # Dynamo is what goes wrong; what it hands its graphs to is slow
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.run.checksum import checksum
 from meshwright.run.parameters import local_tensor
-from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Ledger
+from meshwright.workers.pool import LocalWorkers
 
 VOCAB, DIM = 11, 8
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.run.workers import WorkerError
+from meshwright.workers.pool import WorkerError
 
 WIDTH, CLASSES = 16, 12
 

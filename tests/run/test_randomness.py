@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.run.randomness import Generators, seed_all
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 
 class Drawing(nn.Module):

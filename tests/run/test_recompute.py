@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.run.randomness import Generators, seed_all
 from meshwright.run.recompute import recompute
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 
 class Block(nn.Module):

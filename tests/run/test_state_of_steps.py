@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.run.randomness import seed_all
-from meshwright.run.workers import LocalWorkers
+from meshwright.workers.pool import LocalWorkers
 
 
 class Counting(nn.Module):

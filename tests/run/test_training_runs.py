@@ -21,8 +21,8 @@ import meshwright as mw
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.cli import app, processes
 from meshwright.errors import NonFiniteError
-from meshwright.run.workers import WorkerError
 from meshwright.train import loop, metrics
+from meshwright.workers.pool import WorkerError
 from zoo import ZOO
 
 ROWS, STEPS = 24, 6

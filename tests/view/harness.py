@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, cut
-from meshwright.run.workers import report
 from meshwright.view import work as work_module
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.decision import Gather
@@ -40,6 +39,7 @@ from meshwright.view.mode import GlobalView
 from meshwright.view.rules import ANSWERS, DECIDERS
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
+from meshwright.workers.pool import report
 
 KINDS = ("even", "uneven", "fused", "uneven fused")
 Build = Callable[["Make"], "tuple[list[Any], Callable[..., Any]]"]

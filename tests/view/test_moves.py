@@ -13,11 +13,11 @@ from harness import Make
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, WHOLE, Cut, Layout, Partial, cut
-from meshwright.run.workers import LocalWorkers
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Ledger, PlannedAxis
 from meshwright.view.tensor import View
 from meshwright.view.work import Work
+from meshwright.workers.pool import LocalWorkers
 
 DTYPES = [
     torch.float64,

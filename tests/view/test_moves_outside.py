@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout import cut
-from meshwright.run.workers import LocalWorkers
 from meshwright.view import moves
 from meshwright.view.axis import Axis, Ledger
+from meshwright.workers.pool import LocalWorkers
 
 pytest.importorskip("spmd_types")
 

@@ -19,8 +19,8 @@ from torch.distributed import get_rank, get_world_size, is_initialized
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright.run.workers import LocalWorkers, WorkerError
 from meshwright.view.oneprocess import one_process
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 
 def is_distributed() -> bool:

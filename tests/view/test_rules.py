@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.layout import WHOLE, cut
-from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.decision import Decision, held
 from meshwright.view.mode import GlobalView
 from meshwright.view.rules import ANSWERS, DECIDERS
 from meshwright.view.work import Work
+from meshwright.workers.pool import LocalWorkers
 
 FAMILIES: dict[str, dict[str, Case]] = {
     "pointwise": pointwise_cases.CASES,

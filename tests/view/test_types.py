@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import Cut, cut
-from meshwright.run.workers import LocalWorkers
 from meshwright.view.axis import Axis, Ledger
 from meshwright.view.mode import GlobalView
 from meshwright.view.work import Work
+from meshwright.workers.pool import LocalWorkers
 
 LABELS = torch.tensor([1, 0, 5, 3])
 ONES = torch.ones(6)

@@ -15,14 +15,14 @@ from meshwright.draw.console import console
 from meshwright.errors import NonFiniteError, PlanError, ReplicaError, RowsError
 
 if TYPE_CHECKING:  # torch and the workers are imported by the commands that need them
-    from meshwright.run.workers import LocalWorkers
+    from meshwright.workers.pool import LocalWorkers
 
 
 @contextmanager
 def told(*, quiet: bool = False) -> Iterator[None]:
     """A person's mistake is told once, without a traceback: exit code 2; a worker's failure, a loss that is not finite,
     or ranks that came to differ, once: 1."""
-    from meshwright.run.workers import WorkerError
+    from meshwright.workers.pool import WorkerError
 
     try:
         yield
@@ -38,7 +38,7 @@ def workers(given: Given) -> Iterator[LocalWorkers]:
     """As many local workers as the mesh has ranks; they share the cores."""
     import torch
 
-    from meshwright.run.workers import local_workers
+    from meshwright.workers.pool import local_workers
 
     size = given.plan.mesh.size
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,8 +35,8 @@ from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
-    from meshwright.run.workers import LocalWorkers
     from meshwright.train import loop
+    from meshwright.workers.pool import LocalWorkers
 
 _PATIENCE = 900.0  # seconds that a step, or the start of a large model, may take
 
@@ -192,7 +192,7 @@ def _tell(course: Course, outcome: Outcome, seconds: float) -> None:
 
 def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
     """In local workers, which find the target anew: neither model nor dataset travels."""
-    from meshwright.run.workers import WorkerError
+    from meshwright.workers.pool import WorkerError
 
     with processes.workers(given) as workers, _passed_on(workers) as told:
         try:
@@ -225,7 +225,7 @@ def _passed_on(workers: LocalWorkers) -> Iterator[list[int]]:
 
 
 def _train_in_worker(named: tuple[Any, ...], course: Course) -> Outcome:
-    from meshwright.run.workers import report
+    from meshwright.workers.pool import report
 
     return _train_here(Given.from_names(*named), course, report)
 

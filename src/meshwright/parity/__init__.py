@@ -35,8 +35,8 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.run.batch import plain
 from meshwright.run.checksum import digest
 from meshwright.run.loss import Loss, output_loss
-from meshwright.run.parcel import pack
-from meshwright.run.workers import LocalWorkers, WorkerError, local_workers
+from meshwright.workers.pickling import pack
+from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers
 
 __all__ = ["Report", "check"]
 

@@ -35,9 +35,9 @@ from meshwright.run.loss import Loss
 from meshwright.run.parameters import local_tensor
 from meshwright.run.randomness import Generators, seed_all
 from meshwright.run.step import called, rows_of, take_rows
-from meshwright.run.worker import report
 from meshwright.view.functions import FunctionMode
 from meshwright.view.oneprocess import one_process
+from meshwright.workers.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
 NOISE = 0.02

@@ -1,1 +1,1 @@
-"""Running a recipe: process groups, the order of application, the step, checkpoints, local workers."""
+"""Running a recipe: process groups, the order of application, the step, checkpoints."""

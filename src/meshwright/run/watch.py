@@ -30,7 +30,7 @@ from meshwright.run.board import FAILED, HERE, LEFT, Alarm, Beat, Board, Who
 from meshwright.run.hang import Hang, spelled_ranks
 from meshwright.run.job import Job
 from meshwright.run.whereabouts import Ranks, Whereabouts, whereabouts
-from meshwright.run.workers import LOST_PEER
+from meshwright.workers.pool import LOST_PEER
 
 HANG = (
     75  # exit code of ranks that a watch ends: EX_TEMPFAIL of sysexits.h, "try again"; torchrun restarts on any but 0

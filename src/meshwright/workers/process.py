@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import fcntl
 import os
 import re
 import selectors
@@ -17,50 +16,31 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from typing import IO, Any
 
-from meshwright.run import worker as worker_module
-from meshwright.run.channel import Channel
-from meshwright.run.worker import LISTENER, STACK_SIGNAL
+from meshwright.workers import worker as worker_module
+from meshwright.workers.channel import Channel
+from meshwright.workers.forkserver import Forked, ForkServer, main_file
+from meshwright.workers.scratch import read_from, scratch_file, tail_of
+from meshwright.workers.worker import LISTENER, STACK_SIGNAL
 
-_TAIL = 4000  # bytes of output shown in an error
 _END_TIMEOUT = 5.0  # seconds a process may take to end: killed ones take milliseconds
-
-
-def _script() -> str:
-    """Code that gives a worker's main module the file of the one here: some look for the source of a class there."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return "" if file is None else f"__file__ = {os.path.abspath(file)!r}; "
 
 
 class WorkerProcess:
     """One process; its rank is the same in every run."""
 
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, threads: int, server: ForkServer | None = None) -> None:
+        """``server``: forks it. None: it starts as a new interpreter, and imports torch itself."""
         self.rank = rank
         self.greeted = False  # it has installed its signal handler
         self.ready = False
         ours, theirs = socket.socketpair()
-        self.log = _scratch_file()
-        self._stacks = _scratch_file()
-        command = (
-            f"import sys; sys.path[:] = {sys.path!r}; {_script()}"
-            f"from meshwright.run.worker import main; main({theirs.fileno()}, {self._stacks.fileno()})"
-        )
+        self.log = scratch_file()
+        self._stacks = scratch_file()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", command],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno(), self._stacks.fileno()],
-                env=_environment(threads),
-                # Its own session: a terminal's interrupt goes to the pool alone, which then kills all; and
-                # whatever the worker starts can be killed with it.
-                start_new_session=True,
-            )
+            self.process = _started(threads, server, [theirs.fileno(), self.log.fileno(), self._stacks.fileno()])
         self.channel = Channel(ours)
         self._killed = False
 
@@ -97,8 +77,7 @@ class WorkerProcess:
 
     def output(self) -> str:
         """The end of what it printed in this run."""
-        start = max(0, _size(self.log) - _TAIL)
-        text = _read(self.log, start).decode(errors="replace").strip()
+        text = tail_of(self.log)
         return f"Output of rank {self.rank}, its end:\n{text}" if text else ""
 
     def ask_for_stacks(self) -> None:
@@ -109,7 +88,7 @@ class WorkerProcess:
 
     def stacks(self) -> str:
         """What it has written since it was asked."""
-        return _read(self._stacks, 0).decode(errors="replace")
+        return read_from(self._stacks, 0).decode(errors="replace")
 
 
 class Echo:
@@ -122,7 +101,7 @@ class Echo:
 
     def show(self, last: bool = False) -> None:
         """Show what is new."""
-        new = _read(self._log, self._shown)
+        new = read_from(self._log, self._shown)
         self._shown += len(new)
         text = self._decoder.decode(new, final=last)
         if text:
@@ -130,23 +109,29 @@ class Echo:
             sys.stdout.flush()
 
 
-def _scratch_file() -> IO[bytes]:
-    """A file without a name, so that nothing is left of it; each write goes to what is its end by then."""
-    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
-    return file
+def _started(threads: int, server: ForkServer | None, descriptors: list[int]) -> subprocess.Popen | Forked:
+    if server is not None:
+        return server.fork(descriptors, environment_of(threads))
+    channel, log, stacks = descriptors
+    command = (
+        f"import sys; sys.path[:] = {sys.path!r}; {main_file()}"
+        f"from meshwright.workers.worker import main; main({channel}, {stacks})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[channel, stacks],
+        env=environment_of(threads),
+        # Its own session: a terminal's interrupt goes to the pool alone, which then kills all; and
+        # whatever the worker starts can be killed with it.
+        start_new_session=True,
+    )
 
 
-def _size(file: IO[bytes]) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _read(file: IO[bytes], start: int) -> bytes:
-    """From `start` to the end, without moving the position that the writer shares."""
-    return os.pread(file.fileno(), max(0, _size(file) - start), start)
-
-
-def _environment(threads: int) -> dict[str, str]:
+def environment_of(threads: int) -> dict[str, str]:
+    """Of a worker that computes with so many threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     # gloo otherwise looks up this machine's own name, which fails on some.
     names = {name for _, name in socket.if_nameindex()}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -30,12 +31,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from meshwright.errors import PlanError
-from meshwright.run.parcel import pack, unpack
-from meshwright.run.process import Echo, WorkerProcess, exchange, stacks_of
-from meshwright.run.worker import Task, report
+from meshwright.workers.forkserver import ForkServer
+from meshwright.workers.pickling import pack, unpack
+from meshwright.workers.process import Echo, WorkerProcess, environment_of, exchange, stacks_of
+from meshwright.workers.scratch import tail_of
+from meshwright.workers.worker import Task, report
 
 __all__ = ["LocalWorkers", "WorkerError", "local_workers", "report"]
 
@@ -75,28 +78,42 @@ def local_workers(
     timeout: float = TIMEOUT,
     start_timeout: float = START_TIMEOUT,
     threads: int = 1,
+    start_method: Literal["fork", "spawn"] | None = None,
 ) -> LocalWorkers:
     """A pool of `ranks` worker processes on this machine, for use in a `with`; each starts when first needed.
 
     device: "cpu" (gloo); "cuda": rank r on GPU r (NCCL), or ranks share GPUs (gloo) where there are too few.
     timeout: the default of `run`. threads: torch's threads in each worker.
+    start_method: "fork": one process imports torch, and all workers are forked from it; the default on Linux for CPUs.
+    "spawn": each is a new interpreter, with a seed of its own for hashes, as under torchrun.
     """
-    return LocalWorkers(ranks, device=device, timeout=timeout, start_timeout=start_timeout, threads=threads)
+    return LocalWorkers(ranks, device, timeout, start_timeout, threads, start_method or default_start_method(device))
+
+
+def default_start_method(device: str) -> Literal["fork", "spawn"]:
+    """Forks of a process that imported torch are whole on Linux; a GPU's driver does not live through a fork."""
+    return "fork" if sys.platform == "linux" and device == "cpu" else "spawn"
 
 
 class LocalWorkers:
     """See `local_workers`. One run at a time."""
 
-    def __init__(self, ranks: int, *, device: str, timeout: float, start_timeout: float, threads: int) -> None:
+    def __init__(
+        self, ranks: int, device: str, timeout: float, start_timeout: float, threads: int, start_method: str
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"a pool needs at least one rank, given {ranks}")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is 'cpu' or 'cuda', given {device!r}")
+        if start_method not in ("fork", "spawn"):
+            raise ValueError(f"start_method is 'fork' or 'spawn', given {start_method!r}")
         self.ranks = ranks
         self.device = device
         self.timeout = timeout
         self._start_timeout = start_timeout
         self._threads = threads
+        self._forks = start_method == "fork"
+        self._server: ForkServer | None = None  # which forks the workers
         self._children: dict[int, WorkerProcess] = {}
         self._lock = threading.Lock()
         self._runs = 0
@@ -123,7 +140,7 @@ class LocalWorkers:
         count = self.ranks if ranks is None else ranks
         if not 1 <= count <= self.ranks:
             raise ValueError(f"ranks must be 1 to {self.ranks}, the size of the pool; given {count}")
-        parcel = pack((function, args, kwargs))
+        payload = pack((function, args, kwargs))
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("these workers are busy with another run")
         try:
@@ -131,7 +148,7 @@ class LocalWorkers:
             self._await_start(count)
             run = _Run(self._runs + 1, [self._children[rank] for rank in range(count)], echo, on_report)
             self._runs += 1
-            answers = self._perform(run, parcel, self.timeout if timeout is None else timeout)
+            answers = self._perform(run, payload, self.timeout if timeout is None else timeout)
         except WorkerError:
             raise
         except BaseException:  # an interrupt, or an error of on_report: nobody waits for the answers now
@@ -172,6 +189,9 @@ class LocalWorkers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -184,15 +204,43 @@ class LocalWorkers:
         self.close()
 
     def _start(self, count: int) -> None:
+        """Begin what takes time."""
+        if self._server is not None and not self._server.alive:
+            self._drop(self._children.values())
+            self._server.close()
+            self._server = None
+        gone = [c for c in self._children.values() if c.channel.closed or c.process.poll() is not None]
+        self._drop(child for child in gone if child.rank < count)
+        if not self._forks:
+            self._add(count)
+        elif self._server is None:
+            self._server = ForkServer(environment_of(self._threads))
+
+    def _add(self, count: int) -> None:
         for rank in range(count):
-            child = self._children.get(rank)
-            if child is not None and (child.channel.closed or child.process.poll() is not None):
-                self._drop([child])
             if rank not in self._children:
-                self._children[rank] = WorkerProcess(rank, self._threads)
+                self._children[rank] = WorkerProcess(rank, self._threads, self._server)
+
+    def _await_server(self, server: ForkServer, deadline: float) -> None:
+        while not server.up:
+            ended = not server.alive
+            if ended or time.monotonic() > deadline:
+                what = (
+                    f"ended with exit code {server.process.poll()}"
+                    if ended
+                    else f"not up after {self._start_timeout:g} s"
+                )
+                output = tail_of(server.log)
+                self._server = None
+                server.close()
+                raise WorkerError(0, f"workers did not start: the process that forks them: {what}", output)
+            server.listen(_TICK)
 
     def _await_start(self, count: int) -> None:
         deadline = time.monotonic() + self._start_timeout
+        if self._server is not None:
+            self._await_server(self._server, deadline)
+            self._add(count)
         wanted = [self._children[rank] for rank in range(count)]
         while missing := [child for child in wanted if not child.ready]:
             late = time.monotonic() > deadline
@@ -208,9 +256,9 @@ class LocalWorkers:
                 self._drop(child for child in missing if not child.ready)
                 raise WorkerError(child.rank, f"worker {child.rank} did not start: {what}", output)
 
-    def _perform(self, run: _Run, parcel: bytes, timeout: float) -> list[memoryview]:
+    def _perform(self, run: _Run, payload: bytes, timeout: float) -> list[memoryview]:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
-            self._send(run, parcel, timeout, directory)
+            self._send(run, payload, timeout, directory)
             error = run.wait(timeout)
             run.leave(GRACE if error else _LEAVE_TIMEOUT)
             error = error or run.first_failure()
@@ -219,7 +267,7 @@ class LocalWorkers:
             raise error
         return [run.answers[child.rank] for child in run.children]
 
-    def _send(self, run: _Run, parcel: bytes, timeout: float, directory: str) -> None:
+    def _send(self, run: _Run, payload: bytes, timeout: float, directory: str) -> None:
         port = _free_port()
         for child in run.children:
             child.clear_output()
@@ -236,7 +284,7 @@ class LocalWorkers:
                 path=list(sys.path),
                 arguments=list(sys.argv),
             )
-            child.channel.post(("task", task), parcel)
+            child.channel.post(("task", task), payload)
 
     def _drop(self, children: Iterable[WorkerProcess]) -> None:
         children = list(children)
@@ -247,10 +295,16 @@ class LocalWorkers:
             self._children.pop(child.rank, None)
 
 
+_PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any, gloo for each of its groups
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine on which nobody listens."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A parcel: a value as bytes, for a worker process, or the answer of one.
+"""Values as bytes, for a worker process, or the answer of one.
 
 Functions and classes travel by the name of their module if a worker can import it. Those of the main script, of a notebook
 or another interactive session, and of a file that was loaded by its path travel with their code (cloudpickle): the script
@@ -39,7 +39,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value in a parcel."""
+    """The value in a payload."""
     return _Unpacker(io.BytesIO(data)).load()
 
 

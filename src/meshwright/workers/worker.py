@@ -34,8 +34,8 @@ from datetime import timedelta
 from typing import Any
 
 from meshwright.errors import CheckpointError, PlanError
-from meshwright.run.channel import Channel, Message
-from meshwright.run.parcel import pack, unpack
+from meshwright.workers.channel import Channel, Message
+from meshwright.workers.pickling import pack, unpack
 
 STACK_SIGNAL = signal.SIGUSR1  # the pool asks with it for the stack a worker is in
 LISTENER = "meshwright-listener"
@@ -45,7 +45,7 @@ _GROUP_NAMES_A_RUN = 10_000
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is told about a run; the function and its arguments follow as a parcel."""
+    """What a worker is told about a run; the function and its arguments follow as a payload."""
 
     run: int  # counts the runs of the pool, from 1
     rank: int
@@ -111,17 +111,17 @@ class _Worker:
         """The next message; None when the pool has closed."""
         return self._inbox.get()
 
-    def perform(self, task: Task, parcel: memoryview) -> None:
+    def perform(self, task: Task, payload: memoryview) -> None:
         """One task: exactly one answer, then "idle" when the process is as it was before."""
         self.rank, self._busy = task.rank, True
         with _surroundings(task), contextlib.suppress(_FailedError):
-            self._answer(task, parcel)
+            self._answer(task, payload)
         self.rank, self._busy = None, False
         self.channel.send(("idle",))
 
-    def _answer(self, task: Task, parcel: memoryview) -> None:
+    def _answer(self, task: Task, payload: memoryview) -> None:
         try:
-            function, args, kwargs = unpack(parcel)
+            function, args, kwargs = unpack(payload)
             with _process_group(task):
                 try:
                     result = pack(function(*args, **kwargs))
@@ -136,7 +136,7 @@ class _Worker:
             self._fail(error)
             raise _FailedError from None
         finally:
-            del parcel
+            del payload
 
     def _fail(self, error: BaseException) -> None:
         when = time.monotonic()
@@ -274,6 +274,8 @@ def _process_group(task: Task) -> Iterator[None]:
     timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
     _count_groups_from(task.run * _GROUP_NAMES_A_RUN)
+    # A rank that is connected may leave at once, while others still connect to each other and would lose it.
+    dist.all_reduce(torch.zeros(()))
     try:
         yield
     finally:

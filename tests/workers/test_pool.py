@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import meshwright.run.workers as workers_module
+import meshwright.workers.pool as workers_module
 from meshwright.errors import Finding, PlanError
-from meshwright.run.workers import LocalWorkers, WorkerError, local_workers, report
+from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers, report
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +192,42 @@ def test_rank_0_reports_and_is_echoed(workers: LocalWorkers, capsys: pytest.Capt
     report("nobody listens outside a worker")
 
 
+def hash_and_threads() -> tuple[int, int]:
+    return hash("a"), len(os.listdir("/proc/self/task"))
+
+
+def test_forked_workers_share_what_is_imported_and_spawned_ones_nothing() -> None:
+    with local_workers(2, start_method="fork") as forked, local_workers(2, start_method="spawn") as spawned:
+        assert len({seen for seen, _ in forked.run(hash_and_threads)}) == 1
+        assert len({seen for seen, _ in spawned.run(hash_and_threads)}) == 2
+        assert forked._server is not None and spawned._server is None
+        assert len(os.listdir(f"/proc/{forked._server.process.pid}/task")) == 1, "what is forked has one thread"
+    with pytest.raises(ValueError, match="start_method"):
+        local_workers(1, start_method="forkserver")  # type: ignore[arg-type]
+
+
+def test_workers_end_with_the_process_that_forked_them_and_the_pool_starts_anew() -> None:
+    with local_workers(2, start_method="fork") as pool:
+        before = pool.run(os.getpid)
+        assert pool._server is not None
+        os.kill(pool._server.process.pid, signal.SIGKILL)
+        assert wait_until_gone(before) == []
+        after = pool.run(os.getpid)
+        assert not set(before) & set(after)
+        server = pool._server.process.pid
+    assert wait_until_gone([*after, server], timeout=0) == []
+
+
+def test_a_server_that_cannot_start_is_told_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_workers(2, start_method="fork") as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "path", [])
+            with pytest.raises(WorkerError, match="did not start") as caught:
+                pool.run(os.getpid)
+        assert "ModuleNotFoundError" in caught.value.details
+        assert len(pool.run(os.getpid)) == 2, "the pool is usable afterwards"
+
+
 # ---- how it fails ----
 
 
@@ -296,7 +332,7 @@ PLAIN_SCRIPT = """
 import os, sys, time
 from dataclasses import dataclass
 import torch.distributed as dist
-from meshwright.run.workers import local_workers
+from meshwright.workers.pool import local_workers
 
 @dataclass
 class Answer:
