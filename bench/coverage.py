@@ -56,7 +56,7 @@ def main() -> None:
         (m, layout) for m in models for layout in arguments.layouts
         if arguments.again or _stale(cells.get(m.name, {}).get(layout), m, library, arguments.failed)
     ]  # fmt: skip
-    with mw.local_workers(4) as workers:
+    with mw.local_workers(4, start_method="spawn") as workers:  # as under torchrun: each hashes strings in its own way
         for i, (model, layout) in enumerate(todo, 1):
             cell = checked(model, layout, workers, arguments.timeout)
             print(
@@ -102,7 +102,7 @@ def checked(model: Row, layout: str, workers: Any, timeout: float = 60.0) -> Cel
         cell |= {"passed": report.passed, "error": error, "worst": f"{kind} {name}".strip(), "failure": report.failure}
         cell |= {"dtype": report.dtype, "fallbacks": [list(f) for f in report.fallbacks], "notes": list(report.notes)}
         cell |= {"cut": sum(isinstance(line.tp, mw.Cut) for line in report.recipe or ())}
-        cell |= {"coupled": any("couples the rows" in note for note in report.notes)}
+        cell |= {"coupled": any("every data rank runs all rows" in note for note in report.notes)}
     return cell | {"seconds": time.monotonic() - started}
 
 
@@ -154,9 +154,9 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     lines = [
         "# Coverage",
         "",
-        "`make coverage` writes this page: each model, with random weights and tiny sizes (bench/architectures.py), in each",
-        "layout, against plain PyTorch on one device: the loss, every gradient, every parameter and every buffer after three",
-        "steps. No model is edited, and no plan says more than its mesh.",
+        "`make coverage` writes this page: each model, with random weights and tiny sizes (bench/architectures.py,",
+        "bench/packages.py), in each layout, against plain PyTorch on one device: the loss, every gradient, every parameter",
+        "and every buffer after three steps. No model is edited, and no plan says more than its mesh.",
         "",
         "✓ and the largest error: at most 1e-9 in float64 (1e-4 in float32, for a model that cannot run in float64). *n",
         "whole*: calls of functions without a rule in a step of rank 0, which are right and save no work; they are listed",

@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder for programs that fail")
     parser.add_argument("--run", type=Path, nargs="*", help="judge these files instead")
     options = parser.parse_args()
-    with local_workers(8) as workers:
+    with local_workers(8, start_method="spawn") as workers:  # as under torchrun: each hashes strings in its own way
         if options.run:
             verdicts = [(path, judge(read(path.read_text()), workers, timeout=options.timeout)) for path in options.run]
             for path, verdict in verdicts:

@@ -2,7 +2,7 @@
 
     take("x-transformers", "encoder", "x_transformers:ContinuousTransformerWrapper", batch, traits, ...)
 
-The packages are installed for coverage alone (``make coverage``, coverage-packages.txt). A model that returns no loss of
+The packages are installed for coverage alone (``make coverage``, bench/packages.txt). A model that returns no loss of
 its own is judged by ``mean_square`` of everything that it returns.
 
 To add one: a line in the group of its package.
