@@ -46,6 +46,31 @@ class Toy(nn.Module):
         return {"loss": F.mse_loss(out, y), "out": out}
 
 
+class NoisyMLP(MLP):
+    """Draws from a generator that others may draw from too; ``by_values``: as many numbers as its values say."""
+
+    def __init__(self, own: torch.Generator, *, by_values: bool = False) -> None:
+        super().__init__()
+        self.own, self.by_values = own, by_values
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if self.by_values:
+            return h * torch.poisson(torch.exp(h.detach()), generator=self.own)
+        return h + torch.randn(h.shape, generator=self.own, dtype=h.dtype)
+
+
+class NoisyToy(Toy):
+    """The forum's, of which one block draws random numbers or both do, from one generator."""
+
+    def __init__(self, which: str, *, by_values: bool = False) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(5)
+        self.block_a = NoisyMLP(own, by_values=by_values)
+        if which == "both":
+            self.block_b = NoisyMLP(own, by_values=by_values)
+
+
 class ProjectedTowers(nn.Module):
     """Two towers, each with a projection that is called after the tower, and before the other tower."""
 

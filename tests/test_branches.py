@@ -752,3 +752,20 @@ def test_ddp_for_one_branch_and_fsdp_for_another_on_the_same_ranks(workers: Loca
     same(models.Toy, models.rows(), {"mesh": {"tp": 2}, "modules": within}, workers)
     over = {"block_a": {"dp": "replicate"}, "block_b": {"dp": "shard"}}
     same(models.Toy, models.rows(), {"mesh": {"dp_shard": 2}, "modules": over}, workers)
+
+
+# --- one generator of the model's own, in several branches ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["both", "one"])
+@pytest.mark.parametrize("plan", [beside(1, 1), beside(1, 2, b={"dp": 2})], ids=["1+1", "1+2"])
+def test_branches_draw_from_one_generator_what_one_device_draws(which: str, plan: Any, workers: LocalWorkers) -> None:
+    same(functools.partial(models.NoisyToy, which), models.rows(), plan, workers)
+
+
+def test_a_generator_is_told_that_cannot_be_drawn_from_in_several_branches() -> None:
+    with pytest.raises(
+        mw.PlanError, match=r"block_a(.|\n)*from a generator that other ranks draw from too \(poisson, .*branching"
+    ) as raised:
+        mw.make_recipe(functools.partial(models.NoisyToy, "both", by_values=True), beside(1, 1), models.rows())
+    assert len(raised.value.findings) == 1

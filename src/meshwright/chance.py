@@ -3,7 +3,7 @@
 Planning runs a forward once, with some numbers. If they decide what is called (``if random.random() < 0.1: continue``), a run
 takes other paths. So a forward that draws is run again: with the smallest numbers, with the largest, and with a few seeds.
 
-A generator that a module holds as an attribute (``self.rng = random.Random(3)``) counts as those of the process do.
+A generator that a module holds (``self.rng = random.Random(3)``) counts as those of the process do.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Draws:
         return noting
 
     def _torch(self) -> tuple[Any, ...]:
-        held = [state_of(g) for g in _generators(self._model) if isinstance(g, torch.Generator)]
+        held = [state_of(g) for g in generators_in(self._model) if isinstance(g, torch.Generator)]
         return torch.get_rng_state().numpy().tobytes(), held
 
 
 def host_drawn(model: nn.Module | None = None) -> tuple[Any, ...]:
     """Differs from what it was before if numbers of Python's or NumPy's generator were drawn. ``model``: or of those that its
     modules hold."""
-    held = [pickle.dumps(g) for g in _generators(model) if not isinstance(g, torch.Generator)]
+    held = [pickle.dumps(g) for g in generators_in(model) if not isinstance(g, torch.Generator)]
     return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", held
 
 
@@ -130,20 +130,47 @@ def _numpy_words(way: str) -> Any:
 # --- generators that modules hold -------------------------------------------------------------------------------------
 
 
-def held_in_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """(module's name, module, attribute, generator) for each attribute that is a generator: torch's, Python's or NumPy's."""
+_DEPTH = 3  # how far into containers and plain objects to look
+_OF_TORCH = frozenset(vars(nn.Module()))
+_Holder = dict[Any, Any] | list[Any]
+
+
+def held_in_modules(model: nn.Module) -> Iterator[tuple[str, _Holder, Any, Any]]:
+    """(name, holder, key, generator) for each generator that a module holds: torch's, Python's or NumPy's, as an attribute, or
+    in a list, a dict or a plain object of its own; ``holder[key]`` is where."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    for path, module in model.named_modules():
-        for key, value in list(vars(module).items()):
+    seen: set[int] = set()
+
+    def look(name: str, holder: _Holder, depth: int) -> Iterator[tuple[str, _Holder, Any, Any]]:
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if depth == _DEPTH and key in _OF_TORCH:
+                continue
+            inner = f"{name}.{key}" if name else str(key)
             if isinstance(value, kinds):
-                yield path, module, key, value
+                yield inner, holder, key, value
+            elif depth and (within := _holder(value)) is not None and id(within) not in seen:
+                seen.add(id(within))
+                yield from look(inner, within, depth - 1)
+
+    for path, module in model.named_modules():
+        yield from look(path, vars(module), _DEPTH)
 
 
-def _generators(model: nn.Module | None) -> list[Any]:
-    """Those that modules hold, each once."""
+def _holder(value: Any) -> _Holder | None:
+    """Where a container or a plain object holds things; None for everything else."""
+    if isinstance(value, (dict, list)):
+        return value
+    plain = (
+        not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value) and hasattr(value, "__dict__")
+    )
+    return vars(value) if plain else None
+
+
+def generators_in(model: nn.Module | None) -> list[Any]:
+    """The generators that modules hold, each once."""
     return list({id(g): g for *_, g in held_in_modules(model)}.values()) if model is not None else []
 
 
@@ -173,7 +200,7 @@ def set_state_of(generator: Any, state: Any) -> None:
 @contextmanager
 def held_kept(model: nn.Module | None) -> Iterator[None]:
     """After a block the generators that modules hold go on as before it."""
-    before = [(g, state_of(g)) for g in _generators(model)]
+    before = [(g, state_of(g)) for g in generators_in(model)]
     try:
         yield
     finally:
@@ -191,13 +218,15 @@ def _held_drawing(way: str | int | None, model: nn.Module | None) -> Iterator[No
         if way is not None and id(generator) not in others:
             others[id(generator)] = _other_numbers(generator, way)
     try:
-        for _, module, key, generator in places:
-            vars(module)[key] = others[id(generator)]
+        for _, holder, key, generator in places:
+            holder[key] = others[id(generator)]
         yield
     finally:
-        for _, module, key, generator in places:
-            if vars(module).get(key) is others[id(generator)]:
-                vars(module)[key] = generator
+        for _, holder, key, generator in places:
+            if (key in holder if isinstance(holder, dict) else key < len(holder)) and holder[key] is others[
+                id(generator)
+            ]:
+                holder[key] = generator
 
 
 def _other_numbers(generator: Any, way: str | int) -> Any:

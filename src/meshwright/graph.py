@@ -27,6 +27,8 @@ _DRAW_BY_SHAPE = frozenset(
     "rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ uniform_ exponential_ geometric_ log_normal_ \
      cauchy_ random_ dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax".split()
 )
+# Those that do so if the values are ones, which stand for values that are elsewhere; and those that take no values.
+_DRAW_OF_ONES = _DRAW_BY_SHAPE | frozenset("multinomial rand randn randint randperm".split())
 
 INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
 
@@ -72,8 +74,9 @@ class Event:
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
         mean_loss: whether it is a mean loss over labels (run/counts.py counts those).
-        draws: whether it draws from torch's generator.
+        draws: whether it draws from torch's generator, or from one of the model's own.
         line: the model's source line.
+        generators: the ``torch.Generator``s of the model's own that it draws from, each by a number.
     """
 
     path: Path
@@ -92,6 +95,12 @@ class Event:
     named: tuple[tuple[int, int], ...] = ()
     renamed: tuple[tuple[int, int], ...] = ()
     draws: bool = False
+    generators: tuple[int, ...] = ()
+
+    @property
+    def draws_of_ones(self) -> bool:
+        """Whether a rank that lacks the values can draw as many numbers as one that has them: with ones in their place."""
+        return self.function in _DRAW_OF_ONES
 
     @property
     def draws_by_values(self) -> bool:
@@ -268,6 +277,29 @@ class ModelGraph:
                 found.update(n for n in event.inputs if self.values[n].requires_grad)
             shared.update(self.values[n].storage for _, n in event.named if n in found)
         return frozenset(found)
+
+    @cached_property
+    def drawn_from(self) -> dict[int, list[int]]:
+        """Generator of the model's own → positions of the events that draw from it."""
+        found: dict[int, list[int]] = {}
+        for i, event in enumerate(self.events):
+            for generator in event.generators:
+                found.setdefault(generator, []).append(i)
+        return found
+
+    @cached_property
+    def drawn_along(self) -> dict[int, list[int]]:
+        """Those of them from which a rank that lacks the values draws as many numbers as one that has them: no draw depends on
+        values, none is in a call that acts on values, and no checkpoint of the model's own draws again."""
+        acting = [(p, e.path) for p, e in enumerate(self.events) if e.reads and e.inputs]
+
+        def follows(position: int) -> bool:
+            event = self.events[position]
+            decided = any(event.path[: len(path)] == path and (path != ROOT or r < position) for r, path in acting)
+            again = any(start <= position < stop for start, stop in self.segments.values())
+            return decided or again or not event.draws_of_ones
+
+        return {g: positions for g, positions in self.drawn_from.items() if not any(map(follows, positions))}
 
     @cached_property
     def written(self) -> frozenset[int]:

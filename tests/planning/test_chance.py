@@ -152,7 +152,11 @@ def test_planning_draws_no_numbers_of_a_generator_that_a_module_holds(by: str, m
         made.append(Skipping(by, 0.0))
         return made[-1]
 
-    mw.make_recipe(build, mesh, rows())
+    if (by, mesh) == ("held torch", "pp=2"):  # values decide what is called between its draws
+        with pytest.raises(mw.PlanError, match="how often one generator is drawn from follows from more than shapes"):
+            mw.make_recipe(build, mesh, rows())
+    else:
+        mw.make_recipe(build, mesh, rows())
     assert [model.draw() for model in made] == [Skipping(by).draw()] * len(made)
 
 

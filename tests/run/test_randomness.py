@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,3 +113,127 @@ def test_states_come_back_as_they_were_through_tensors() -> None:
         with generators.kept():
             draw()
         generators.set(state)
+
+
+# --- one generator of the model's own, in several stages --------------------------------------------------------------
+
+DRAWS = {
+    "randn": lambda h, own: h + torch.randn(h.shape, generator=own, dtype=h.dtype),
+    "in place": lambda h, own: h * torch.empty_like(h).uniform_(generator=own),
+    "of values": lambda h, own: h * (1 + torch.multinomial(torch.softmax(h.detach(), -1), 1, generator=own)),
+    "as values decide": lambda h, own: h * torch.poisson(torch.exp(h.detach()), generator=own),
+}
+
+
+class Noisy(nn.Module):
+    def __init__(self, draw: str, own: torch.Generator) -> None:
+        super().__init__()
+        self.fc, self.draw, self.own = nn.Linear(6, 6), draw, own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return DRAWS[self.draw](torch.tanh(self.fc(x)), self.own)
+
+
+class SharedGenerator(nn.Module):
+    """Blocks draw from one generator."""
+
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(3)
+        self.blocks = nn.ModuleList(Noisy(draw, own) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+class Options:
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(3)
+
+
+class RootsGenerator(nn.Module):
+    """The model's own forward draws between its blocks, from a generator that stands in a plain object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.options = Options()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = DRAWS["randn"](torch.tanh(block(x)), self.options.own)
+        return x.pow(2).mean()
+
+
+MODELS = {draw: functools.partial(SharedGenerator, draw) for draw in DRAWS} | {"by the root": RootsGenerator}
+LAYOUTS = [
+    {"mesh": "pp=2", "microbatches": 1},
+    {"mesh": "pp=2,tp=2", "microbatches": 1},
+    {"mesh": "pp=2", "microbatches": 2, "recompute": "blocks"},
+    {"mesh": "pp=2", "microbatches": 2, "schedule": "interleaved"},
+]
+
+
+def trained(build: Callable[[], nn.Module], plan: dict[str, Any]) -> list[float]:
+    job = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64)
+    optimizer, losses = torch.optim.SGD(job.parameters(), 0.1), []
+    for _ in range(3):
+        losses.append(job.step(rows()).item())
+        optimizer.step(), optimizer.zero_grad()
+    return losses
+
+
+def trained_on_one_device(build: Callable[[], nn.Module], pieces: int) -> list[float]:
+    seed_all(0)
+    model, losses = build().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        of_pieces = []
+        for piece in rows().chunk(pieces):
+            of_pieces.append(model(piece) / pieces)
+            of_pieces[-1].backward()
+        losses.append(sum(loss.item() for loss in of_pieces))
+        optimizer.step(), optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=lambda plan: " ".join(str(v) for v in plan.values()))
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_draw_from_one_generator_what_one_device_draws(model: str, plan: Any, workers: LocalWorkers) -> None:
+    ranks = 4 if "tp" in plan["mesh"] else 2
+    found = workers.run(trained, MODELS[model], plan, ranks=ranks, timeout=60)
+    expected = trained_on_one_device(MODELS[model], plan["microbatches"])
+    assert found == [pytest.approx(expected, rel=1e-12)] * ranks
+
+
+def test_what_draws_as_values_decide_from_one_generator_is_in_one_stage() -> None:
+    recipe = mw.make_recipe(MODELS["as values decide"], "pp=2", rows().float())
+    assert any({f"blocks.{i}" for i in range(4)} <= set(stage.modules) for stage in recipe.stages)
+
+
+class SeveralActs(nn.Module):
+    """A block draws from the generator of all, if a value says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(3)
+        self.first, self.gate, self.last = Noisy("randn", own), Gate(own), Noisy("randn", own)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gate(self.first(x))).pow(2).mean()
+
+
+class Gate(Noisy):
+    def __init__(self, own: torch.Generator) -> None:
+        super().__init__("randn", own)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if (x.sum() > 0).item() else x
+
+
+def test_a_generator_is_told_that_cannot_be_drawn_from_in_several_stages() -> None:
+    with pytest.raises(mw.PlanError, match="how often one generator is drawn from") as raised:
+        mw.make_recipe(SeveralActs, "pp=8", rows().float())
+    assert len(raised.value.findings) == 1

@@ -185,6 +185,7 @@ def find_branches(
     _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
     _check_kept(placed, tree, graph, findings)
+    _check_drawn(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     several = [name for name, found in homes.items() if len(found) > 1]
     if several:
@@ -315,6 +316,22 @@ def _check_kept(placed: Placed, places: Places, graph: ModelGraph, findings: Fin
             where=f"{module}.{name}" if module else name,
             given=f"a buffer that a forward changes on {places[branch].on}, and that is used elsewhere too ({_where(event)})",
             required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
+            fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+        )
+
+
+def _check_drawn(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
+    """Generators of the model's own from which several places draw: other ranks must be able to draw as many numbers."""
+    for generator, positions in graph.drawn_from.items():
+        branch = next((regions.places[p] for p in positions if regions.places[p]), 0)
+        if generator in graph.drawn_along or {regions.places[p] for p in positions} <= {branch}:
+            continue
+        event = next(graph.events[p] for p in positions if regions.places[p])
+        findings.add(
+            where=f"modules.on, in {_module(event.path)}",
+            given=f"a draw on {places[branch].on} from a generator that other ranks draw from too ({_where(event)}), and how "
+            "many numbers are drawn follows from values that they lack",
+            required="a generator for each branch",
             fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
         )
 

@@ -175,16 +175,23 @@ def computing_in(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 class Cost(TorchDispatchMode):
-    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
+    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers.
+
+    Attributes:
+        drawn_from: of each draw from a generator of the model's own, that generator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.moved = self.draws = 0
+        self.drawn_from: list[torch.Generator] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        self.drawn_from += (x for x in given if x is not torch.default_generator)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
@@ -224,6 +231,7 @@ class Recorder(Walk):
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
+        self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
         self._within: dict[int, None] = {}  # ids, in order, of the tensors that functions within the running event took
         # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
         # the forward puts another in place of, say.
@@ -325,7 +333,7 @@ class Recorder(Walk):
         named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick = self.memory.ticks
-        flops, moved, draws = self.cost.flops, self.cost.moved, self.cost.draws
+        flops, moved, draws, drawn = self.cost.flops, self.cost.moved, self.cost.draws, len(self.cost.drawn_from)
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
         self._within.clear()
@@ -365,6 +373,7 @@ class Recorder(Walk):
                 named=named,
                 renamed=renamed,
                 draws=self.cost.draws > draws or is_random(func),
+                generators=tuple(dict.fromkeys(map(self._numbered_generator, self.cost.drawn_from[drawn:]))),
             )
         )
         return result
@@ -398,6 +407,9 @@ class Recorder(Walk):
                 touched.used.append(place)
                 if memory in written:
                     touched.changed.append(place)
+
+    def _numbered_generator(self, generator: torch.Generator) -> int:
+        return self._generators.setdefault(id(generator), len(self._generators))
 
     def _numbered(self, t: Tensor) -> int:
         number = self.number(t)

@@ -11,6 +11,9 @@
        changes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
        has it; others are sent what they take of it later in the forward.
     4  What a checkpoint of the model's own computes again, if it changes such memory: it does so twice, on one device as well.
+    5  A ``torch.Generator`` of the model's own, from which several places of the forward draw: each rank has a copy, and draws
+       along with other stages (``StageProgram.along``). Where it cannot, all that draws from it is in one stage: if how many
+       numbers are drawn follows from values, or if a checkpoint of the model's own draws them again.
 
 What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
 tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
@@ -282,6 +285,7 @@ def keep_together(
     """
     graph.spans += _names_of_written_memory(graph, at_end)
     graph.spans += _left_unseen(graph)
+    graph.spans += _drawn_from_one_generator(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
@@ -358,6 +362,19 @@ def _left_unseen(graph: ModelGraph) -> Iterator[Span]:
         uses = [p for n in left for p in graph.consumers.get(n, ()) if p >= call.stop]
         if uses:
             yield _span(graph, [read, *uses], f"what {spelled(call.path)} leaves follows from a value that it reads")
+
+
+def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:
+    """What draws from one generator, where a stage cannot draw along with another; else what keeps a stage from coming to
+    the last draw: a value that is read, in a call of which it runs a part."""
+    for generator, positions in graph.drawn_from.items():
+        if generator not in graph.drawn_along:
+            yield _span(graph, positions, "how often one generator is drawn from follows from more than shapes")
+            continue
+        for r, event in enumerate(graph.events):
+            if event.reads and event.inputs and event.path != ROOT and r < positions[-1]:
+                start = graph.calls[event.path].start
+                yield _span(graph, [start, r], f"{spelled(event.path)} reads a value before a generator is drawn from")
 
 
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:

@@ -406,12 +406,12 @@ class Branching:
     def stand_in(self, like: Tensor) -> Tensor:
         """See ``view.stage.Exchange``."""
         dtype = torch.float64 if self.trying and like.is_floating_point() else like.dtype
-        return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).zero_()
+        return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
         """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""
-        trunk = self.random.state()
+        trunk = self.random.state(held=False)
         known = self._streams.get(place)
         if isinstance(known, int):
             self.random.seed(known)
@@ -422,7 +422,7 @@ class Branching:
             yield
         finally:
             self.running.pop()
-            self._streams[place] = self.random.state()
+            self._streams[place] = self.random.state(held=False)
             self.random.set(trunk)
 
     def counts(self, places: Sequence[int]) -> bool:

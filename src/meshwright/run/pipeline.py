@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.chance import host_seeded
+from meshwright.chance import generators_in, host_seeded, set_state_of, state_of
 from meshwright.errors import ReplicaError
 from meshwright.graph import ModelGraph, Value, spelled
 from meshwright.private import storage_of, without_modes
@@ -36,7 +36,7 @@ from meshwright.run.halves import LaterWeights
 from meshwright.run.loss import Loss
 from meshwright.run.modulestate import ModuleState, content_of, fill
 from meshwright.run.paths import Watched, unwatched
-from meshwright.run.randomness import random_numbers_kept
+from meshwright.run.randomness import random_numbers_kept, state_digest
 from meshwright.run.recent import ByValues, Lengths, Points, Recent, sizes_of
 from meshwright.run.resized import graphs_between
 from meshwright.run.step import BACKWARD, called, weighed
@@ -136,6 +136,7 @@ class Pipeline:
         self._paths = Recent[Program]()
         self._by_values = ByValues[Program]()
         self._schedules = Recent[Schedule]()
+        self.generators = generators_in(forwards.model)
         self.bytes_sent = self.sends = 0
         self.waiting = Waiting(groups.device)
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when each action ran, in seconds
@@ -288,6 +289,32 @@ class Pipeline:
         return f"stage {stage} ({shown})"
 
 
+class OwnNumbers:
+    """The generators that modules hold, where a rank has several stages: each draws from them in all of its forwards, as a rank
+    does that has this stage alone (``StageProgram.along``)."""
+
+    def __init__(self, generators: Sequence[Any], stages: Sequence[int]) -> None:
+        self._generators = generators if len(stages) > 1 else []
+        self._begin = [state_of(g) for g in self._generators]
+        self._states = dict.fromkeys(stages, self._begin)
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        """For the time of a forward of a stage."""
+        for generator, state in zip(self._generators, self._states[stage], strict=True):
+            set_state_of(generator, state)
+        yield
+        self._states[stage] = [state_of(g) for g in self._generators]
+
+    def end(self) -> None:
+        """After the last forward: what one stage alone has drawn has been drawn."""
+        for i, (generator, begin) in enumerate(zip(self._generators, self._begin, strict=True)):
+            before = state_digest({"": begin})
+            after = (states[i] for states in self._states.values())
+            drawn = (state for state in after if state_digest({"": state}) != before)
+            set_state_of(generator, next(drawn, begin))
+
+
 class _Step:
     """One pass over the schedule."""
 
@@ -311,6 +338,7 @@ class _Step:
         # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
         draws = any(program.graph.draws for program in self.programs)
         self.seeds = [random.getrandbits(48) for _ in pieces] if draws else []
+        self.own_numbers = OwnNumbers(pipeline.generators, pipeline.stages)
         edges = tuple(sorted({e for p in self.programs for e in p.crossing.values}))
         back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in self.programs))
         self.schedule = pipeline.schedule(len(pieces), edges, back if backward else (), backward=backward)
@@ -358,6 +386,7 @@ class _Step:
         """After the last action: until what was sent has been received."""
         for work, _ in self.sent:
             work.wait()
+        self.own_numbers.end()
         self._share_writes()
         if self.p.branching is not None:
             self.p.branching.finish()
@@ -390,7 +419,8 @@ class _Step:
                 getattr(self, "_" + action.kind.lower())(action, flight)
         elif action.kind == "F":
             state = self.state.restored() if self.state is not None and action.microbatch else nullcontext()
-            with state, host_seeded(self.seeds[action.microbatch]) if self.seeds else nullcontext():
+            seeded = host_seeded(self.seeds[action.microbatch]) if self.seeds else nullcontext()
+            with state, seeded, self.own_numbers.of(action.stage):
                 self._forward(action, flight)
         elif action.kind == "W":
             assert flight.later is not None

@@ -43,7 +43,7 @@ class Generators:
 
     Args:
         device: the rank's device.
-        model: whose modules may hold generators of their own, as attributes.
+        model: whose modules may hold generators of their own.
     """
 
     def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
@@ -68,16 +68,16 @@ class Generators:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed % 2**63)
 
-    def state(self) -> State:
-        """The state of every generator."""
+    def state(self, *, held: bool = True) -> State:
+        """The state of every generator; ``held``: of those that modules hold, too."""
         found: State = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["cuda"] = torch.cuda.get_rng_state(self.device)
-        return found | self.host()
+        return found | self.host(held=held)
 
     def digest(self) -> int:
         """A number below 2**32 that differs, all but surely, between states that differ."""
-        return _digest(self.state())
+        return state_digest(self.state())
 
     def host(self, *, held: bool = True) -> State:
         """The state of every generator but torch's default ones; ``held``: of those that modules hold, too."""
@@ -116,7 +116,7 @@ class Generators:
             torch_too: compare torch's generators, and those that modules hold, as well: stages run other modules.
         """
         state = self.state() if torch_too else self.host(held=False)
-        digest = _digest(state)
+        digest = state_digest(state)
         most = torch.tensor([digest, -digest], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         highest, lowest = most.tolist()
@@ -195,15 +195,15 @@ class _NumPy:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, generator) of each generator that is an attribute of a module, each once."""
+    """(name, generator) of each generator that a module holds, each once."""
     seen = set[int]()
-    for path, _, key, generator in held_in_modules(model):
+    for name, _, _, generator in held_in_modules(model):
         if id(generator) not in seen:
             seen.add(id(generator))
-            yield f"held.{path}.{key}" if path else f"held.{key}", generator
+            yield f"held.{name}", generator
 
 
-def _digest(state: State) -> int:
+def state_digest(state: State) -> int:
     """A number below 2**32 that differs, all but surely, between states that differ."""
     found = 0
     for name in sorted(state):

@@ -32,10 +32,15 @@ def recompute(model: nn.Module, names: Iterable[str], random: Generators) -> Non
 
 
 class Recomputed:
-    """The forward of a module whose activations are made again in the backward."""
+    """The forward of a module whose activations are made again in the backward.
+
+    Attributes:
+        without_recompute: the module's own, for a stage that looks into it.
+    """
 
     def __init__(self, name: str, module: nn.Module, random: Generators) -> None:
         self.name, self.module, self.forward, self.random = name, module, module.forward, random
+        self.without_recompute = self.forward
         self.written: set[int] | None = None  # which of the tensors in its arguments forwards wrote to so far
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ class Exchange(Protocol):
         """This rank's rows in a place, at their place among all rows, which are zeros; strides are those of ``like``."""
 
     def stand_in(self, like: Tensor) -> Tensor:
-        """Zeros for a value that this rank has no need of."""
+        """Ones for a value that this rank has no need of."""
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,22 @@ class StageProgram:
             self._places, self.moves = found.places, found.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
-        # Draws of a branch from the trunk's random numbers: no placed module holds them.
+        # Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
+        # if no placed module draws them.
         self.drawn = frozenset(
             p for p in range(self.start, self.stop)
-            if graph.events[p].draws and self.place(p) and not any(m in (placed or {}) for m, _ in graph.events[p].path)
+            if (e := graph.events[p]).draws and self.place(p)
+            and (any(g in graph.drawn_along for g in e.generators) or not any(m in (placed or {}) for m, _ in e.path))
+        )  # fmt: skip
+        # Draws of other stages from a generator of the model's own, from which several stages draw.
+        self.along = frozenset(
+            p for positions in graph.drawn_along.values() if len({bisect_right(crossing.cuts, p) for p in positions}) > 1
+            for p in positions if not self.start <= p < self.stop
         )  # fmt: skip
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         # What modules keep for the next forward is changed by the stage whose event that follows.
         changes = [p for p in graph.changes.values() if self.start <= p < self.stop]
-        self.last_change = max(changes, default=-1)
+        self.last_change = max([*changes, *self.along], default=-1)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: ((streams or {})[call.module], self._taken(call))
@@ -203,7 +210,7 @@ class StageProgram:
         made = [n for p in inside for n in graph.made(p)]
         used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.here, inside))
-        if not self.drawn.isdisjoint(inside):  # every rank draws with it
+        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws with it
             return OPEN
         if (
             call.start < call.stop
@@ -483,7 +490,8 @@ class StageWalk(Walk):
             lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
             lengths = [len(x) for x in lists]
             self._units += unit
-            result = self.follow(path, forward, args, kwargs)
+            # What is looked into cannot be computed again in a backward.
+            result = self.follow(path, getattr(forward, "without_recompute", forward), args, kwargs)
             self._units -= unit
             if self.closed > closed:  # from somewhere within on it ran unseen
                 self.closed = closed
@@ -675,7 +683,7 @@ class StageWalk(Walk):
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
-        if position in self.program.drawn:
+        if position in self.program.drawn or position in self.program.along:
             self._draw_too(func, args, kwargs)
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
@@ -740,11 +748,15 @@ class StageWalk(Walk):
         return map_tensors(lambda t: exchange.share(place, t), func(*args, **kwargs))
 
     def _draw_too(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Another branch draws from the trunk's random numbers: as many are drawn here, for nothing."""
-        assert self._exchange is not None
-        args, kwargs = map_tensors(self._exchange.stand_in, (args, kwargs))
+        """Another branch or stage draws from random numbers that are drawn from here, too: as many are drawn, for nothing."""
+        stand_in = self._ones if self._exchange is None else self._exchange.stand_in
+        args, kwargs = map_tensors(stand_in, (args, kwargs))
         with torch.no_grad():
             func(*args, **kwargs)
+
+    def _ones(self, like: Tensor) -> Tensor:
+        device = self.device if like.is_meta else like.device
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
 
     def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
         """An event of another stage."""
