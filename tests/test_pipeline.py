@@ -146,6 +146,22 @@ def test_parameters_that_are_moved_are_on_one_stage(workers):
     assert [report.recipe.by_name[n].stages for n in ("early", "late")] == [(0,), (1,)]
 
 
+class Cast(Moved):
+    """Casts a module of its own in its forward, as routers do that compute in float32."""
+
+    def forward(self, x):
+        x = self.first(x * self.early)
+        self.second = self.second.to(torch.float32)
+        x = self.second(x.float()).to(x.dtype)
+        return {"loss": (x * self.late).square().mean()}
+
+
+def test_a_module_that_its_forward_casts_is_on_one_stage(workers):
+    report = mw.check(Cast, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers)
+    assert report.passed, str(report)
+    assert report.recipe.by_name["second.weight"].stages in ((0,), (1,)), "to ask whether it can be cast reads no value"
+
+
 def test_parameters_of_other_stages_take_no_memory(workers):
     ranks = workers.run(held, "pp=2", ranks=2)
     for stage, (there, planned, named, count, parameters) in enumerate(ranks):

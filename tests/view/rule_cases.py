@@ -1547,6 +1547,7 @@ def _(make: Make) -> Any:
             *pieces,
             m.as_strided((b, a), (1, b)),
             m.T.as_strided((b, a), m.T.stride()),
+            m.as_strided((torch.tensor(b), torch.tensor(a)), (1, torch.tensor(b))),
         )
 
     return [make(a, b, c), make(a, b)], run

@@ -105,14 +105,25 @@ def number(x: Any) -> int:
     return int(x)
 
 
+def passed_on(value: Any) -> list[Operand]:
+    """The operands in what a decider gave as constants: it did not look for tensors there."""
+    found: list[Operand] = []
+    replaced(value, lambda x: found.append(x) if isinstance(x, Operand) else None)
+    return found
+
+
 def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call, with a number for each tensor that is one integer, but the first argument."""
     return (*args[:1], *replaced(args[1:], _value)), replaced(kwargs, _value)
 
 
 def _value(x: Any) -> Any:
-    is_number = isinstance(x, Tensor) and not x.dim() and not x.dtype.is_floating_point and x.dtype != torch.bool
-    return int(x) if is_number else x
+    return int(x) if isinstance(x, Tensor) and is_number(x) else x
+
+
+def is_number(x: Tensor | Operand) -> bool:
+    """Whether a tensor is one integer."""
+    return not x.dim() and not x.dtype.is_floating_point and x.dtype != torch.bool
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -39,7 +39,17 @@ from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
 from meshwright.view.execute import Prepared, fresh
 from meshwright.view.rules import ANSWERS, DECIDERS, FACTS, RESHAPING, ordered, writes_first
-from meshwright.view.signature import NEVER, Call, Operand, ReadsValue, read, replaced, with_values
+from meshwright.view.signature import (
+    NEVER,
+    Call,
+    Operand,
+    ReadsValue,
+    is_number,
+    passed_on,
+    read,
+    replaced,
+    with_values,
+)
 from meshwright.view.tensor import View, spec_of
 
 
@@ -115,12 +125,22 @@ class Work:
         if _slices(args, kwargs) and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
             return Decided(answer, tensors, *form)  # a slice of a slice: a write to it goes all the way
         if func in DECIDERS and kwargs.get("out") is None:
-            answer = DECIDERS[func](self._as_call(func, form, tensors))
+            call = self._as_call(func, form, tensors)
+            answer = self._known(call, DECIDERS[func](call))
         # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
         body = None if func in self._running else python_body(func)
         if isinstance(answer, Gather) and body is not None and not writes_first(func, args, kwargs):
             answer = Body(body, *form, finding=answer.finding)
         return Decided(answer, tensors, *form)
+
+    def _known(self, call: Call, answer: Answer) -> Answer:
+        """The answer of a decider, if it says of each operand what that must be. A size that is a tensor it may take for a
+        constant (``as_strided(x, (n, m))``): then it is asked again with the values, or the function runs whole."""
+        if isinstance(answer, Gather) or not (tensors := passed_on((answer.args, answer.kwargs))):
+            return answer
+        if all(is_number(x) and x is not call.args[0] for x in tensors):
+            raise ReadsValue
+        return GATHER
 
     def _execute(self, func: Any, decided: Decided) -> Any:
         answer, tensors = decided.answer, decided.tensors

@@ -75,7 +75,7 @@ def _facts() -> frozenset[Any]:
     )
     methods = (
         "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed \
-        is_conj is_neg is_inference is_same_size".split()
+        is_conj is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type".split()
     )
     return frozenset(
         [getattr(Tensor, p).__get__ for p in properties if hasattr(Tensor, p)]
