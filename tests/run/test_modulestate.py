@@ -102,3 +102,146 @@ def test_a_buffer_of_another_shape_comes_from_the_stage_that_has_it(workers: Loc
     for name in ("blocks.0.positions", "blocks.1.positions", "blocks.0.late"):
         assert torch.equal(first["buffers"][name], expected[name]), name
     assert not torch.equal(first["states"], second["states"]), "stages draw different numbers"
+
+
+# --- what the next forward begins with, over stages -------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Adds its last activation to the present one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.last = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.fc(x))
+        if self.last is not None:
+            h = h + self.last
+        self.last = h.detach()
+        return h
+
+
+class RemembersWithin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering() if i % 2 else nn.Linear(4, 4) for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.pow(2).mean()
+
+
+class RemembersItself(nn.Module):
+    """The model's own forward begins with what the last one ended with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + self.last
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        self.last = x.detach()
+        return x.pow(2).mean()
+
+
+class HooksInItsFirstForward(nn.Module):
+    """Collects what blocks give by hooks that it registers when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.seen: list[Tensor] = []
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            for i in (0, 2):
+                self.blocks[i].register_forward_hook(lambda module, given, out: self.seen.append(out))
+            self.hooked = True
+        self.seen.clear()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x + self.seen[0] * 2 + self.seen[1] * 3).pow(2).mean()
+
+
+def trained(build: Any, plan: Any) -> list[float]:
+    job, losses = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64), []
+    optimizer = torch.optim.SGD(job.parameters(), 0.1)
+    for _ in range(4):
+        losses.append(job.step(rows()).item())
+        optimizer.step(), optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("build", [RemembersWithin, HooksInItsFirstForward])
+def test_a_module_begins_with_what_its_last_forward_left_in_its_own_stage(build: Any, workers: LocalWorkers) -> None:
+    found = workers.run(trained, build, {"mesh": "pp=2", "microbatches": 1}, ranks=2, timeout=60)
+    seed_all(0)
+    model, expected = build().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        loss = model(rows())
+        loss.backward()
+        expected.append(loss.item())
+        optimizer.step(), optimizer.zero_grad()
+    assert found == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_a_model_whose_next_forward_goes_another_way_is_one_error_before_anything_starts() -> None:
+    with pytest.raises(mw.PlanError, match=r"test_modulestate.py:\d+, in the model(.|\n)*left in last") as raised:
+        mw.make_recipe(RemembersItself, "pp=2", rows().float())
+    assert len(raised.value.findings) == 1
+
+
+def test_planning_leaves_no_hooks() -> None:
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(HooksInItsFirstForward())
+        return made[-1]
+
+    mw.make_recipe(build, "pp=2", rows().float())
+    assert all(not model.blocks[0]._forward_hooks for model in made)
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+class Noting(nn.Module):
+    """A block of the last stage notes the largest number that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), NotingBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x).pow(2).mean()
+
+
+class NotingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.largest = nn.Linear(4, 4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = x.detach().abs().amax()
+        return self.fc(x)
+
+
+def notes_of(build: Any, plan: Any) -> tuple[str, ...]:
+    job = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64)
+    job.step(rows())
+    return job.notes
+
+
+def test_notes_are_alike_on_all_ranks(workers: LocalWorkers) -> None:
+    first, second = workers.run(notes_of, Noting, {"mesh": "pp=2", "microbatches": 2}, ranks=2, timeout=60)
+    assert first == second
+    assert any("last.largest" in note for note in first)

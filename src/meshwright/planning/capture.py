@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.blame import is_ours, line_of, model_line
 from meshwright.chance import held_kept, host_drawn
 from meshwright.errors import Findings, PlanError
-from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
+from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.memory import (
     AttributeUses,
     Kept,
@@ -24,6 +24,7 @@ from meshwright.planning.memory import (
     contents,
     keep_together,
     path_of_sizes,
+    path_of_the_next_forward,
     size_of_value,
     told_in_backward,
 )
@@ -64,11 +65,36 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
         recorder, shadow = record(changed, draws=draws)
         kept.put_back()
+    if staged and (acted_on := kept.by_python(changed)):
+        recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, kept, draws)
     if staged and shadow.sized:
         recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)
     recorder.graph.followed = followed
     recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - kept.memories())
     return recorder.graph
+
+
+def _next_path(
+    graph: ModelGraph,
+    record: Callable[..., tuple[Recorder, Shadow]],
+    changed: Sequence[Slot],
+    acted_on: Sequence[Slot],
+    kept: Kept,
+    draws: bool,
+) -> list[Span]:
+    """What the forward that follows keeps together, if it goes another way for what this one leaves.
+
+    Args:
+        changed: where modules keep what a forward changes; ``acted_on``: of these, what Python may act on.
+    """
+    try:
+        record(changed, draws=draws)
+        following = record(changed, draws=draws)[0].graph
+    except PlanError:  # it cannot begin with what has no values
+        return []
+    finally:
+        kept.put_back()
+    return path_of_the_next_forward(graph, following, acted_on)
 
 
 def _with_sizes_of_values(
@@ -220,12 +246,13 @@ class Recorder(Walk):
     ) -> None:
         super().__init__(kept_in(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
-        self.uses = AttributeUses(model, changed, lambda: len(self.graph.events))
+        self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
         self._model, self._sizes_read = model, sizes_read
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
         self._kept = {slot: held_in(model, slot) for slot in changed}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
+        self._changed_in: dict[Path, list[Slot]] = {}  # call → what it changed of what modules keep
         self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
         self._parameters = {id(p): n for n, p in model.named_parameters()}
@@ -253,7 +280,9 @@ class Recorder(Walk):
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        call.visible = before != self._state(call.given) or self._wrote_to_the_batch(tick)
+        (given, slots), (given_now, slots_now) = before, self._state(call.given)
+        call.visible = given != given_now or self._wrote_to_the_batch(tick)
+        self._changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.visible |= graph.draws and host_drawn() != numbers
         call.grown = tuple(
             Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
@@ -307,9 +336,9 @@ class Recorder(Walk):
         self._new(t, len(self.graph.events) - 1)
         return t
 
-    def _state(self, given: Any) -> Any:
+    def _state(self, given: Any) -> tuple[Any, dict[Slot, Any]]:
         """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
-        return contents(given), [contents(held_in(self._model, slot)) for slot in self._carried]
+        return contents(given), {slot: contents(held_in(self._model, slot)) for slot in self._carried}
 
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
@@ -454,6 +483,8 @@ class Recorder(Walk):
         graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
         carried = {m for slot in slots for m in self._carried[slot]}
         foreign = {m: t for m, t in self._touched.items() if m not in carried}
+        for path, changed in self._changed_in.items():
+            graph.calls[path].visible |= not all(self._is_private(slot, path) for slot in changed)
         for memory, touched in self._touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
@@ -464,6 +495,11 @@ class Recorder(Walk):
         at_end = [n for t in held if (n := self.number(t)) is not None]
         keep_together(graph, foreign, slots, self._written_parameters(), at_end)
         told_in_backward(self._model, graph)
+
+    def _is_private(self, slot: Slot, call: Path) -> bool:
+        """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""
+        values = self._kept[slot], held_in(self._model, slot)
+        return all(v is None or isinstance(v, Tensor) for v in values) and self.uses.within(slot, call)
 
     def _holds_values(self, slot: Slot) -> bool:
         return any(self.known(t) for t in kept_in(self._model, [slot]))

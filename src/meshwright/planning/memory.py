@@ -22,7 +22,7 @@ tensor of the memory another number (``Event.renamed``), so that the stage in wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.chance import held_kept
-from meshwright.graph import ROOT, ModelGraph, Span, spelled
+from meshwright.errors import Findings, PlanError
+from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
 from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode, written_by
 from meshwright.view.structure import tensors_of
 from meshwright.view.walk import Slot
@@ -121,11 +122,17 @@ def _identities(container: Any) -> Any:
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
+
+
 class Kept:
-    """What a model's modules keep, as it was at one time: buffers, and attributes that are not torch's own."""
+    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, and hooks of forwards,
+    which a model may register in its first forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
+        self._hooks = [(table, dict(table)) for table in tables]
         self._before = {slot: _Content.of(value) for slot, value in _slots(model)}
 
     def changed(self, written: Iterable[int]) -> list[Slot]:
@@ -137,6 +144,10 @@ class Kept:
             or any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
         ]  # fmt: skip
 
+    def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Those of some slots that held no tensor: Python may act on what they hold (``if self.last is not None``)."""
+        return [slot for slot in slots if slot in self._before and not isinstance(self._before[slot].value, Tensor)]
+
     def memories(self) -> set[int]:
         """The memory of tensors that were kept. They are put back, values too."""
         return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if _has_memory(t)}
@@ -147,6 +158,10 @@ class Kept:
             self._put_back()
 
     def _put_back(self) -> None:
+        for table, before in self._hooks:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
         for slot, value in list(_slots(self._model)):
             content, (path, name) = self._before.get(slot), slot
             where = next(t for t in _tables(self._model.get_submodule(path)) if name in t)
@@ -218,9 +233,12 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
 class AttributeUses:
     """When attributes are read and set: for the time of a ``with``, their modules are of classes that tell."""
 
-    def __init__(self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int]) -> None:
-        self._model, self._now = model, now
+    def __init__(
+        self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
+    ) -> None:
+        self._model, self._now, self._where = model, now, where
         self.found: dict[Slot, list[tuple[int, bool]]] = {slot: [] for slot in slots}
+        self._calls: dict[Slot, set[Path]] = {slot: set() for slot in self.found}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -241,6 +259,7 @@ class AttributeUses:
         def note(name: str, is_set: bool) -> None:
             if name in names:
                 self.found[path, name].append((self._now(), is_set))
+                self._calls[path, name].add(self._where())
 
         def get(module: Any, name: str) -> Any:
             note(name, False)
@@ -251,6 +270,10 @@ class AttributeUses:
             cls.__setattr__(module, name, value)
 
         return type(cls.__name__, (cls,), {"__getattribute__": get, "__setattr__": put, "__module__": cls.__module__})
+
+    def within(self, slot: Slot, call: Path) -> bool:
+        """Whether the slot was used in a call alone."""
+        return all(path[: len(call)] == call for path in self._calls[slot])
 
     def carries(self, slot: Slot) -> bool:
         """Whether what the slot held before may be used: it was not set first of all."""
@@ -332,6 +355,54 @@ def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
     if first >= stop:
         return []
     return [_span(graph, [first, stop - 1, *uses], "what is called follows from a size that follows from values")]
+
+
+def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Sequence[Slot]) -> list[Span]:
+    """What keeps calls in one stage that go another way in the forward that follows, for what modules keep. Such a call is not
+    looked into then.
+
+    Raises:
+        PlanError: the way is another one in a call that stages look into.
+    """
+    own, other = (_events_by_call(g) for g in (graph, following))
+    spans = []
+    for path in [p for p in dict.fromkeys((*own, *other)) if own.get(p) != other.get(p)]:
+        calls = [graph.calls.get(path[:depth]) for depth in range(len(path), 0, -1)]
+        around = next((c for c in calls if c is not None), None)
+        if around is None or any(c is not None and c.acts for c in calls):
+            continue  # (what follows from a value that is read is recorded again)
+        if around.path == ROOT or around.visible or around.fresh:
+            raise _other_way(graph, following, path, slots)
+        spans.append(
+            _span(graph, [around.start, around.stop - 1], f"{spelled(around.path)} goes another way next time")
+        )
+    return [s for s in spans if s.first < s.last]
+
+
+def _events_by_call(graph: ModelGraph) -> dict[Path, list[tuple[str, tuple[Any, ...]]]]:
+    found: dict[Path, list[tuple[str, tuple[Any, ...]]]] = {}
+    for event in graph.events:
+        shapes = tuple(None if n is None else graph.values[n].shape for n in event.outputs)
+        found.setdefault(event.path, []).append((event.function, shapes))
+    return found
+
+
+def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequence[Slot]) -> PlanError:
+    """The error for a forward that goes another way than the one before it."""
+    events = [[e for e in g.events if e.path == path] for g in (graph, following)]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(*events, strict=False)) if a.function != b.function), min(map(len, events))
+    )
+    line = next((e[same].line for e in events[::-1] if same < len(e)), "")
+    names = ", ".join(".".join(filter(None, slot)) for slot in slots[:3])
+    findings = Findings()
+    findings.add(
+        where=f"the model's {line or 'forward'}, in {spelled(path)}",
+        given=f"a forward that goes another way than the one before it, for what that left in {names}",
+        required="for a pipeline, what one forward leaves for the next to act on, kept and used in one module within the model",
+        fix="mesh: {dp_shard: 2}",
+    )
+    return findings.error()
 
 
 def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:

@@ -8,6 +8,7 @@ after it                one sum over all ranks: the loss; and whether the step's
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,9 +124,10 @@ class Division:
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
         rows, runner = take_rows(rows, 0, max(fewest, 4)), self._runner
-        return how_rows_combine(
+        verdict = how_rows_combine(
             rows, runner.module, self._random, runner.changed(), self._losses, dtype, self._agreed, self._fatal, single
         )
+        return _told_alike(verdict)
 
     @property
     def _fatal(self) -> tuple[type[Exception], ...]:
@@ -206,6 +208,14 @@ class Division:
         given = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
         dist.broadcast_object_list(given, src=rank)
         return mapped(lambda t: t.to(self._device), given[0])
+
+
+def _told_alike(verdict: Verdict) -> Verdict:
+    """The verdict, with the reasons of all ranks: a stage sees what its own modules leave. Collective."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (verdict.why, verdict.kept))
+    names = dict.fromkeys(name for _, kept in everywhere for name in kept)
+    return replace(verdict, why=max((why for why, _ in everywhere), key=len), kept=tuple(names))
 
 
 def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:
