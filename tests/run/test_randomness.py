@@ -237,3 +237,29 @@ def test_a_generator_is_told_that_cannot_be_drawn_from_in_several_stages() -> No
     with pytest.raises(mw.PlanError, match="how often one generator is drawn from") as raised:
         mw.make_recipe(SeveralActs, "pp=8", rows().float())
     assert len(raised.value.findings) == 1
+
+
+class DrawsInItsLastBlock(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.own = torch.Generator().manual_seed(3) if own else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x + torch.randn(x.shape, generator=self.own, dtype=x.dtype)).pow(2).mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_check_tells_which_draw_it_cannot_compare(microbatches: int, workers: LocalWorkers) -> None:
+    plan = {"mesh": "pp=2", "microbatches": microbatches}
+    found = mw.check(functools.partial(DrawsInItsLastBlock, own=False), (rows(),), plan, workers=workers, loss=itself)
+    assert not found
+    assert [hint for hint in found.hints if "(randn, test_randomness.py:" in hint], str(found)
+    if microbatches == 1:
+        assert mw.check(functools.partial(DrawsInItsLastBlock, own=True), (rows(),), plan, workers=workers, loss=itself)
+
+
+def itself(output: torch.Tensor) -> torch.Tensor:
+    return output

@@ -147,11 +147,8 @@ def _size(tensors: Iterable[Tensor | None]) -> float:
 
 def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: float) -> list[str]:
     mesh, one, hints = outcome.recipe.mesh, reference.facts, []
-    if reference.draws and mesh.data_size * outcome.recipe.microbatches > 1 and not errors["loss"] <= tolerance:
-        return [
-            "the model draws random numbers in its forward, for the rows it sees: with data ranks or microbatches they are "
-            "others than on one device. To compare, make them a part of the batch"
-        ]
+    if reference.draws and not errors["loss"] <= tolerance and (said := _of_draws(reference, outcome)):
+        return [said]
     first = not _loss_error(outcome.facts.losses[0], one.losses[0]) <= tolerance
     wrong = [name for name, error in errors["gradients"].items() if not error <= tolerance]
     if wrong:
@@ -169,6 +166,24 @@ def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: fl
     if any(not error <= tolerance for error in errors["buffers"].values()):
         hints.append("buffers differ: the forward changes them from this rank's part of the batch, not from all of it")
     return [hint for hint in hints if hint]
+
+
+def _of_draws(reference: Reference, outcome: Outcome) -> str:
+    """What keeps the two sides from drawing the same numbers, if something does."""
+    mesh, recipe = outcome.recipe.mesh, outcome.recipe
+    draws = "; ".join(reference.draws[:3]) + f" and {len(reference.draws) - 3} more" * (len(reference.draws) > 3)
+    if mesh.data_size * recipe.microbatches > 1:
+        return (
+            f"the model draws random numbers in its forward ({draws}), for the rows it sees: with data ranks or microbatches "
+            "they are others than on one device. To compare, make them a part of the batch"
+        )
+    if mesh.axis_size("pp") > 1 or recipe.branches:
+        return (
+            f"the model draws random numbers in its forward ({draws}): stages and branches draw from streams of their own, so "
+            "these are others than on one device, and the two cannot be compared. To compare, draw them from a torch.Generator "
+            "that the model holds, from which stages and branches draw what one device draws"
+        )
+    return ""
 
 
 def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: float, *, loss_is_right: bool) -> str:

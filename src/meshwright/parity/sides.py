@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.api import parallelize
+from meshwright.blame import model_line
 from meshwright.place import bounds
 from meshwright.plan import Plan
-from meshwright.private import replace_tensors
+from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.run.batch import copied, mapped
 from meshwright.run.checksum import digest
@@ -77,7 +79,7 @@ class Reference:
     facts: Facts
     start: dict[str, Tensor]  # parameters before the first step
     notes: tuple[str, ...] = ()
-    draws: bool = False  # whether random numbers of its forward matter, though dropout is off and the mode is eval
+    draws: tuple[str, ...] = ()  # draws of its forward, if they matter though dropout is off and the mode is eval
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _steady(case: Case) -> Reference:
             f"the model draws random numbers in its forward, in {'train' if found.case.training else 'eval'} mode too: both "
             "sides start from the same state of the generators, and data ranks that draw for their own rows differ all the same"
         )
-        return replace(found, notes=tuple(notes), draws=True)
+        return replace(found, notes=tuple(notes), draws=_drawn(found.case))
     return replace(found, notes=tuple(notes))
 
 
@@ -227,6 +229,28 @@ def _probe(case: Case, seed: int) -> float:
     seed_all(seed)
     with widened(case.dtype):
         return float(case.loss(called(model, cast(case.batch, case.dtype, case.device))))
+
+
+@torch.no_grad()
+def _drawn(case: Case) -> tuple[str, ...]:
+    """Each draw of a forward: function and line; or that Python or NumPy draw."""
+    model, _ = _model(case)
+    with widened(case.dtype), _Drawing() as drawing:
+        case.loss(called(model, cast(case.batch, case.dtype, case.device)))
+    return tuple(drawing.found) or ("random numbers of the host",)
+
+
+class _Drawing(TorchDispatchMode):
+    """Notes the model's lines that draw from torch's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.found[f"{func.overloadpacket.__name__}, {os.path.basename(model_line())}"] = None
+        return func(*args, **(kwargs or {}))
 
 
 # --- the job --------------------------------------------------------------------------------------------------------
