@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Container
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.private import pytree
 
 _DEPTH = 6  # how far into plain objects to look
+_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -19,19 +21,44 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     Containers that pytree knows are built anew; plain objects and dataclasses keep their identity and are written to,
     as a model may hold on to them.
     """
-    return pytree.tree_map(lambda leaf: _mapped(fn, leaf, _DEPTH), value)
+    return _map(fn, value, _DEPTH)
+
+
+def _map(fn: Callable[[Tensor], Any], value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
+    kind = type(value)
+    if kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
+        return kind([_map(fn, item, depth) for item in value])
+    if kind is dict:
+        return {key: _map(fn, item, depth) for key, item in value.items()}
+    return value if kind in _PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth), value)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor within ``value``."""
+    """Every tensor within ``value``, in the order in which ``map_tensors`` meets them."""
     found: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
-
-    map_tensors(note, value)
+    _list(value, found, _DEPTH)
     return found
+
+
+def _list(value: Any, found: list[Tensor], depth: int) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif (kind := type(value)) is tuple or kind is list:
+        for item in value:
+            _list(item, found, depth)
+    elif kind is dict:
+        for item in value.values():
+            _list(item, found, depth)
+    elif kind not in _PLAIN:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif depth and not isinstance(leaf, (nn.Module, type)) and hasattr(leaf, "__dict__"):
+                for item in list(vars(leaf).values()):
+                    if _may_hold(item):
+                        _list(item, found, depth - 1)
 
 
 def as_it_is(value: Any, kept: Container[int]) -> Any:
@@ -87,7 +114,7 @@ def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
         return fn(leaf)
     if depth and not isinstance(leaf, (nn.Module, type)) and hasattr(leaf, "__dict__"):
         for key, item in list(vars(leaf).items()):
-            new = pytree.tree_map(lambda x: _mapped(fn, x, depth - 1), item) if _may_hold(item) else item
+            new = _map(fn, item, depth - 1) if _may_hold(item) else item
             if any(a is not b for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(item), strict=True)):
                 object.__setattr__(leaf, key, new)
     return leaf
