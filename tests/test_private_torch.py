@@ -46,7 +46,8 @@ from meshwright.private import (
     python_body,
     pytree,
     replace_tensors,
-    schema_aliases,
+    schema_of,
+    schemas,
     set_autograd_local,
     storage_of,
     version,
@@ -55,10 +56,8 @@ from meshwright.private import (
     without_subclasses,
     wrapper,
     wrapping,
-    written_by,
 )
 from meshwright.run import data, groups, init
-from meshwright.run.init import operation
 from meshwright.run.step import BACKWARD
 from meshwright.view.functions import (
     FunctionMode,
@@ -71,8 +70,8 @@ from meshwright.view.functions import (
     transforms,
 )
 from meshwright.view.oneprocess import one_process
-from meshwright.view.rules import ANSWERS, FACTS
-from meshwright.view.rules.registry import functions
+from meshwright.view.rules import ANSWERS
+from meshwright.view.torch_functions import FACTS, aliases, functions, op_facts, written_by
 from meshwright.workers import worker
 
 SOURCES = Path(meshwright.__file__).parent
@@ -92,17 +91,17 @@ USES = {
     "run/groups.py": "_set_pg_timeout",
     "run/init/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
     "run/init/log.py": "_neg_view",
-    "run/init/operation.py": "_schema",
     "run/modulestate.py": "_fields",  # of named tuples
     "run/parameters.py": "_parameters",
     "run/paths.py": "_getframe",  # of sys
     "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "run/watch.py": "_exit",  # of os
     "run/whereabouts.py": "_current_frames",  # of sys
-    "view/functions.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active \
-        _checkpoint_without_reentrant_generator _functorch _wrap_tensor_for_grad",
+    "view/functions.py": "_C _are_functorch_transforms_active _functorch",
+    "view/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
+        _wrap_tensor_for_grad",
     "view/oneprocess.py": "_getframe",  # of sys
-    "view/rules/registry.py": "_C _VF _nn",
+    "view/torch_functions.py": "_C _VF _nn",
     "view/work.py": "_getframe",  # of sys
 }
 
@@ -128,17 +127,20 @@ def _private_names_in(file: Path) -> set[str]:
             case ast.ImportFrom(module=str(module)) if module.startswith("torch"):
                 imported.update(module.split("."), (alias.name for alias in node.names))
             case ast.Call(
-                func=ast.Name(id="getattr" | "hasattr" | "_replaced"), args=[_, ast.Constant(value=str(name)), *_]
+                func=ast.Name(id="getattr" | "hasattr" | "Patch"), args=[_, ast.Constant(value=str(name)), *_]
             ):
                 names.add(name)
     return {n for n in (names - own) | imported if n.startswith("_") and not n.startswith(("__", "_mw_"))}
 
 
 def test_schemas_say_what_can_share_memory_with_an_argument() -> None:
-    assert all(
-        map(schema_aliases, "view reshape transpose contiguous to flatten chunk tensor_split mH numpy_T".split())
-    )
-    assert not any(map(schema_aliases, "add add_ clone linear cat index_select no_such_operator".split()))
+    def named(name: str) -> Any:
+        return SimpleNamespace(__name__=name)
+
+    views = "view reshape transpose contiguous to flatten chunk tensor_split mH numpy_T".split()
+    assert all(map(schemas, views)) and not schemas("no_such_operator")
+    assert all(aliases(named(name)) for name in views)
+    assert not any(aliases(named(n)) for n in "add add_ clone linear cat index_select no_such_operator".split())
 
 
 def test_a_hook_on_what_a_tensor_is_a_view_of_outlives_a_write_to_the_view() -> None:
@@ -836,9 +838,9 @@ def test_what_an_op_writes_rests_on_its_schema() -> None:
     assert [v is x for _, v in written_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
     assert [v is x for _, v in written_by(aten.add.out, (x, x), {"out": x})] == [True]
     assert written_by(aten.add.Tensor, (x, x), {}) == []
-    assert operation.is_view(aten.view.default) and operation.is_view(aten.split.Tensor)
-    assert not operation.is_view(aten.add_.Tensor) and not operation.is_view(aten.add.Tensor)
-    written = operation.schema_of(aten.add_.Tensor)
+    assert op_facts(aten.view.default).is_view and op_facts(aten.split.Tensor).is_view
+    assert not op_facts(aten.add_.Tensor).is_view and not op_facts(aten.add.Tensor).is_view
+    written = schema_of(aten.add_.Tensor)
     assert next(iter(written.arguments[0].alias_info.before_set)) == next(
         iter(written.returns[0].alias_info.before_set)
     )

@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -43,14 +43,19 @@ def without_any_mode() -> AbstractContextManager[Any]:
     return stack
 
 
-def schema_aliases(name: str) -> bool:
-    """Whether a result of the operator ``name`` (any overload) can share memory with an argument that it does not write to.
+def schemas(name: str) -> list[Any]:
+    """The schemas of the operator ``name``, one for each overload; none if there is no such operator.
 
     There is no public way to the alias annotations of all operators; composite ones (``reshape``, ``to``) have no
     ``OpOverload`` that a dispatch mode would meet.
     """
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)
+    found: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return found
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an ``OpOverload``. There is no public way to what an overload aliases and writes."""
+    return op._schema
 
 
 # As ``wrapper``, without its call: in a steady state this is half of what a call costs.
@@ -100,23 +105,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def storage_of(t: Tensor) -> int:
     """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it."""
     return t.untyped_storage()._cdata
-
-
-def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
-    return [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in _arguments_written(op)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _arguments_written(op: Any) -> list[tuple[int, Any]]:
-    """(place, argument of the schema) of each that an op writes."""
-    arguments = enumerate(op._schema.arguments)  # there is no public way to what an overload aliases and writes
-    return [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def gives_fresh_memory(op: Any) -> bool:
-    """Whether what an op gives shares no memory with what it takes, and it writes to nothing."""
-    return all(x.alias_info is None for x in (*op._schema.arguments, *op._schema.returns))
 
 
 def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -249,7 +237,8 @@ __all__ = [
     "python_body",
     "pytree",
     "replace_tensors",
-    "schema_aliases",
+    "schema_of",
+    "schemas",
     "set_autograd_local",
     "storage_of",
     "version",
@@ -258,5 +247,4 @@ __all__ = [
     "without_subclasses",
     "wrapper",
     "wrapping",
-    "written_by",
 ]

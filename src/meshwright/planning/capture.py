@@ -32,9 +32,9 @@ from meshwright.planning.origins import Origins
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.view.losses import mean_target
-from meshwright.view.rules.registry import writes
 from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_of
-from meshwright.view.walk import Slot, Walk, following, held_in, is_random, kept_in, memory_of
+from meshwright.view.torch_functions import is_random, op_facts, writes
+from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
 
 
 def capture(
@@ -215,7 +215,7 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        self.draws += op_facts(func).draws
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
         self.drawn_from += (x for x in given if x is not torch.default_generator)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from meshwright.chance import held_kept
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
-from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode, written_by
+from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode
 from meshwright.view.structure import tensors_of
+from meshwright.view.torch_functions import written_by
 from meshwright.view.walk import Slot
 
 

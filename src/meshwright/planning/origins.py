@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.private import pytree, storage_of, written_by
+from meshwright.private import pytree, storage_of
+from meshwright.view.torch_functions import op_facts, written_by
 
 _ELSEWHERE = -1  # stands for what no memory says: random numbers, tensors whose memory cannot be told (sparse ones)
 
@@ -55,7 +56,7 @@ class Origins:
     def end(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any) -> None:
         """An op on values has run."""
         sources = frozenset[int]() if func in _OF_PYTHON else self.of(tensors)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if op_facts(func).draws:
             sources |= {_ELSEWHERE}
         written = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
         for t in (*pytree.tree_leaves(out), *written):

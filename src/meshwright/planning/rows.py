@@ -27,7 +27,8 @@ from meshwright.view.mode import GlobalView
 from meshwright.view.standing import sized
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View
-from meshwright.view.walk import Walk, following, is_fact, kept_in
+from meshwright.view.torch_functions import is_fact
+from meshwright.view.walk import Walk, following, kept_in
 from meshwright.view.work import Work
 
 # Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.

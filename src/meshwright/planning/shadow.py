@@ -22,14 +22,13 @@ from meshwright.blame import model_line
 from meshwright.planning.origins import Origins
 from meshwright.private import (
     TorchDispatchMode,
-    gives_fresh_memory,
     python_body,
     pytree,
     storage_of,
     without_any_mode,
-    written_by,
 )
 from meshwright.view.functions import FunctionMode, transforming
+from meshwright.view.torch_functions import op_facts, written_by
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -136,7 +135,7 @@ class _UnknownError(Exception):
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on meta tensors. Many meta kernels are Python, and the blocks of a model ask the same again and again."""
-    if not _gives_fresh_memory(func):
+    if not op_facts(func).is_fresh:
         return func(*args, **kwargs)
     try:
         given = tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())
@@ -144,9 +143,6 @@ def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (_UnknownError, TypeError):  # a TypeError: what cannot be hashed
         return func(*args, **kwargs)
     return found() if isinstance(found, _Laid) else tuple(x() for x in found)
-
-
-_gives_fresh_memory = lru_cache(maxsize=4096)(gives_fresh_memory)
 
 
 @lru_cache(maxsize=16384)

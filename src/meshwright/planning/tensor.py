@@ -37,10 +37,11 @@ from meshwright.view.axis import Ledger, PlannedAxis
 from meshwright.view.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
 from meshwright.view.functions import custom_functions, transforming
 from meshwright.view.mode import SET_DATA, SPECIAL, GlobalView
-from meshwright.view.rules import ANSWERS, FACTS, RESHAPING, writes_first
+from meshwright.view.rules import ANSWERS
 from meshwright.view.rules.gradient import ENGINES
 from meshwright.view.signature import ReadsValue, with_values
 from meshwright.view.tensor import View
+from meshwright.view.torch_functions import FACTS, reshaped, writes_first
 from meshwright.view.work import Work
 
 
@@ -271,7 +272,7 @@ class Reading(GlobalView):
 
 def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a write changes what a View is, or goes through it to what it is a slice of: not by a decision of its own."""
-    if func in RESHAPING or func == SET_DATA:
+    if reshaped(func) is not None or func == SET_DATA:
         return True
     target = args[0] if args else None
     return isinstance(target, View) and target._mw_origin is not None and writes_first(func, args, kwargs)

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from meshwright.private import pytree, version
 from meshwright.run.batch import tensors_in
 from meshwright.view.functions import FunctionMode, Segment, recomputations
-from meshwright.view.rules.registry import writes
-from meshwright.view.walk import is_fact, is_random
+from meshwright.view.torch_functions import is_fact, is_random, writes
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,8 @@ from torch import Tensor, nn
 from meshwright.blame import is_of_model, model_line
 from meshwright.private import pytree
 from meshwright.view.functions import FunctionMode
-from meshwright.view.rules.registry import writes
-from meshwright.view.walk import is_fact
+from meshwright.view.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
 
-_YES_OR_NO = frozenset("__bool__ is_nonzero equal allclose __contains__".split())
-_NUMBERS = frozenset("item tolist __int__ __float__ __index__ __complex__ numpy __array__".split())
 _AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())  # Python sees whether any do, by the shape
 _SELECTS = frozenset("where masked_fill masked_fill_".split())  # by one yes or no for all rows, as an ``if`` does
 _COMPARES = frozenset(
@@ -99,7 +96,7 @@ class Reads(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _YES_OR_NO or name in _NUMBERS:
+        if name in YES_OR_NO or name in NUMBERS:
             result = func(*args, **kwargs)
             if not all(map(self._is_same, _tensors(args, kwargs))):
                 self._read(result)

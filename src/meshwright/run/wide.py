@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 from meshwright.view.functions import FunctionMode
-from meshwright.view.rules.registry import writes
-from meshwright.view.walk import is_fact
+from meshwright.view.torch_functions import is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}

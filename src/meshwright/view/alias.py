@@ -9,9 +9,9 @@ So a cut ``View`` carries its strides and its offset on one device, and three ru
 
 1.  *Torch decides.* What a function's result aliases, and with which strides, is asked of the function itself: it runs on
     meta tensors that lie as the global ones do (``placed``), once for each function, shapes, strides and constants. Only
-    functions that can alias are asked (``may_alias``: torch's own schemas say which, and a short list of those whose
-    schema is silent). A function that computes gives fresh memory. If its operands are contiguous, so is its result;
-    else an elementwise function is asked on meta as well, and any other gives its dims the order that it gives the local.
+    functions that can alias are asked (``torch_functions.aliases``). A function that computes gives fresh memory. If its
+    operands are contiguous, so is its result; else an elementwise function is asked on meta as well, and any other gives
+    its dims the order that it gives the local.
 2.  *A local lies as its global.* When memory is fresh, the local is dense, with its dims in the global's order
     (``order``); one that is not is copied. From then on both go through the same functions, so that a view that torch
     makes of the global can be made of the local, too: a cut takes whole dims out of a dense box.
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.private import pytree, schema_aliases, storage_of, without_any_mode
+from meshwright.private import pytree, storage_of, without_any_mode
 
 Strides = tuple[int, ...]
 
@@ -65,24 +65,6 @@ class Placed(NamedTuple):
     source: int | None
     itself: bool
     laid: Strides | None
-
-
-@functools.cache
-def may_alias(func: Any) -> bool:
-    """Whether results of a torch function can share memory with an argument that it does not write to."""
-    owner = getattr(func, "__self__", None)  # of a property's getter: the property
-    name: str = getattr(owner, "__name__", "") if func.__name__ == "__get__" else func.__name__
-    return name in _SILENT or schema_aliases(_SCHEMAS.get(name, name))
-
-
-# Properties of Tensor whose schema has another name.
-_SCHEMAS = {"T": "numpy_T", "H": "matrix_H"}
-
-# Functions that can alias though no schema says so: Python's own, and those that may hand back what they were given.
-_SILENT = frozenset(
-    "__getitem__ __iter__ data type type_as float double half bfloat16 int long short bool chalf cfloat cdouble \
-    broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d einsum sum_to_size".split()
-)
 
 
 @functools.lru_cache(maxsize=8192)

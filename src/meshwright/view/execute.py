@@ -25,15 +25,15 @@ from meshwright.view.alias import (
     contiguous,
     dense,
     laid,
-    may_alias,
     noted,
     order,
     share,
 )
 from meshwright.view.decision import Decision, Need, Use
-from meshwright.view.rules.registry import BY_DEVICE, ELEMENTWISE, SOMETIMES
+from meshwright.view.rules.registry import ELEMENTWISE
 from meshwright.view.signature import replaced
 from meshwright.view.tensor import Spec, View, lies, spec, spec_of, wrapped
+from meshwright.view.torch_functions import BY_DEVICE, aliases
 
 if TYPE_CHECKING:
     from meshwright.view.work import Work
@@ -230,7 +230,7 @@ def _places(func: Any, args: Any, kwargs: Any, pieces: Sequence[Tensor], usual: 
 
     ``usual``: whether all operands are contiguous.
     """
-    aliasing, places = may_alias(func), None
+    aliasing, places = aliases(func), None
     if aliasing or not usual:
         places = asked(func, args, kwargs, lies) if aliasing or func not in BY_DEVICE else None
     return places if places is not None and len(places) == len(pieces) else (None,) * len(pieces)
@@ -244,13 +244,13 @@ def _result(
     source = None if place is None or place.source is None else args[place.source]
     if type(source) is View:
         assert place is not None
-        apart = func in SOMETIMES and not _begin_alike(local, source._mw_local)
+        apart = local.numel() > 0 and not share(local, source._mw_local)
         known = _known(layout, size, local, place.laid, place.offset, local.stride())
         return Result(known, source=_index(tensors, source), apart=apart)
-    cloned = may_alias(func) and any(isinstance(x, View) and share(local, x._mw_local) for x in args)
+    cloned = aliases(func) and any(isinstance(x, View) and share(local, x._mw_local) for x in args)
     if cloned:
         local = local.clone()
-    if place is None and usual and not may_alias(func) and _as_usual(func, local):
+    if place is None and usual and not aliases(func) and _as_usual(func, local):
         return Result(_known(layout, size, local, None, 0, local.stride()), cloned=cloned)
     return replace(fresh(layout, local, None if place is None else place.strides), cloned=cloned)
 
@@ -287,8 +287,3 @@ def _as_usual(func: Any, local: Tensor) -> bool:
     The strides of dims of size 1 tell what is_contiguous does not: in which order a kernel allocated.
     """
     return (func in ELEMENTWISE and local.is_contiguous()) or local.stride() == contiguous(tuple(local.shape))
-
-
-def _begin_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same elements share memory; without storages, to which the way is long."""
-    return a.data_ptr() == b.data_ptr() or not a.numel()

@@ -27,28 +27,11 @@ from meshwright.view.functions import (
     transforming,
     transforms,
 )
-from meshwright.view.rules import FACTS
 from meshwright.view.rules.gradient import ENGINES
 from meshwright.view.signature import read
 from meshwright.view.tensor import View, first_view, local_of
+from meshwright.view.torch_functions import FACTS, OF_ITSELF
 from meshwright.view.work import Work, whole
-
-# What a parameter answers for itself, being a tensor of its whole shape; what moves it about keeps it a parameter.
-_OWN = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")]
-    + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "data")]
-    + [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.untyped_storage, Tensor.data_ptr]
-    + [
-        Tensor.stride,
-        Tensor.is_contiguous,
-        Tensor.storage_offset,
-        Tensor.requires_grad_,
-        Tensor.__hash__,
-        Tensor.__repr__,
-    ]
-    + [Tensor.__format__, Tensor.backward, Tensor.retain_grad, Tensor.is_shared, Tensor.share_memory_]
-)
-
 
 # Types of arguments in which there is no tensor of ours.
 _PLAIN = frozenset(
@@ -71,7 +54,7 @@ _PLAIN = frozenset(
 _PLAIN_OR_VIEW = _PLAIN | {View}
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-SPECIAL = _OWN | {SET_DATA} | ENGINES.keys()
+SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
 
 
 class GlobalView(FunctionMode):
@@ -115,7 +98,7 @@ class GlobalView(FunctionMode):
         """What is not asked of a parameter's local part."""
         if func == SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
             return answer
-        if func in _OWN:
+        if func in OF_ITSELF:
             view = first_view(args)
             return func(*args, **kwargs) if view is None else self.answer(view._mw_work, func, args, kwargs)
         if transforming():

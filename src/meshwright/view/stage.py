@@ -31,7 +31,8 @@ from meshwright.private import pytree
 from meshwright.regions import Fork, Join, Placed, find_regions
 from meshwright.view.standing import Elsewhere, PathError, Rows, Standing, sized
 from meshwright.view.structure import lists_in, map_tensors, tensors_of
-from meshwright.view.walk import RANDOM, Walk, is_fact
+from meshwright.view.torch_functions import draws, is_fact
+from meshwright.view.walk import Walk
 
 RUN, STUB, OPEN = "run", "stub", "open"
 
@@ -237,7 +238,7 @@ class StageProgram:
     def _may_wait(self, call: Call) -> bool:
         """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
         events = self.graph.events[call.start : call.stop]
-        plain = not any(e.mean_loss or e.function in RANDOM for e in events)
+        plain = not any(e.mean_loss or draws(e.function) for e in events)
         return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
 
     def _taken(self, call: Call) -> int:

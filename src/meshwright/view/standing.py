@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.private import pytree, without_subclasses, wrapper
-from meshwright.view.walk import Walk, is_fact
+from meshwright.view.torch_functions import is_fact
+from meshwright.view.walk import Walk
 
 S = TypeVar("S", bound="Standing")
 

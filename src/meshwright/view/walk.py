@@ -29,21 +29,8 @@ from torch import Tensor, nn
 from meshwright.graph import Path, Segment
 from meshwright.private import pytree, storage_of
 from meshwright.view.functions import FunctionMode, custom_functions, followed_checkpoints
-from meshwright.view.rules import FACTS
-from meshwright.view.rules.registry import writes
 from meshwright.view.structure import tensors_of
-
-_TENSOR_PROPERTIES = frozenset(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data", "real", "imag"))
-_QUIET = frozenset(
-    getattr(Tensor, n)
-    for n in "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __repr__ is_contiguous \
-        stride storage_offset data_ptr untyped_storage is_shared share_memory_ backward".split()
-)
-RANDOM = frozenset(
-    "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial normal normal_ uniform_ \
-     exponential_ geometric_ log_normal_ cauchy_ random_ poisson dropout dropout1d dropout2d dropout3d alpha_dropout \
-     feature_alpha_dropout gumbel_softmax rrelu".split()
-)
+from meshwright.view.torch_functions import is_fact, is_random, writes
 
 # Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
 # `h > p` is `p < h` then. So that a comparison is the same event whatever its operands are here, one of the two is told.
@@ -51,17 +38,6 @@ _MIRRORED = {
     getattr(of, told): getattr(of, as_this)
     for of in (Tensor, torch) for told, as_this in (("lt", "gt"), ("le", "ge"), ("less", "gt"), ("less_equal", "ge"))
 } | {Tensor.__lt__: Tensor.__gt__, Tensor.__le__: Tensor.__ge__}  # fmt: skip
-
-
-def is_fact(func: Any) -> bool:
-    """Whether a torch function asks a tensor something that follows from its shape and type, or does nothing to it."""
-    if func in FACTS or func in _QUIET:
-        return True
-    return getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _TENSOR_PROPERTIES
-
-
-def is_random(func: Any) -> bool:
-    return getattr(func, "__name__", "") in RANDOM
 
 
 def memory_of(t: Tensor) -> int:

@@ -32,13 +32,12 @@ from meshwright.view.alias import (
     Strides,
     alike,
     laid,
-    may_alias,
     overwrite,
 )
 from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
 from meshwright.view.execute import Prepared, fresh
-from meshwright.view.rules import ANSWERS, DECIDERS, FACTS, RESHAPING, ordered, writes_first
+from meshwright.view.rules import ANSWERS, DECIDERS, ordered
 from meshwright.view.signature import (
     NEVER,
     Call,
@@ -51,6 +50,7 @@ from meshwright.view.signature import (
     with_values,
 )
 from meshwright.view.tensor import View, spec_of
+from meshwright.view.torch_functions import FACTS, aliases, reshaped, writes_first
 
 
 def engine_of_torch(func: Any) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ class Work:
 
         form = replaced(args, numbered), replaced(kwargs, numbered)
         answer: Answer = GATHER
-        if _slices(args, kwargs) and may_alias(func) and func != Tensor.as_strided and func != torch.as_strided:
+        if _slices(args, kwargs) and aliases(func) and func != Tensor.as_strided and func != torch.as_strided:
             return Decided(answer, tensors, *form)  # a slice of a slice: a write to it goes all the way
         if func in DECIDERS and kwargs.get("out") is None:
             call = self._as_call(func, form, tensors)
@@ -262,7 +262,7 @@ class Work:
         target = args[0]
         if not isinstance(target, View):
             return self._execute(func, decide())
-        if (anew := RESHAPING.get(func)) is not None:
+        if (anew := reshaped(func)) is not None:
             shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
             target._mw_become(shaped if isinstance(shaped, View) else View(shaped, WHOLE, self))
             return target

@@ -1,4 +1,4 @@
-"""What is known of an op before it runs: its tensors, what it writes, what comes out."""
+"""What is known of an op before it runs: its tensors, what comes out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.private import schema_of
 
 Changed = list[tuple[Any, Any]]
 
@@ -24,15 +26,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
     return found
-
-
-def schema_of(func: Any) -> Any:
-    return func._schema  # there is no public way to an overload's aliasing and mutation
-
-
-def is_view(func: Any) -> bool:
-    infos = [result.alias_info for result in schema_of(func).returns]
-    return not schema_of(func).is_mutable and any(info is not None for info in infos)
 
 
 def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

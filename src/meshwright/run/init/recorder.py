@@ -11,31 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import TorchDispatchMode, without_modes, written_by
+from meshwright.private import TorchDispatchMode, schema_of, without_modes
 from meshwright.run.init.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
 from meshwright.run.init.memory import address_of, bytes_of, reserve, storage_over
-from meshwright.run.init.operation import Changed, foreseen_by, is_view, mapped, schema_of, tensors_in
+from meshwright.run.init.operation import Changed, foreseen_by, mapped, tensors_in
 from meshwright.view.functions import FunctionMode
+from meshwright.view.torch_functions import READS_BELOW, SHARES_MEMORY, op_facts, written_by
 
 _aten = torch.ops.aten
-
-# What is in their first argument before does not matter after.
-_OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.bernoulli_} | {
-    _aten.random_,
-    _aten.exponential_,
-    _aten.log_normal_,
-    _aten.geometric_,
-    _aten.cauchy_,
-}
-
-# Functions that look at values below the dispatcher. These get a copy of the values,
-_READS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.tolist} | {
-    getattr(Tensor, f"__{name}__") for name in "repr format reduce_ex bool int index float complex".split()
-}
-# and these share the tensor's memory with their caller.
-_SHARES = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_, Tensor.storage} | {
-    Tensor.untyped_storage  # which also pickles
-}
 
 
 class _Cell(NamedTuple):
@@ -75,7 +58,7 @@ class Recorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if torch.Tag.inplace_view in func.tags or is_view(func):
+        if torch.Tag.inplace_view in func.tags or op_facts(func).is_view:
             return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and device.type != "cpu":
@@ -144,14 +127,14 @@ class Recorder(TorchDispatchMode):
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Log the op; return deferred outputs."""
         changed = written_by(func, args, kwargs)
-        overwrites = func.overloadpacket in _OVERWRITES
+        overwrites = op_facts(func).overwrites
         for argument, value in changed:
             for tensor in tensors_in([value]):
                 self._adopt(tensor, overwrites or argument.is_out)
         written = [self.ref(tensor) for _, value in changed for tensor in tensors_in([value])]
         useless = [self.ref(tensor) for a, v in changed if overwrites or a.is_out for tensor in tensors_in([v])]
         result, fresh = self._results(func, outputs, changed)
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = op_facts(func).draws
         generators = [leaf for leaf in kwargs.values() if isinstance(leaf, torch.Generator)]
         logged_args, logged_kwargs = mapped(self._logged, (args, kwargs))
         inputs = [leaf for leaf in refs_in((logged_args, logged_kwargs)) if leaf not in useless]
@@ -280,9 +263,9 @@ class Readers(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS:
+        if func in READS_BELOW:
             args, kwargs = self._recorder.values((args, kwargs))
-        elif func in _SHARES:
+        elif func in SHARES_MEMORY:
             for tensor in tensors_in((args, kwargs)):
                 self._recorder.fill(tensor)
         return func(*args, **kwargs)

@@ -14,6 +14,6 @@ from meshwright.view.rules import (  # noqa: F401  (each registers its deciders)
     shape,
     table,
 )
-from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, FACTS, RESHAPING, ordered, writes_first
+from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, ordered
 
-__all__ = ["ANSWERS", "DECIDERS", "ELEMENTWISE", "FACTS", "RESHAPING", "ordered", "writes_first"]
+__all__ = ["ANSWERS", "DECIDERS", "ELEMENTWISE", "ordered"]

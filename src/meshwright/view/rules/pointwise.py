@@ -28,10 +28,11 @@ from meshwright.view.decision import (
     varying,
     whole,
 )
-from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider, functions, writes
+from meshwright.view.rules.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider
 from meshwright.view.rules.types import like_here
 from meshwright.view.signature import Call, Operand, is_undecided
 from meshwright.view.tensor import View
+from meshwright.view.torch_functions import functions, writes
 
 _UNARY = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh tanh

@@ -120,13 +120,13 @@ def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
         yield
 
 
-@decider("rand_like", "randn_like", "randint_like", "bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_",
-      "random_", "log_normal_", "cauchy_", "geometric_", "poisson", "multinomial")  # fmt: skip
+@decider("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "exponential_", "random_",
+      "log_normal_", "cauchy_", "geometric_")  # fmt: skip
 def draw(call: Call) -> Answer:
     """A draw of the whole shape, of which a cut tensor takes its slice."""
     x = call.args[0]
     layout = layout_of(x)
-    if not isinstance(layout, Cut) or call.name in ("bernoulli", "poisson", "multinomial"):
+    if not isinstance(layout, Cut):
         return GATHER
     more, named_ones = tuple(map(whole, call.args[1:])), {k: whole(v) for k, v in call.kwargs.items()}
     args = (held(x), call.func, _lying(x), layout, *more)

@@ -1,0 +1,288 @@
+"""What is known of each torch function: the one table.
+
+    aliases(func)     whether what it gives may share memory with an argument that it does not write to
+    writes(func, …)   whether it writes to its first argument
+    reshaped(func)    it changes a tensor's shape in place: what gives the same as a new tensor
+    draws(name)       whether it draws random numbers
+    is_fact(func)     whether it asks something that follows from shape, type, memory or autograd, and not from values
+    reads(func)       whether Python, or other memory, gets values of a tensor by it
+
+Torch says most of this itself: in the schemas of its operators (alias annotations, mutable arguments) and in their
+tags (``inplace``, ``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). It is asked for the
+operator of a function's name, in any overload. What it does not say stands here by name, with the reason.
+``tests/view/test_torch_functions.py`` compares both with the torch that is installed: a function that neither knows,
+and a name here that torch has come to know, fail there.
+
+In which type a function computes under autocast is asked of torch with a tensor of one element
+(``rules/types.py``): there is no list of that.
+
+The same of an ``OpOverload``, which dispatch modes meet, is below: ``written_by``, ``op_draws`` …
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.private import schema_of, schemas
+
+_PLACES = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg, torch._VF)
+
+
+def functions(name: str) -> Iterator[Any]:
+    """Every torch function of that name: in torch, as a method, in torch.nn.functional …"""
+    for place in _PLACES:
+        found = getattr(place, name, None)
+        if callable(found):
+            yield found
+
+
+# --- functions that are known as an operator of another name ----------------------------------------------------------
+
+_AS = {
+    # Python's operators in place, which have schemas under other names.
+    **{f"__i{op}__": f"{op}_" for op in ("add", "sub", "mul", "pow")},
+    "__idiv__": "div_",
+    "__itruediv__": "div_",
+    "__ifloordiv__": "floor_divide_",
+    "__imod__": "remainder_",
+    # Writes of values that are given by Python: ``x[i] = y``, ``x.data = y``, and a Python function of each element.
+    **dict.fromkeys(("__setitem__", "data=", "apply_", "map_", "map2_"), "copy_"),
+    # Properties whose operator has another name.
+    "T": "numpy_T",
+    "H": "matrix_H",
+    "data": "detach",
+    # Casts: ``to``, which hands back what is of the type already. (``type_as`` and ``chalf`` have schemas, which are silent.)
+    **dict.fromkeys("float double half bfloat16 int long short bool byte char cfloat cdouble chalf".split(), "to"),
+    **dict.fromkeys("type type_as xpu ipu mtia".split(), "to"),
+    # An index of numbers and slices gives a view; so does each step of an iteration.
+    "__getitem__": "select",
+    "__iter__": "unbind",
+    # Written in Python or composed in C++, with silent schemas: views, if there is nothing to compute.
+    **dict.fromkeys(("broadcast_tensors", "meshgrid", "sum_to_size"), "expand"),
+    "einsum": "permute",
+    # Written in Python: they draw within, and give a tensor of their own.
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), "feature_dropout"),
+    **dict.fromkeys("gumbel_softmax lobpcg svd_lowrank pca_lowrank".split(), "rand_like"),
+    **{f"fractional_max_pool{n}d{kind}": "rand_like" for n in (2, 3) for kind in ("", "_with_indices")},
+}
+
+# Tagged as writes in place, or as changes of shape in place, and no value or shape changes.
+_NO_WRITE = frozenset(["requires_grad_"])
+_NO_RESHAPE = frozenset(["detach_"])
+
+
+class Operator(NamedTuple):
+    """What torch says of an operator, in any of its overloads."""
+
+    aliases: bool
+    writes: bool
+    reshapes: bool
+    draws: bool
+
+
+@functools.lru_cache(maxsize=8192)
+def operator(name: str) -> Operator:
+    """What torch says of the operator ``name``; of one that there is not: nothing."""
+    said = schemas(name)
+    packet = getattr(torch.ops.aten, name, None) if said else None
+    tags = {tag for overload in getattr(packet, "overloads", list)() for tag in getattr(packet, overload).tags}
+    given = [r.alias_info for s in said for r in s.returns if "Tensor" in str(r.type)]  # not items of Python's lists
+    # With dropout of 0, as in most models, these draw nothing; they take values, which are followed anyway.
+    dropout_within = any(a.name in ("dropout", "dropout_p") for s in said for a in s.arguments)
+    return Operator(
+        aliases=any(info is not None and not info.is_write for info in given)
+        or torch.Tag.maybe_aliasing_or_mutating in tags,
+        writes=torch.Tag.inplace in tags and name not in _NO_WRITE,
+        reshapes=torch.Tag.inplace_view in tags and name not in _NO_RESHAPE,
+        draws=torch.Tag.nondeterministic_seeded in tags and not dropout_within,
+    )
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function; of a property's getter the property's, of its setter with ``=``."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__" or name == "__set__":
+        owner: str = getattr(func.__self__, "__name__", "")
+        return owner if name == "__get__" else f"{owner}="
+    return name
+
+
+def known_as(name: str) -> Operator:
+    """What is known of the functions of a name."""
+    return operator(_AS.get(name, name))
+
+
+def aliases(func: Any) -> bool:
+    """Whether results of a torch function can share memory with an argument that it does not write to."""
+    return known_as(name_of(func)).aliases
+
+
+def draws(name: str) -> bool:
+    """Whether torch functions of a name draw random numbers (for dropout within an attention or an LSTM: not told)."""
+    return known_as(name).draws
+
+
+def is_random(func: Any) -> bool:
+    """Whether a torch function draws random numbers."""
+    return draws(getattr(func, "__name__", ""))
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` writes to its first argument."""
+    if known_as(name_of(func)).writes or kwargs.get("inplace"):
+        return True
+    place = _inplace_places().get(func)
+    return place is not None and len(args) > place and bool(args[place])
+
+
+def writes_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The same of a call as a person writes it: the tensor may have a name."""
+    return (bool(args) or "input" in kwargs) and writes(func, args, kwargs)
+
+
+@functools.cache
+def _inplace_places() -> dict[Any, int]:
+    """Functions with an argument ``inplace``, and which one it is when it is given by place."""
+    found = {}
+    for func in vars(functional).values():
+        if isinstance(func, FunctionType):
+            names = list(signature(func).parameters)
+            if "inplace" in names:
+                found[func] = names.index("inplace")
+    return found
+
+
+def reshaped(func: Any) -> Callable[..., Any] | None:
+    """What gives as a new tensor what ``func`` changes a tensor to in place: another shape of the same memory; or None."""
+    name = name_of(func)
+    if not name.endswith("_") or not operator(name).reshapes or not operator(name[:-1]).aliases:
+        return None
+    anew: Callable[..., Any] | None = getattr(Tensor, name[:-1], None)
+    return anew
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _getters(names: str) -> frozenset[Any]:
+    return frozenset(getattr(Tensor, n).__get__ for n in names.split() if hasattr(Tensor, n))
+
+
+def _setters(names: str) -> frozenset[Any]:
+    return frozenset(getattr(Tensor, n).__set__ for n in names.split())
+
+
+def _methods(names: str) -> frozenset[Any]:
+    return frozenset(f for n in names.split() for f in functions(n))
+
+
+# Of shape and type: the same of a tensor and of what stands for it.
+FACTS = _getters(
+    "shape dtype device layout ndim itemsize nbytes is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested \
+    is_mps is_xpu is_xla is_ipu is_maia is_mtia is_vulkan is_sparse_csr names"
+) | _methods(
+    "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed is_conj \
+    is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type"
+)
+
+# Of where a tensor lies in memory.
+_OF_MEMORY = _methods("stride is_contiguous storage_offset data_ptr untyped_storage is_shared share_memory_")
+
+# Of autograd, and what tells it what to do: no function of a value.
+_OF_AUTOGRAD = _methods("register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward") | (
+    _getters("requires_grad grad grad_fn is_leaf _version output_nr") | _setters("requires_grad grad")
+)
+
+# Of which tensor it is.
+_OF_IDENTITY = frozenset([Tensor.__hash__, Tensor.__repr__])
+
+# What a tensor in whose place another computes (a parameter at rest) answers for itself.
+OF_ITSELF = _OF_MEMORY | _OF_AUTOGRAD | _OF_IDENTITY | {Tensor.__format__} | _setters("data")
+
+_NO_VALUE = FACTS | _OF_MEMORY | _OF_AUTOGRAD | _OF_IDENTITY
+_TENSOR_PROPERTIES = _getters("T mT H mH data real imag")
+
+
+def is_fact(func: Any) -> bool:
+    """Whether a torch function asks a tensor something that does not follow from its values, or does nothing to them."""
+    if func in _NO_VALUE:
+        return True
+    return getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _TENSOR_PROPERTIES
+
+
+# --- what leaves torch ------------------------------------------------------------------------------------------------
+
+YES_OR_NO = frozenset("__bool__ is_nonzero equal allclose __contains__".split())  # Python gets one answer
+NUMBERS = frozenset(
+    "item tolist __int__ __float__ __index__ __complex__ numpy __array__".split()
+)  # Python gets numbers
+
+# These look at values below the dispatcher,
+READS_BELOW = frozenset(
+    [torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.tolist]
+    + [getattr(Tensor, f"__{name}__") for name in "repr format reduce_ex bool int index float complex".split()]
+)
+# and these share the tensor's memory with their caller (``untyped_storage`` also pickles).
+SHARES_MEMORY = frozenset(
+    [Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage]
+)
+
+# How the result lies depends on the kernel, and meta's is another.
+BY_DEVICE = frozenset([functional.scaled_dot_product_attention])
+
+
+# --- operators as dispatch modes meet them ----------------------------------------------------------------------------
+
+
+class OpFacts(NamedTuple):
+    """What is known of an ``OpOverload``.
+
+    Attributes:
+        written: (place, argument of the schema) of each argument that it writes.
+        is_view: whether what it gives shares memory with what it takes, and it writes nothing.
+        is_fresh: whether what it gives shares no memory with what it takes, and it writes nothing.
+        draws: whether it draws random numbers.
+        overwrites: whether what was in its first argument before does not matter after.
+    """
+
+    written: tuple[tuple[int, Any], ...]
+    is_view: bool
+    is_fresh: bool
+    draws: bool
+    overwrites: bool
+
+
+# Draws in place whose result follows from what was there.
+_DRAWS_ON_WHAT_WAS_THERE = frozenset(
+    "dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_ rrelu_with_noise_".split()
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def op_facts(op: Any) -> OpFacts:
+    """What torch says of an op."""
+    schema, name = schema_of(op), op.overloadpacket.__name__
+    given = [r.alias_info is not None for r in schema.returns]
+    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    drawn = torch.Tag.nondeterministic_seeded in op.tags
+    return OpFacts(
+        tuple(written),
+        is_view=not schema.is_mutable and any(given),
+        is_fresh=not any(given) and all(a.alias_info is None for a in schema.arguments),
+        draws=drawn,
+        overwrites=name in ("copy_", "fill_", "zero_")
+        or (drawn and name.endswith("_") and name not in _DRAWS_ON_WHAT_WAS_THERE),
+    )
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
+    return [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
