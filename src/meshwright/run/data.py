@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.run.groups import Groups
+from meshwright.view.patches import class_name_kept, set_on
 from meshwright.view.standing import Elsewhere, held, replaced
 from meshwright.view.structure import map_tensors, tensors_of
 from meshwright.view.tensor import View, local_of
@@ -39,7 +40,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         if unit.name and not any(p.unit == unit.name for p in own):
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
-        with _hooks_without_view(module), _class_name_kept(module):
+        with _hooks_without_view(module), class_name_kept(module):
             fully_shard(
                 module,
                 mesh=_mesh(unit, groups),
@@ -92,7 +93,7 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
                 act(fsdp_param)
         return reduce(*args)
 
-    group.post_backward = post_backward
+    set_on(group, "post_backward", post_backward)
 
 
 def without_gradient(fsdp_param: Any) -> Tensor | None:
@@ -116,16 +117,6 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, recipe.precision), reduce_dtype=torch.float32, cast_forward_inputs=not unit.name
     )
-
-
-@contextmanager
-def _class_name_kept(module: nn.Module) -> Iterator[None]:
-    """FSDP2 gives a module another class. By its name it is the one before: models look up what is known of a class so
-    (transformers, which of its outputs to collect)."""
-    before = type(module)
-    yield
-    for name in ("__name__", "__qualname__", "__module__"):
-        setattr(type(module), name, getattr(before, name))
 
 
 @contextmanager

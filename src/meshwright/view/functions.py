@@ -5,7 +5,8 @@
     scripted functions                  ``torch.jit.script``
     what a checkpoint keeps             and runs again in a backward
 
-For none of them is there a public hook: for the time of a forward, the functions that they go through are ours.
+For none of them is there a public hook: for the time of a forward, the functions that they go through are ours
+(``patches``).
 
 Compiled functions are the reverse: Dynamo traces what a function mode does as if it were the model's code, and what it
 compiled for one function of torch it reuses for another. While a mode of ours is on, nothing is compiled (``FunctionMode``).
@@ -16,18 +17,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from meshwright.private import pytree
+from meshwright.view import patches
 
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,27 +37,17 @@ def custom_functions(handler: Handler) -> Iterator[None]:
 
     Contexts nest; the last is asked first.
     """
-    base: Any = torch.autograd.function._SingleLevelFunction  # where ``Function.apply``, kept by a model, ends up
-    outer = base.__dict__.get("apply")
 
-    def plain(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if outer is not None:
-            return outer.__func__(function, *args, **kwargs)
-        return super(base, function).apply(*args, **kwargs)
+    def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if function.__module__.startswith(("torch.distributed.", "meshwright.")):
+                return plain(function, *args, **kwargs)
+            return handler(plain, function, args, kwargs)
 
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.__module__.startswith(("torch.distributed.", "meshwright.")):
-            return plain(function, *args, **kwargs)
-        return handler(plain, function, args, kwargs)
+        return apply
 
-    base.apply = classmethod(apply)
-    try:
+    with patches.CUSTOM_FUNCTION.on(handled):
         yield
-    finally:
-        if outer is None:
-            del base.apply
-        else:
-            base.apply = outer
 
 
 def giving(function: Any, change: Callable[[Any], Any]) -> Any:
@@ -97,11 +86,7 @@ def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
         return changed
 
-    with (
-        _replaced(vmap, "_add_batch_dim", changing),
-        _replaced(eager_transforms, "_wrap_tensor_for_grad", changing),
-        _replaced(forward_ad, "make_dual", changing),
-    ):
+    with patches.VMAP.on(changing), patches.GRAD.on(changing), patches.JVP.on(changing):
         yield
 
 
@@ -116,7 +101,7 @@ def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
         return changed
 
-    with _replaced(torch.jit.ScriptFunction, "__call__", changing):
+    with patches.SCRIPTED.on(changing):
         yield
 
 
@@ -165,13 +150,11 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
     """
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
-        fixed = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(make).parameters.values())
-
         def made(function: Segment, *args: Any, **kwargs: Any) -> Any:
-            again, kept = handler(function, args[fixed - 1 :])
-            return make(again, *args[: fixed - 1], *kept, **kwargs)
+            fixed = patches.CHECKPOINT.positional - 1  # before the arguments of the segment
+            again, kept = handler(function, args[fixed:])
+            return make(again, *args[:fixed], *kept, **kwargs)
 
-        made.__signature__ = signature(make)  # type: ignore[attr-defined]
         return made
 
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,10 +177,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
 
         return applied
 
-    with (
-        _replaced(checkpoint, "_checkpoint_without_reentrant_generator", by_generator),
-        _replaced(checkpoint.CheckpointFunction, "apply", reentrant),
-    ):
+    with patches.CHECKPOINT.on(by_generator), patches.REENTRANT.on(reentrant):
         yield
 
 
@@ -255,22 +235,5 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
 
         return applied
 
-    with (
-        _replaced(checkpoint, "_checkpoint_without_reentrant_generator", by_generator),
-        _replaced(checkpoint.CheckpointFunction, "apply", reentrant),
-    ):
+    with patches.CHECKPOINT.on(by_generator), patches.REENTRANT.on(reentrant):
         yield
-
-
-@contextmanager
-def _replaced(place: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """While on, an attribute of a module or class is ``change`` of what it was."""
-    own = vars(place).get(name)
-    setattr(place, name, change(getattr(place, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(place, name)
-        else:
-            setattr(place, name, own)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from torch.distributed import device_mesh, distributed_c10d
 import meshwright
 from meshwright.errors import Finding, PlanError, source_place
 from meshwright.private import autograd_local, set_autograd_local
+from meshwright.view import patches
+from meshwright.view.patches import CodePatch, MethodPatch
 
 _ANSWERS: dict[str, Any] = {
     "is_initialized": False,
@@ -82,6 +84,8 @@ _MODULES = (
 _IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
 
 _KEY = "meshwright.one_process"
+_LOCK = threading.Lock()
+_StandIn = CodePatch | MethodPatch
 
 
 @dataclass
@@ -103,7 +107,8 @@ def one_process() -> Iterator[None]:
         yield
         return
     alone = _Alone()
-    _STAND_INS.enter()
+    with _LOCK:
+        _PATCHES.enter(_new_stand_ins())
     set_autograd_local(_KEY, alone)
     try:
         yield
@@ -113,77 +118,25 @@ def one_process() -> Iterator[None]:
         raise
     finally:
         set_autograd_local(_KEY, None)
-        _STAND_INS.leave()
+        _PATCHES.leave()
     if alone.refused:
         raise alone.refused[0]
 
 
-@dataclass(frozen=True)
-class _StandIn:
-    """A function of torch's, with its own code and the code that it has for the time of a forward."""
-
-    function: FunctionType
-    codes: tuple[CodeType, CodeType]
-    keywords: tuple[dict[str, Any] | None, dict[str, Any]]  # the defaults of its keyword-only arguments
-
-    def put(self, which: int) -> None:
-        """0: the function itself; 1: the stand-in. In another thread the function may begin at any moment: the keyword
-        that the stand-in needs is there before its code, and goes after it."""
-        if which:
-            self.function.__kwdefaults__ = self.keywords[1]
-        self.function.__code__ = self.codes[which]
-        if not which:
-            self.function.__kwdefaults__ = self.keywords[0]
+_PATCHES = patches.Together()  # of the process: torch's functions are
+_KNOWN: set[str] = set()  # modules whose functions have stand-ins
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method of process groups, which has no Python code: the method itself, and what stands in for it."""
-
-    name: str
-    methods: tuple[Any, Any]
-
-    def put(self, which: int) -> None:
-        """0: the method itself; 1: the stand-in."""
-        setattr(dist.ProcessGroup, self.name, self.methods[which])
-
-
-class _StandIns:
-    """All stand-ins. They are in place while any thread is in ``one_process``."""
-
-    def __init__(self) -> None:
-        self._lock, self._within = threading.Lock(), 0
-        self._made: list[_StandIn | _Method] = []
-        self._modules: set[str] = set()  # whose functions have stand-ins
-
-    def enter(self) -> None:
-        with self._lock:
-            for module in _MODULES:
-                if module in sys.modules and module not in self._modules:  # a model has imported it since
-                    self._modules.add(module)
-                    new: list[_StandIn | _Method] = [_stand_in(f, answer) for f, answer in _functions(module)]
-                    if module == distributed_c10d.__name__:
-                        new += [*_methods(), _environment()]
-                    self._made += new
-                    if self._within:
-                        _put(new, 1)
-            self._within += 1
-            if self._within == 1:
-                _put(self._made, 1)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._within -= 1
-            if not self._within:
-                _put(self._made, 0)
-
-
-def _put(stand_ins: list[_StandIn | _Method], which: int) -> None:
-    for stand_in in stand_ins:
-        stand_in.put(which)
-
-
-_STAND_INS = _StandIns()  # of the process: torch's functions are
+def _new_stand_ins() -> list[_StandIn]:
+    """The stand-ins for functions of modules that a model has imported since."""
+    new: list[_StandIn] = []
+    for module in _MODULES:
+        if module in sys.modules and module not in _KNOWN:
+            _KNOWN.add(module)
+            new += [_stand_in(f, answer) for f, answer in _functions(module)]
+            if module == distributed_c10d.__name__:
+                new += [*_methods(), _environment()]
+    return new
 
 
 def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
@@ -202,7 +155,7 @@ def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
         yield function, partial(_answer, name) if name in _ANSWERS else _refusal(shown)
 
 
-def _methods() -> Iterator[_Method]:
+def _methods() -> Iterator[MethodPatch]:
     """The stand-ins for methods of process groups."""
     for name in (*_OF_A_GROUP, *sorted(_COLLECTIVES)):
         itself = vars(dist.ProcessGroup).get(name)
@@ -212,7 +165,7 @@ def _methods() -> Iterator[_Method]:
                 if name in _OF_A_GROUP
                 else _refusal(f"torch.distributed.ProcessGroup.{name}")
             )
-            yield _Method(name, (itself, _method(getattr(dist.ProcessGroup, name), answer)))
+            yield MethodPatch(dist.ProcessGroup, name, (itself, _method(getattr(dist.ProcessGroup, name), answer)))
 
 
 def _of_a_group(name: str, caller: FrameType) -> int:
@@ -229,7 +182,7 @@ def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any]) -> C
     return method
 
 
-def _environment() -> _StandIn:
+def _environment() -> CodePatch:
     """The stand-in for the look-up in ``os.environ``, on which ``os.getenv`` and ``os.environ.get`` rest."""
     function: Any = type(os.environ).__getitem__
     itself = FunctionType(function.__code__, function.__globals__)
@@ -271,7 +224,7 @@ def _refusal(name: str) -> Callable[[FrameType], Any]:
     return refuse
 
 
-def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> _StandIn:
+def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> CodePatch:
     """A function whose code asks who calls it: the model gets ``answer``, others what the function gives."""
     itself = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -287,10 +240,10 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> _St
     return _standing_in(function, asked)
 
 
-def _standing_in(function: FunctionType, asked: Callable[..., Any]) -> _StandIn:
+def _standing_in(function: FunctionType, asked: Callable[..., Any]) -> CodePatch:
     code = _open.__code__ if function.__closure__ is None else _closed(None).__code__
     keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
-    return _StandIn(function, (function.__code__, code), (function.__kwdefaults__, keywords))
+    return CodePatch(function, (function.__code__, code), (function.__kwdefaults__, keywords))
 
 
 # A function's new code must have as many free variables as its own: none, or, of torch's logged functions, one.
