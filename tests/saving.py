@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a model that is awkward to save, layouts, and a run that is saved and gone on with."""
+"""What tests of checkpoints share: a model that is awkward to save, layouts, and a run that is saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that survive: gone on with after an end, a kill, a signal; on fewer ranks; over steps that are not finite."""
+"""Runs that survive: resumed after an end, a kill, a signal; on fewer ranks; over steps that are not finite."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-# --- gone on with -----------------------------------------------------------------------------------------------------
+# --- resumed -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,13 @@ meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
 """
 )
 def _about() -> None:
-    """Lay any PyTorch model, unedited, out over a mesh of devices: data parallel (DDP, FSDP, HSDP), tensor and sequence
-    parallel, and their products.
+    """Run any PyTorch model, unedited, over a mesh of devices: data parallel (DDP, FSDP, HSDP), tensor and sequence
+    parallel, pipeline, branches, and all of these combined.
 
     TARGET names the model: a function of yours, or hf: and a model type of
-    transformers (an extra); --mesh names the axes and their sizes. What is cut
-    how is found from the model's own forward; a plan, or --set, overrules it.
+    transformers (an extra). --mesh names the axes and their sizes. Meshwright finds
+    how to shard each parameter from the model's own forward; a plan, or --set,
+    overrides it.
     """
 
 

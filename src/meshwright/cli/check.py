@@ -32,9 +32,9 @@ def check(
 ) -> None:
     """Check that a plan computes the same as one device.
 
-    The loss, every gradient and every parameter after three optimizer steps are
-    compared with plain PyTorch in one process: in float64, without dropout.
-    It starts a local process a rank. Exit code: 0 it passes, 1 it does not.
+    Compares the loss, every gradient and every parameter after three optimizer
+    steps with plain PyTorch in one process, in float64, without dropout. Starts a
+    local process for each rank. Exit code: 0 if all are equal, 1 if not.
     """
     with processes.told():
         given = Given.read(

@@ -13,10 +13,10 @@ from meshwright.draw.text import size_text
 
 
 def env() -> None:
-    """Show what Meshwright finds here.
+    """Show what Meshwright finds on this machine.
 
-    Versions, GPUs, backends, cores and memory, the extras that are installed, a
-    launcher's variables: what goes into the report of a problem.
+    Prints versions, GPUs, backends, cores, memory, the extras that are installed and
+    the variables of a launcher. Paste it into the report of a problem.
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _environment().items():

@@ -15,19 +15,26 @@ from meshwright.draw.text import size_text
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them: the newest", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A checkpoint, or a folder of checkpoints, of which the newest is taken",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make", show_default=False)],
-    shard_size: Annotated[str, typer.Option(help="The most bytes of a file, as 500MB")] = "5GB",
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create", show_default=False)],
+    shard_size: Annotated[str, typer.Option(help="Largest size of a file, such as 500MB")] = "5GB",
     dtype: Annotated[
-        str | None, typer.Option(help="Of floating-point weights, as bfloat16; default as they are", show_default=False)
+        str | None,
+        typer.Option(help="Type of floating-point weights, such as bfloat16; default: as saved", show_default=False),
     ] = None,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder.
 
-    Safetensors with their index, and config.json where the model has one: what
-    from_pretrained loads. Any layout that was saved will do. One process, without
-    the model's code, holds one tensor at a time; optimizer state stays behind.
+    Writes safetensors with their index, and config.json if the model has one: what
+    from_pretrained loads. The checkpoint may be of any layout. One process does it,
+    without the model's code, with one tensor in memory at a time. Optimizer state is
+    not exported.
     """
     with processes.told():
         from meshwright.checkpoint.export import export as write

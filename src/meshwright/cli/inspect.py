@@ -15,17 +15,19 @@ from meshwright.draw.console import console
 
 def inspect(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints", show_default=False)
     ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="A line for each tensor, not each module")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare the sizes of files only; read none")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Print a line for each tensor, not for each module")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare only the sizes of files; read no file")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Show what is in a checkpoint: step, sizes, the layout it was saved under.
+    """Show what is in a checkpoint: its step, sizes, and the layout that saved it.
 
-    All of it is read and compared with its checksums: what is missing, short or
-    changed is told by file and tensor, and ends with exit code 2. Of a folder of
-    checkpoints each has a line. Nothing of a checkpoint is run.
+    Reads all files and compares them with their checksums. If something is missing,
+    short or changed, the command names file and tensor, and exits with code 2. For
+    a folder of checkpoints, it prints a line for each. It runs no code from a checkpoint.
     """
     with processes.told():
         from meshwright.checkpoint.inspection import inspect as look

@@ -21,21 +21,24 @@ def show(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
-    rank: Annotated[int | None, typer.Option(help="Whose slices are shown; default 0")] = None,
-    parameter: Annotated[str | None, typer.Option(help="Only parameters that fit this glob, with pictures")] = None,
-    pictures: Annotated[
-        int | None, typer.Option(help="How many pictures of who holds which part; default 3 with --parameter", min=0)
+    rank: Annotated[int | None, typer.Option(help="The rank whose shards are shown; default: 0")] = None,
+    parameter: Annotated[
+        str | None, typer.Option(help="Show only parameters that match this glob, with pictures")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead")] = False,
+    pictures: Annotated[
+        int | None,
+        typer.Option(help="Number of pictures of which rank holds which part; default: 3 with --parameter", min=0),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     loss: LossOption = None,
     seq: SeqOption = None,
     ranks: RanksOption = None,
 ) -> None:
     """Show which rank holds what of every parameter, and why.
 
-    Each line says what of a parameter is cut over which axis: rows, cols, whole;
-    and the reason, where there is one. The model's own forward is run without
-    values: no process starts, so the mesh may have a thousand ranks.
+    Each line shows how a parameter is sharded over each axis (rows, cols, Replicate),
+    and why, if there is a reason. The model's own forward is run without values:
+    no process starts, so the mesh may have a thousand ranks.
     """
     with processes.told():
         given = Given.read(target, mesh, plan, set_, loss, seq=seq, length=8, ranks=ranks)

@@ -1,4 +1,4 @@
-"""``meshwright train``: AdamW, in local workers or as one rank of torchrun; gone on with where it stopped."""
+"""``meshwright train``: AdamW, in local workers or as one rank of torchrun; resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -76,36 +76,43 @@ def train(
     plan: PlanOption = None,
     set_: SetOption = None,
     steps: Annotated[
-        int, typer.Option(help="Optimizer steps in all, with those of a run that is gone on with", min=1)
+        int, typer.Option(help="Total number of optimizer steps, including those before a resume", min=1)
     ] = 20,
-    global_batch: Annotated[int | None, typer.Option(help="Rows a step, over all ranks", min=1)] = None,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate")] = 3e-4,
+    global_batch: Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW")] = 3e-4,
     out: Annotated[
-        Path | None, typer.Option(help="Checkpoints and metrics; default runs/ and the target's name")
+        Path | None, typer.Option(help="Folder of checkpoints and metrics; default: runs/ and the name of the target")
     ] = None,
-    save_every: Annotated[int | None, typer.Option(help="Save every so many steps, not only at the end", min=1)] = None,
-    keep: Annotated[int | None, typer.Option(help="Keep so many checkpoints, the newest; default all", min=1)] = None,
-    async_save: Annotated[bool, typer.Option("--async-save", help="Train on while a checkpoint is written")] = False,
+    save_every: Annotated[
+        int | None, typer.Option(help="Save a checkpoint every so many steps, and at the end", min=1)
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Keep only the newest checkpoints, so many; default: all", min=1)
+    ] = None,
+    async_save: Annotated[
+        bool, typer.Option("--async-save", help="Continue to train while a checkpoint is written")
+    ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew; a run in --out is renamed, and nothing lost")
+        bool, typer.Option("--fresh", help="Start a new run; a run that is in --out is renamed, not deleted")
     ] = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (an extra)")
+        bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (needs the tensorboard extra)")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without progress after which ranks tell where they are, and end", min=1)
+        float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
     ] = _PATIENCE,
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
     ranks: RanksOption = None,
 ) -> None:
-    """Train with AdamW, tell loss, speed and memory, and save.
+    """Train with AdamW, report loss, speed and memory, and save checkpoints.
 
-    The rows are the target's dataset, the third thing that its function returns;
-    else its batch, again and again. Run alone it starts a local process a rank;
-    under torchrun each process is one rank. The same command again goes on from
-    the newest checkpoint in --out. Exit code: 143 after SIGTERM, when it has saved.
+    The data is the dataset that the target's function returns as its third value;
+    without one, its batch is used in every step. The command starts a local process
+    for each rank; under torchrun, each process is one rank. If you run the same
+    command again, it resumes from the newest checkpoint in --out. After SIGTERM it
+    saves a checkpoint and exits with code 143.
     """
     rank = int(os.environ.get("RANK", -1))
     if rank >= 0:
@@ -181,7 +188,7 @@ def _tell(course: Course, outcome: Outcome, seconds: float) -> None:
     """What was done, in a line."""
     losses, done = outcome.losses, len(outcome.losses)
     if outcome.stopped:
-        text = f"stopped by SIGTERM and saved in {course.folder}: the same command goes on from there"
+        text = f"stopped by SIGTERM and saved in {course.folder}: the same command resumes from there"
     elif not losses:
         text = f"all {course.steps} steps are done already, in {course.folder}: more with --steps, anew with --fresh"
     else:

@@ -80,14 +80,14 @@ def train(
 ) -> list[float]:
     """Trains with AdamW. Collective: every rank calls it alike.
 
-    With a ``record``, a run goes on from the newest checkpoint of its folder, or, if that is damaged, from the one before: in
+    With a ``record``, a run resumes from the newest checkpoint of its folder, or, if that is damaged, from the one before: in
     the same layout to the same losses, bitwise on a CPU. In another layout it has the same global batches. On a GPU, sums may
     be taken in another order from run to run. The folder is this run's alone while it lasts.
 
     Args:
         data: a dataset, as ``job.batches`` takes it; without ``global_batch``, one batch, which every step repeats.
-        steps: optimizer steps in all, with those of the run that is gone on with; the dataset is gone through as often as
-            that needs.
+        steps: total number of optimizer steps, including those before a resume; the dataset is gone through as often as that
+            needs.
         global_batch: rows a step, over all ranks.
         lr: AdamW's.
         clip: the global 2-norm that gradients are clipped to.
@@ -103,7 +103,7 @@ def train(
         The loss of each step that was done here.
 
     Raises:
-        PlanError: ``global_batch`` does not divide by data ranks × microbatches, in a run that is not gone on with.
+        PlanError: ``global_batch`` does not divide by data ranks × microbatches, in a run that is not resumed.
         CheckpointError: all checkpoints are damaged, or the newest is another model's; or another run holds the folder.
         NonFiniteError: the loss or a gradient is not finite, and the plan says to stop. On every rank.
         Preempted: SIGTERM came, on any rank, and a checkpoint was saved. On every rank.

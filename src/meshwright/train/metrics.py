@@ -25,7 +25,7 @@ class Metrics:
 
     Args:
         folder: of the run; made where there is none.
-        step: of the checkpoint that the run goes on from: lines of later steps, which are made anew, are dropped.
+        step: of the checkpoint that the run resumes from: lines of later steps, which are made anew, are dropped.
         tensorboard: also write events for TensorBoard, to ``folder/tensorboard``.
     """
 

@@ -136,7 +136,7 @@ class Log:
         return math.prod(ref.size) * ref.dtype.itemsize == self.nbytes[ref.cell]
 
     def run(self, entry: Entry, held: Held, generator: torch.Generator | None = None) -> None:
-        """Run one entry on the storages in `held`. A generator given goes on from where it is."""
+        """Run one entry on the storages in `held`. A generator given resumes from where it is."""
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
