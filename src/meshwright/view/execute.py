@@ -7,7 +7,8 @@ follows from the signature of the call as well, so it is found with the first ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,14 @@ from meshwright.view.alias import (
 from meshwright.view.decision import Decision, Need, Use
 from meshwright.view.rules.registry import ELEMENTWISE
 from meshwright.view.signature import replaced
-from meshwright.view.tensor import Spec, View, lies, spec, spec_of, wrapped
+from meshwright.view.tensor import Spec, View, lies, spec, spec_of, wrapping
 from meshwright.view.torch_functions import BY_DEVICE, aliases
 
 if TYPE_CHECKING:
     from meshwright.view.work import Work
+
+Ready = Callable[["Work", Sequence[Tensor]], Any]
+"""A call of a signature that is known: its tensors → its result."""
 
 
 def brought(work: Work, t: Tensor, need: Need | Cut) -> Any:
@@ -84,7 +88,7 @@ class Result:
             known = spec(
                 known.layout, known.shape, local.dtype, known.device, known.strides, known.offset, known.lies, False
             )
-        made = wrapped(local, known, work)
+        made = wrapping(known)(local, work)
         if self.source is not None:
             source = tensors[self.source]
             assert type(source) is View
@@ -103,7 +107,7 @@ class Result:
 class Prepared:
     """A decision, ready to be executed for every call of its signature."""
 
-    __slots__ = ("args", "decision", "first", "itself", "known", "rest", "result", "results", "run", "slots")
+    __slots__ = ("args", "decision", "first", "itself", "rest", "result", "results", "run", "slots", "views")
 
     def __init__(self, decision: Decision) -> None:
         self.decision, self.run = decision, decision.run
@@ -118,20 +122,11 @@ class Prepared:
         self.itself: int | None = decision.itself  # the tensor of the call that comes out
         self.result: Result | None = None
         self.results: tuple[Result, ...] | None = None
-        self.known: Spec | None = None  # of the result, if nothing but a wrapper is to be made of it
+        self.views: frozenset[int] = frozenset()  # which tensors of the call are Views
 
     def __call__(self, work: Work, tensors: Sequence[Tensor]) -> Any:
         """The result of a call that is settled."""
-        first = self.first
-        if first == 1:
-            out = self.run(tensors[0]._mw_local, *self.rest)  # type: ignore[attr-defined]
-        elif first == 2:
-            out = self.run(tensors[0]._mw_local, tensors[1]._mw_local, *self.rest)  # type: ignore[attr-defined]
-        else:
-            out = self._local(work, tensors)
-        known = self.known
-        if known is not None and out.dtype is known.dtype:
-            return wrapped(out, known, work)
+        out = self._local(work, tensors)
         if self.result is not None:
             return self.result.of(work, out, tensors)
         if self.itself is not None:
@@ -143,6 +138,71 @@ class Prepared:
             return _like(out, [r.of(work, t, tensors) for r, t in zip(self.results, out, strict=True)])
         return out
 
+    def ready(self) -> Ready:
+        """The same, of which only that is left which calls of this signature need: the local function, and a wrapper."""
+        result, rest, run = self.result, self.rest, self.run
+        if result is None or result.cloned or result.strides is not None or result.apart:
+            return self
+        dtype, wrapped = result.known.dtype, wrapping(result.known)
+        if result.source is not None:
+            return self._sharing(result, result.source) if self.first == 1 else self
+        if self.first == 1:
+
+            def of_one(work: Work, tensors: Sequence[Any]) -> Any:
+                out = run(tensors[0]._mw_local, *rest)
+                return wrapped(out, work) if out.dtype is dtype else result.of(work, out, tensors)
+
+            return of_one
+        if self.first == 2:
+
+            def of_two(work: Work, tensors: Sequence[Any]) -> Any:
+                out = run(tensors[0]._mw_local, tensors[1]._mw_local, *rest)
+                return wrapped(out, work) if out.dtype is dtype else result.of(work, out, tensors)
+
+            return of_two
+        local = self._local if self.first is None else self._from_slots()
+
+        def of_several(work: Work, tensors: Sequence[Any]) -> Any:
+            out = local(work, tensors)
+            return wrapped(out, work) if out.dtype is dtype else result.of(work, out, tensors)
+
+        return of_several
+
+    def _from_slots(self) -> Ready:
+        """What the local function gives, of operands that are all arguments themselves."""
+        run, base = self.run, self.args
+        slots = [(at, index, index in self.views, need) for at, index, need in self.slots]
+
+        def local(work: Work, tensors: Sequence[Any]) -> Any:
+            args = base.copy()
+            for at, index, is_view, need in slots:
+                t = tensors[index]
+                if need is not None:
+                    args[at] = brought(work, t, need)
+                else:
+                    args[at] = t._mw_local if is_view else t
+            return run(*args)
+
+        return local
+
+    def _sharing(self, result: Result, source: int) -> Ready:
+        """The same of a function that gives a view of its one tensor."""
+        run, rest, dtype, wrapped = self.run, self.rest, result.known.dtype, wrapping(result.known)
+
+        def view_of_one(work: Work, tensors: Sequence[Any]) -> Any:
+            base = tensors[source]
+            out = run(base._mw_local, *rest)
+            if out.dtype is not dtype or base._mw_spec is None:
+                return result.of(work, out, tensors)
+            made = wrapped(out, work)
+            memory = base._mw_memory
+            if memory is None:
+                memory = base._mw_memory = Memory()
+            made._mw_memory = memory
+            return made
+
+        return view_of_one
+
     def _local(self, work: Work, tensors: Sequence[Tensor]) -> Any:
         """What the local function gives."""
         args = self.args.copy()
@@ -152,8 +212,8 @@ class Prepared:
                 args[at] = t._mw_local if type(t) is View else t
             else:
                 args[at] = brought(work, t, need)
-        if self.first == 0:  # no more than that
-            return self.run(*args, **self.decision.kwargs)
+        if self.first is not None:  # no more than that
+            return self.run(*args)
         args, kwargs = replaced(
             (args, self.decision.kwargs), lambda x: brought(work, tensors[x.index], x.need) if type(x) is Use else x
         )
@@ -165,11 +225,14 @@ class Prepared:
         kwargs = self.decision.kwargs
         if self.decision.axis or _has_uses([x for x in self.args if type(x) is not Use]) or _has_uses(kwargs):
             return
-        count = 0 if kwargs else len(self.slots)
+        if kwargs:
+            self.run = functools.partial(self.run, **kwargs)
+        count = len(self.slots)
         views = self.slots == [(i, i, None) for i in range(count)] and all(
             type(tensors[i]) is View for i in range(count)
         )
         self.first = count if views and count in (1, 2) else 0
+        self.views = frozenset(i for i, t in enumerate(tensors) if type(t) is View)
 
     def settle(self, work: Work, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """The result of the first call; what the later ones have in common with it is known then."""
@@ -196,8 +259,6 @@ class Prepared:
             self.results = tuple(found)
             return _like(out, [r.of(work, t, tensors) for r, t in zip(found, pieces, strict=True)])
         self.result = result = found[0]
-        if result == Result(result.known):
-            self.known = result.known
         return result.of(work, out, tensors)
 
 

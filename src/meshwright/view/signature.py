@@ -169,7 +169,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
         local: a parameter → what this rank holds of it, which stands in its place; None for other tensors.
     """
     work: Any = None
-    parts: list[Any] = [func, autocast_is_on() and _autocast()]
+    parts: list[Any] = [func, _autocast()] if autocast_is_on() else [func]
     tensors: list[Tensor] = []
     for x in args:
         kind = type(x)
@@ -185,9 +185,10 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
             tensors.append(x)
         else:
             work = _read(x, kind, parts, tensors, local, work)
-    for name, x in kwargs.items():
-        parts.append(name)
-        work = _read(x, type(x), parts, tensors, local, work)
+    if kwargs:
+        for name, x in kwargs.items():
+            parts.append(name)
+            work = _read(x, type(x), parts, tensors, local, work)
     return work, parts, tensors
 
 
@@ -207,12 +208,7 @@ def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Lo
     elif kind is float:
         parts += (float, x or str(x))  # 0.0 and -0.0 are equal
     elif kind is tuple or kind is list or kind is torch.Size:
-        if len(x) > _MANY and type(x[0]) in _NUMBERS:
-            parts.append(NEVER)  # data, not sizes: too much to keep
-            return work
-        parts += (kind, len(x))
-        for y in x:
-            work = _read(y, type(y), parts, tensors, local, work)
+        return _read_several(x, kind, parts, tensors, local, work)
     elif kind is slice:
         parts.append(slice)
         for y in (x.start, x.stop, x.step):
@@ -233,6 +229,20 @@ def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Lo
             work = _read(y, type(y), parts, tensors, local, work)
     else:
         parts.append(NEVER)
+    return work
+
+
+def _read_several(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Local | None, work: Any) -> Any:
+    """A tuple or a list: sizes, most often."""
+    if len(x) > _MANY and type(x[0]) in _NUMBERS:
+        parts.append(NEVER)  # data, not sizes: too much to keep
+        return work
+    parts += (kind, len(x))
+    for y in x:
+        if type(y) is int:
+            parts.append(y)
+        else:
+            work = _read(y, type(y), parts, tensors, local, work)
     return work
 
 

@@ -7,6 +7,7 @@ Model code meets it as a ``torch.Tensor`` of the whole shape. Every torch functi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -213,17 +214,24 @@ class View(Tensor):
         return self.clone()
 
 
-def wrapped(local: Tensor, known: Spec, work: Work) -> View:
-    """A View of a local tensor of which all is known."""
-    shape = known.shape
-    made: View = make_wrapper(View, shape, dtype=known.dtype, device=known.device)
-    made._mw_local, made._mw_shape, made._mw_layout, made._mw_work = local, shape, known.layout, work
-    made._mw_spec, made._mw_memo = known, {}
-    if known.strides is not None:
-        made._mw_strides = known.strides
-    if known.offset:
-        made._mw_offset = known.offset
-    return made
+@functools.lru_cache(maxsize=32768)
+def wrapping(known: Spec) -> Callable[[Tensor, Work], View]:
+    """What makes a View of a local tensor of which all is known. One for each Spec, as it is the half of what a call costs."""
+    shape, layout, strides, offset = known.shape, known.layout, known.strides, known.offset
+    facts: dict[str, Any] = {"dtype": known.dtype}
+    if known.device.type != "cpu":  # said without need, it takes as long to read as the type
+        facts["device"] = known.device
+    as_usual = strides is None and not offset
+
+    def wrapped(local: Tensor, work: Work) -> View:
+        made: View = make_wrapper(View, shape, **facts)
+        made._mw_local, made._mw_work, made._mw_spec = local, work, known
+        made._mw_shape, made._mw_layout, made._mw_memo = shape, layout, {}
+        if not as_usual:
+            made._mw_strides, made._mw_offset = strides, offset
+        return made
+
+    return wrapped
 
 
 def spec_of(t: Tensor) -> Spec:

@@ -36,7 +36,7 @@ from meshwright.view.alias import (
 )
 from meshwright.view.axis import Axis, Fallback, Ledger
 from meshwright.view.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
-from meshwright.view.execute import Prepared, fresh
+from meshwright.view.execute import Prepared, Ready, fresh
 from meshwright.view.rules import ANSWERS, DECIDERS, ordered
 from meshwright.view.signature import (
     NEVER,
@@ -76,7 +76,7 @@ class Work:
         engine: Callable[[Any], Callable[..., Any]] = engine_of_torch,
     ) -> None:
         self.axis, self.ledger, self.names, self.engine = axis, ledger, names or {}, engine
-        self.prepared: dict[tuple[Any, ...], Prepared] = {}  # the decision on each signature that was met
+        self.prepared: dict[tuple[Any, ...], Ready] = {}  # the decision on each signature that was met
         self._running: set[Any] = set()  # functions whose Python body is being run
 
     # --- answering -------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Work:
             return
         if len(self.prepared) >= _KEPT:
             self.prepared.clear()
-        self.prepared[tuple(parts)] = prepared
+        self.prepared[tuple(parts)] = prepared.ready()
 
     def _follow(self, answer: Decision, tensors: Sequence[Tensor]) -> View:
         """Planning only: what is still the parameter that it is made of, undecided."""
