@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,6 +157,24 @@ def _state(p: DTensor) -> tuple[int, bool]:
     return storage_of(held_of(p)), p.requires_grad
 
 
+@dataclass(slots=True)
+class _Part:
+    """A parameter's local part, as it was made.
+
+    Attributes:
+        of: the parameter.
+        held: what this rank held of it then.
+        lasts: whether it begins no graph: it is as good in the next forward.
+        forward: the last forward that used it.
+    """
+
+    of: Tensor
+    held: Tensor
+    part: Tensor
+    lasts: bool
+    forward: int
+
+
 class LocalParameters:
     """A parameter → its local part, for the view.
 
@@ -170,40 +189,49 @@ class LocalParameters:
         self._several = any(len(line.places) > 1 for line in recipe.parameters)
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
-        self._parts: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[
-            Any, tuple[Tensor, tuple[int, bool], Tensor]
-        ] = {}  # parts that begin no graph: for the next time
+        self._parts: dict[Any, _Part] = {}
+        self._used: list[tuple[Any, _Part]] = []  # in this forward
+        self._forward = 0
 
     def forget(self) -> None:
-        """The view goes off: the parts, and the graph that they are the beginning of, are not needed any more."""
-        for key, (_, part) in self._parts.items():
+        """The view goes off: the graph that parts are the beginning of, and what moves remember of them, are not needed any
+        more. What begins no graph stays for the next forward."""
+        for key, known in self._used:
+            part = known.part
+            if not known.lasts:
+                self._parts.pop(key, None)
             if not isinstance(part, View):
                 part.__dict__.clear()  # a leaf stays; what moves remember of it does not
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
             elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
-                self._kept.pop(key, None)
+                self._parts.pop(key, None)
             else:
                 part._mw_memo, part._mw_memory = {}, None
-        self._parts.clear()
+        self._used.clear()
+        self._forward += 1
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
             return None
         running = self._branching.running[-1] if self._branching is not None and self._several else 0
-        key = id(x), torch.is_grad_enabled() and x.requires_grad, torch.is_inference_mode_enabled(), running
-        found = self._parts.get(key)
-        if found is None or found[0] is not x:
-            kept = self._kept.get(key)
-            if kept is None or kept[0] is not x or kept[1] != _state(x) or hooked(x):
-                if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
-                    return None  # with more axes it is FSDP2's, at rest
-                kept = x, _state(x), self._part(x, line)
-                local = local_of(kept[2])
-                if local.is_leaf and storage_of(local) == kept[1][0] and not key[2]:
-                    self._kept[key] = kept
-            found = self._parts[key] = x, kept[2]
-        return found[1]
+        trains = x.requires_grad
+        key = id(x), trains, trains and torch.is_grad_enabled(), torch.is_inference_mode_enabled(), running
+        known = self._parts.get(key)
+        if known is not None and known.of is x:
+            if known.forward == self._forward:
+                return known.part
+            if held_of(x) is known.held and not hooked(x):
+                known.forward = self._forward
+                self._used.append((key, known))
+                return known.part
+        if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
+            return None  # with more axes it is FSDP2's, at rest
+        held, part = held_of(x), self._part(x, line)
+        local = local_of(part)
+        lasts = local.is_leaf and storage_of(local) == storage_of(held) and not torch.is_inference_mode_enabled()
+        known = self._parts[key] = _Part(x, held, part, lasts, self._forward)
+        self._used.append((key, known))
+        return part
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
         local = self._leaf(x)
