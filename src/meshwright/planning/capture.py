@@ -89,7 +89,8 @@ def _next_path(
     """
     try:
         record(changed, draws=draws)
-        following = record(changed, draws=draws)[0].graph
+        # As a stage follows it: what is kept, and follows from constants alone (a cache of positions), is no value.
+        following = record(graph.carried, draws=draws)[0].graph
     except PlanError:  # it cannot begin with what has no values
         return []
     finally:
