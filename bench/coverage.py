@@ -101,7 +101,7 @@ def checked(model: Row, layout: str, workers: Any, timeout: float = 60.0) -> Cel
         kind, name, error = report.worst
         cell |= {"passed": report.passed, "error": error, "worst": f"{kind} {name}".strip(), "failure": report.failure}
         cell |= {"dtype": report.dtype, "fallbacks": [list(f) for f in report.fallbacks], "notes": list(report.notes)}
-        cell |= {"cut": sum(isinstance(line.tp, mw.Cut) for line in report.recipe or ())}
+        cell |= {"cut": sum(isinstance(line.tp, mw.Shard) for line in report.recipe or ())}
         cell |= {"coupled": any("every data rank runs all rows" in note for note in report.notes)}
     return cell | {"seconds": time.monotonic() - started}
 

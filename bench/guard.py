@@ -24,7 +24,7 @@ from overhead import VOCAB, Decoder
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.view.axis import Ledger
+from meshwright.spmd.comm import Ledger
 
 MESHES = ({"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2})
 PERIODS = (1, 10**6, 0)

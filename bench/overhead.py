@@ -39,11 +39,11 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.layout import cut
-from meshwright.view.axis import Axis, Ledger
-from meshwright.view.mode import GlobalView
-from meshwright.view.tensor import View
-from meshwright.view.work import Work
+from meshwright.layout import even_shard
+from meshwright.spmd.comm import Axis, Ledger
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.tensor import GlobalTensor
 
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
 VOCAB, WIDTH, HEAD, LENGTH = 512, 256, 32, 128
@@ -203,17 +203,22 @@ def call_times(calls: int) -> dict[str, tuple[float, ...]]:
     """Runs on every rank: µs of calls with small tensors: plain, as views, as DTensors. No collectives."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     rank, ledger = mesh.get_local_rank(), Ledger()
-    work = Work(Axis("tp", 2, rank, mesh.get_group(), ledger), ledger)
+    dispatcher = Dispatcher(Axis("tp", 2, rank, mesh.get_group(), ledger), ledger)
     x, w = torch.randn(4, 16), torch.randn(32, 16)
     h, q = torch.randn(4, 16), torch.randn(2, 4, 8)
-    views = x, View(w[:16], cut(0, 32, 2), work), View(h, cut(1, 32, 2), work), View(q, cut(0, 4, 2), work)
+    views = (
+        x,
+        GlobalTensor(w[:16], even_shard(0, 32, 2), dispatcher),
+        GlobalTensor(h, even_shard(1, 32, 2), dispatcher),
+        GlobalTensor(q, even_shard(0, 4, 2), dispatcher),
+    )
     dtensors = (
         DTensor.from_local(x, mesh, [Replicate()]), DTensor.from_local(w[:16], mesh, [Shard(0)]),
         DTensor.from_local(h, mesh, [Shard(1)]), DTensor.from_local(q, mesh, [Shard(0)]),
     )  # fmt: skip
     found: dict[str, list[float]] = {"add": [], "linear": [], "view": [], "matmul, .T": []}
     plain = (x, w[:16], h, q)
-    sides = ((plain, nullcontext()), (views, GlobalView(work, lambda t: None).on()), (dtensors, nullcontext()))
+    sides = ((plain, nullcontext()), (views, SpmdMode(dispatcher, lambda t: None).on()), (dtensors, nullcontext()))
     for (a, b, c, d), view in sides:
         heads = (4, c.shape[1] // 8, 8)
         with view, torch.no_grad():

@@ -85,7 +85,7 @@ def train(plan: dict[str, Any], folder: str) -> tuple[list[float], list[str], di
     store = dist.FileStore(f"{folder}/met", everyone)  # a model's own code may not call collectives
 
     def meet(name: str, output: Tensor) -> None:
-        if not isinstance(output, mw.Elsewhere):  # this rank ran it
+        if not isinstance(output, mw.RemoteTensor):  # this rank ran it
             ran.append(name)
             if store.add(f"came {len(ran)}", 1) == everyone:
                 store.set(f"all {len(ran)}", "")

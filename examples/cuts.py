@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshwright as mw
-from meshwright.layout import cut
-from meshwright.view import moves
-from meshwright.view.axis import Axis, Ledger
+from meshwright.layout import even_shard
+from meshwright.spmd import redistribute
+from meshwright.spmd.comm import Axis, Ledger
 
 STYLES = {
-    "column": {"up": {"tp": "column"}, "down": {"tp": "whole"}},
-    "row": {"up": {"tp": "whole"}, "down": {"tp": "row"}},
+    "column": {"up": {"tp": "column"}, "down": {"tp": "replicate"}},
+    "row": {"up": {"tp": "replicate"}, "down": {"tp": "row"}},
     "pairwise": {"up": {"tp": "column"}, "down": {"tp": "row"}},
     "left to be found": {},
 }
@@ -41,7 +41,7 @@ def redistributed(rows: int, columns: int) -> tuple[list[tuple[int, ...]], dict[
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     whole, rank = torch.arange(float(rows * columns)).view(rows, columns), mesh.get_local_rank()
-    by_column, by_row = cut(1, columns, size), cut(0, rows, size)
+    by_column, by_row = even_shard(1, columns, size), even_shard(0, rows, size)
 
     # PyTorch's DTensor, as on the slides: a layout is asked for, the collective follows
     mine, of_the_whole = by_column.take(whole, rank), {"shape": whole.shape, "stride": whole.stride()}
@@ -52,8 +52,8 @@ def redistributed(rows: int, columns: int) -> tuple[list[tuple[int, ...]], dict[
     # the moves of this library's view, each with its conjugate as backward
     axis = Axis("tp", size, rank, mesh.get_group(), ledger := Ledger())
     ours = [by_column.take(whole, rank)]
-    ours.append(moves.exchange(ours[-1], axis, by_column, by_row))
-    ours.append(moves.gather(ours[-1], axis, by_row))
+    ours.append(redistribute.all_to_all(ours[-1], axis, by_column, by_row))
+    ours.append(redistribute.all_gather(ours[-1], axis, by_row))
 
     assert all(torch.equal(a, b) for a, b in zip(dtensors, ours, strict=True)) and torch.equal(ours[-1], whole)
     return [tuple(t.shape) for t in ours], dict(ledger.calls)

@@ -14,10 +14,10 @@ import meshwright as mw
 
 MESHES = ("dp_shard=2,tp=3", "dp_shard=3,tp=2")
 
-Places = dict[str, tuple[int, list[int]]]
+Submeshes = dict[str, tuple[int, list[int]]]
 
 
-def place(spec: str) -> Places:
+def place(spec: str) -> Submeshes:
     """Runs on every rank: axis → (my place on it, the ranks that I share it with), as PyTorch has it."""
     mesh = mw.Mesh.parse(spec)
     devices = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)

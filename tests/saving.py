@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.run.state import whole_tensors
+from meshwright.runtime.weights.gather import whole_tensors
 
 WIDTH, HEADS, INNER, WORDS = 12, 3, 21, 37
 

@@ -360,9 +360,9 @@ def seen(plan: Any) -> Any:
 def test_hooks_see_what_is_here_and_its_shape_on_one_device(workers: LocalWorkers) -> None:
     first, *others = workers.run(seen, beside(1, 2, b={"dp": 2}), ranks=3)
     shape = (8, models.DIM)
-    assert first[:3] == (mw.Elsewhere, shape, None) and "lives on other ranks" in first[3]
+    assert first[:3] == (mw.RemoteTensor, shape, None) and "lives on other ranks" in first[3]
     for found in others:
-        assert found[:3] == (mw.Rows, shape, (4, models.DIM)) and ".rows" in found[3]
+        assert found[:3] == (mw.RowShard, shape, (4, models.DIM)) and ".rows" in found[3]
 
 
 def test_rows_of_a_batch_that_come_to_be_as_many_as_something_else(workers: LocalWorkers) -> None:

@@ -177,7 +177,7 @@ def test_show_branches(file: str, tmp_path: Path) -> None:
     shown = meshwright("show", f"{file}:beside", "--plan", str(plan), "--rank", "2").output
     assert "ranks 0–2 ─ fork ─┬─ 0     a ─┬─ join" in shown
     assert "dp_replicate=2   divided   b" in shown  # enough rows are made up that its data ranks can divide them
-    assert re.search(r"4×8 +whole +0 \(tp\[0\]\) +nothing", shown)
+    assert re.search(r"4×8 +Replicate +0 \(tp\[0\]\) +nothing", shown)
 
 
 def test_show_as_data(file: str) -> None:
@@ -185,17 +185,17 @@ def test_show_as_data(file: str) -> None:
     data = json.loads(text)
     assert data["mesh"] == {"dp_shard": 2, "tp": 2}
     (weight,) = [line for line in data["parameters"] if line["name"] == "layers.0.0.weight"]
-    assert weight["layout"] == {"dp_shard": "cut(0)", "tp": "cut(0)"}
+    assert weight["layout"] == {"dp_shard": "Shard(0)", "tp": "Shard(0)"}
     assert weight["held"] == [{"ranks": [3], "slices": [[[12, 16]], [[0, 8]]]}]
 
 
 def test_settings_go_to_the_plan_or_to_the_target(file: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text('modules:\n  "head": {tp: whole}\n')
+    plan.write_text('modules:\n  "head": {tp: replicate}\n')
     base = ("show", f"{file}:model", "--plan", str(plan), "--mesh", "tp=2", "--json")
-    assert _layout(meshwright(*base), "head.weight") == {"tp": "whole"}
-    assert _layout(meshwright(*base, "--set", "modules.head.tp=column"), "head.weight") == {"tp": "cut(0)"}
-    assert _layout(meshwright(*base, "--set", "mesh.tp=4"), "layers.0.0.bias") == {"tp": "cut(0)"}
+    assert _layout(meshwright(*base), "head.weight") == {"tp": "Replicate"}
+    assert _layout(meshwright(*base, "--set", "modules.head.tp=column"), "head.weight") == {"tp": "Shard(0)"}
+    assert _layout(meshwright(*base, "--set", "mesh.tp=4"), "layers.0.0.bias") == {"tp": "Shard(0)"}
 
 
 def _layout(result: Result, name: str) -> dict[str, str]:
@@ -332,7 +332,7 @@ def test_a_loss_of_the_output_is_named_like_a_target(file: str) -> None:
     arguments = (f"{file}:bare", "--mesh", "tp=2", "--loss", f"{file}:squares")
     assert "PASSED" in meshwright("check", *arguments).output
     assert "loss" in meshwright("train", *arguments, "--steps", "2").output.splitlines()[-1]
-    assert _layout(meshwright("show", *arguments, "--json"), "weight") == {"tp": "cut(0)"}
+    assert _layout(meshwright("show", *arguments, "--json"), "weight") == {"tp": "Shard(0)"}
     text = meshwright("train", f"{file}:bare", "--mesh", "tp=2", "--steps", "1", "--fresh", code=1).stderr
     assert "--loss file.py:function" in text
 

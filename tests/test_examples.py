@@ -105,7 +105,7 @@ def test_column_row_and_pairwise_cuts_and_a_tensor_moved_between_them(
     module = example("cuts")  # type: ignore[operator]
     module.main()
     told = capsys.readouterr().out
-    pair = "up.weight (16, 8) cut(0), down.weight (8, 16) cut(1)\n  a step: 1 all_reduce;"
+    pair = "up.weight (16, 8) Shard(0), down.weight (8, 16) Shard(1)\n  a step: 1 all_reduce;"
     assert f"pairwise:\n  {pair}" in told
     assert f"left to be found:\n  {pair}" in told
     assert "(8, 9) → (4, 18) → (8, 18)" in told

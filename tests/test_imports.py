@@ -17,18 +17,29 @@ MODULES = {
 # A room imports from those of its own line and of the lines before it. A file may be a room.
 LADDER = (
     "meshwright",  # names, loaded when they are asked for
-    "private blame errors identity mesh layout names place plan schedule graph regions recipe hardware container chance",
-    "view workers",
+    "private blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container chance "
+    "generators",
+    "spmd workers",
+    "calls watch",
     "cost",
     "planning",
-    "run",
+    "deferred",
+    "runtime.rows runtime.recent runtime.checksum runtime.groups",
+    "runtime.weights runtime.module_state",
+    "runtime.coupling",
+    "runtime.pipeline runtime.branches",
+    "runtime",
+    "watch.watchdog",
     "checkpoint",
     "train",
     "api",
     "cost.compare draw parity target",
     "cli __main__",
 )
-FACADES = {("run.job", "checkpoint"), ("run.job", "draw")}  # Job.save, Job.load and Job.shard_map: when they are called
+FACADES = {
+    ("runtime.job", "checkpoint"),
+    ("runtime.job", "draw"),
+}  # Job.save, Job.load and Job.shard_map: when they are called
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

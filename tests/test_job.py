@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.run.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.workers.pool import WorkerError
 from zoo import ZOO
 
@@ -334,13 +334,13 @@ class Pair(nn.Module):
         return SimpleNamespace(loss=self.b(torch.tanh(self.a(x))).square().mean())
 
 
-@pytest.mark.parametrize("a", ["column", "row", "whole", "cut:0", "cut:1"])
-@pytest.mark.parametrize("b", ["column", "row", "whole", "cut:0", "cut:1"])
+@pytest.mark.parametrize("a", ["column", "row", "replicate", "shard:0", "shard:1"])
+@pytest.mark.parametrize("b", ["column", "row", "replicate", "shard:0", "shard:1"])
 def test_any_style_a_person_asks_for_is_right(a, b, workers):
     plan = {"mesh": {"tp": 2}, "modules": {"a.weight": {"tp": a}, "b.weight": {"tp": b}}}
     report = mw.check(Pair, {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}, plan, workers=workers)
     assert report.passed, str(report)
-    dims = {"column": 0, "row": 1, "whole": None, "cut:0": 0, "cut:1": 1}
+    dims = {"column": 0, "row": 1, "replicate": None, "shard:0": 0, "shard:1": 1}
     for name, style in (("a.weight", a), ("b.weight", b)):
         assert getattr(report.recipe.by_name[name].tp, "dim", None) == dims[style], report.recipe.by_name[name]
 
@@ -374,7 +374,7 @@ def test_everything_wrong_is_said_at_once():
 
 
 def test_a_global_batch_that_does_not_divide():
-    from meshwright.run.batches import check_global_batch
+    from meshwright.runtime.rows.batches import check_global_batch
 
     with pytest.raises(mw.PlanError, match="multiple of 8"):
         check_global_batch(30, mw.Mesh.parse("dp_shard=4,tp=2"), 2)

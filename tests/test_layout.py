@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.layout import Cut, cut, regroup, reshape_group, shares
+from meshwright.layout import Shard, even_shard, regroup, reshape_group, shares
 from meshwright.mesh import Mesh
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices, take_slices
 
@@ -18,7 +18,7 @@ few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthChe
 
 
 @st.composite
-def cuts(draw: st.DrawFn, dim: int = 0, size: int | None = None, ranks: int | None = None) -> Cut:
+def cuts(draw: st.DrawFn, dim: int = 0, size: int | None = None, ranks: int | None = None) -> Shard:
     """Any cut: uneven, of fused blocks, with ranks that hold nothing."""
     ranks = ranks or draw(st.integers(1, 5))
     blocks = _blocks(draw, size) if size is not None else draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
@@ -26,7 +26,7 @@ def cuts(draw: st.DrawFn, dim: int = 0, size: int | None = None, ranks: int | No
     for block in blocks:
         borders = sorted(draw(st.lists(st.integers(0, block), min_size=ranks - 1, max_size=ranks - 1)))
         pieces.append(tuple(b - a for a, b in zip([0, *borders], [*borders, block], strict=True)))
-    return Cut(dim, tuple(pieces))
+    return Shard(dim, tuple(pieces))
 
 
 def _blocks(draw: st.DrawFn, size: int) -> list[int]:
@@ -36,7 +36,7 @@ def _blocks(draw: st.DrawFn, size: int) -> list[int]:
 
 
 @st.composite
-def cut_shapes(draw: st.DrawFn) -> tuple[list[int], Cut]:
+def cut_shapes(draw: st.DrawFn) -> tuple[list[int], Shard]:
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
     return shape, draw(cuts(dim, shape[dim]))
@@ -83,7 +83,7 @@ def test_sizes_that_are_not_so_many_units_are_refused(units: int) -> None:
 @few
 @given(blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4), ranks=st.integers(1, 6), dim=st.integers(0, 3))
 def test_an_even_cut_shares_each_block(blocks: list[int], ranks: int, dim: int) -> None:
-    made = cut(dim, blocks, ranks)
+    made = even_shard(dim, blocks, ranks)
     assert made.pieces == tuple(shares(b, ranks) for b in blocks)
     assert (made.dim, made.parts, made.ranks, made.size, made.blocks) == (
         dim,
@@ -95,14 +95,14 @@ def test_an_even_cut_shares_each_block(blocks: list[int], ranks: int, dim: int) 
 
 
 def test_one_block_may_be_given_as_a_number_and_heads_stay_whole() -> None:
-    assert cut(1, 10, 3) == cut(1, [10], 3) == Cut(1, ((4, 4, 2),))
-    assert cut(0, 12, 2, units=3).pieces == ((8, 4),)
-    assert cut(0, [12, 4, 4], 2, units=3).pieces[0] == (8, 4)  # three heads of q
+    assert even_shard(1, 10, 3) == even_shard(1, [10], 3) == Shard(1, ((4, 4, 2),))
+    assert even_shard(0, 12, 2, units=3).pieces == ((8, 4),)
+    assert even_shard(0, [12, 4, 4], 2, units=3).pieces[0] == (8, 4)  # three heads of q
 
 
 @few
 @given(cuts())
-def test_the_intervals_of_all_ranks_tile_the_dim(layout: Cut) -> None:
+def test_the_intervals_of_all_ranks_tile_the_dim(layout: Shard) -> None:
     held = [i for rank in range(layout.ranks) for start, stop in layout.intervals(rank) for i in range(start, stop)]
     assert sorted(held) == list(range(layout.size))
     for rank in range(layout.ranks):
@@ -114,7 +114,7 @@ def test_the_intervals_of_all_ranks_tile_the_dim(layout: Cut) -> None:
 
 @few
 @given(cut_shapes())
-def test_merge_is_the_inverse_of_take(shaped: tuple[list[int], Cut]) -> None:
+def test_merge_is_the_inverse_of_take(shaped: tuple[list[int], Shard]) -> None:
     shape, layout = shaped
     whole = counted(shape)
     pieces = [layout.take(whole, rank) for rank in range(layout.ranks)]
@@ -124,7 +124,7 @@ def test_merge_is_the_inverse_of_take(shaped: tuple[list[int], Cut]) -> None:
 
 @few
 @given(cut_shapes())
-def test_take_takes_the_intervals_in_order(shaped: tuple[list[int], Cut]) -> None:
+def test_take_takes_the_intervals_in_order(shaped: tuple[list[int], Shard]) -> None:
     shape, layout = shaped
     whole = counted(shape)
     for rank in range(layout.ranks):
@@ -133,19 +133,19 @@ def test_take_takes_the_intervals_in_order(shaped: tuple[list[int], Cut]) -> Non
 
 
 def test_the_same_cut_of_another_dim() -> None:
-    layout = cut(0, 6, 2)
-    assert layout.on(0) is layout and layout.on(2) == cut(2, 6, 2)
+    layout = even_shard(0, 6, 2)
+    assert layout.on(0) is layout and layout.on(2) == even_shard(2, 6, 2)
 
 
 def test_layouts_read_as_words() -> None:
-    assert str(cut(1, 6, 2)) == "cut(1)" and str(cut(0, [3, 3, 3], 2)) == "cut(0, parts=3)"
+    assert str(even_shard(1, 6, 2)) == "Shard(1)" and str(even_shard(0, [3, 3, 3], 2)) == "Shard(0, parts=3)"
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def reshapes(draw: st.DrawFn) -> tuple[list[int], Cut, list[int]]:
+def reshapes(draw: st.DrawFn) -> tuple[list[int], Shard, list[int]]:
     """A shape, a cut of it, and another shape of as many elements: dims split, merged, of size 1 come and gone."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6))
     before, after = _grouped(draw, factors), _grouped(draw, factors)
@@ -155,7 +155,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], Cut, list[int]]:
     if kind == "any":
         return before, draw(cuts(dim, before[dim], ranks)), after
     parts = draw(st.sampled_from([p for p in (1, 2, 3) if before[dim] % p == 0])) if kind == "fused" else 1
-    return before, cut(dim, [before[dim] // parts] * parts, ranks), after
+    return before, even_shard(dim, [before[dim] // parts] * parts, ranks), after
 
 
 def _grouped(draw: st.DrawFn, factors: list[int]) -> list[int]:
@@ -171,7 +171,9 @@ def _grouped(draw: st.DrawFn, factors: list[int]) -> list[int]:
 
 @settings(max_examples=800, deadline=None)
 @given(reshapes())
-def test_a_cut_followed_through_a_reshape_is_the_reshape_of_each_slice(case: tuple[list[int], Cut, list[int]]) -> None:
+def test_a_cut_followed_through_a_reshape_is_the_reshape_of_each_slice(
+    case: tuple[list[int], Shard, list[int]],
+) -> None:
     before, layout, after = case
     found = regroup(layout, before, after)
     if found is None:
@@ -188,7 +190,7 @@ def test_a_cut_followed_through_a_reshape_is_the_reshape_of_each_slice(case: tup
 
 @few
 @given(shaped=cut_shapes(), at=st.integers(0, 4))
-def test_a_cut_follows_through_dims_of_size_one(shaped: tuple[list[int], Cut], at: int) -> None:
+def test_a_cut_follows_through_dims_of_size_one(shaped: tuple[list[int], Shard], at: int) -> None:
     shape, layout = shaped
     after = [*shape[:at], 1, *shape[at:]]
     found = regroup(layout, shape, after)
@@ -199,23 +201,28 @@ def test_a_cut_follows_through_dims_of_size_one(shaped: tuple[list[int], Cut], a
 @pytest.mark.parametrize(
     ("layout", "before", "after", "expected"),
     [
-        (cut(2, 12, 2), (2, 5, 12), (2, 5, 6, 2), cut(2, 6, 2)),  # to heads
-        (cut(2, 6, 2), (2, 5, 6, 2), (2, 5, 12), cut(2, 12, 2)),  # and back
-        (cut(2, [12, 12, 12], 2), (2, 5, 36), (2, 5, 3, 6, 2), cut(3, 6, 2)),  # fused QKV: each block's heads
-        (cut(0, 4, 2), (4, 5), (20,), cut(0, 20, 2)),  # rows, flattened
-        (cut(1, 4, 2), (3, 4), (12,), Cut(0, ((2, 2),) * 3)),  # columns, flattened: a block a row
-        (cut(2, 12, 2), (2, 5, 12), (2, 5, 3, 4), None),  # heads would be broken
+        (even_shard(2, 12, 2), (2, 5, 12), (2, 5, 6, 2), even_shard(2, 6, 2)),  # to heads
+        (even_shard(2, 6, 2), (2, 5, 6, 2), (2, 5, 12), even_shard(2, 12, 2)),  # and back
+        (
+            even_shard(2, [12, 12, 12], 2),
+            (2, 5, 36),
+            (2, 5, 3, 6, 2),
+            even_shard(3, 6, 2),
+        ),  # fused QKV: each block's heads
+        (even_shard(0, 4, 2), (4, 5), (20,), even_shard(0, 20, 2)),  # rows, flattened
+        (even_shard(1, 4, 2), (3, 4), (12,), Shard(0, ((2, 2),) * 3)),  # columns, flattened: a block a row
+        (even_shard(2, 12, 2), (2, 5, 12), (2, 5, 3, 4), None),  # heads would be broken
     ],
 )
 def test_reshapes_as_models_write_them(
-    layout: Cut, before: tuple[int, ...], after: tuple[int, ...], expected: Cut | None
+    layout: Shard, before: tuple[int, ...], after: tuple[int, ...], expected: Shard | None
 ) -> None:
     assert regroup(layout, before, after) == expected
 
 
 @few
 @given(reshapes())
-def test_dims_that_map_onto_each_other_have_equal_products(case: tuple[list[int], Cut, list[int]]) -> None:
+def test_dims_that_map_onto_each_other_have_equal_products(case: tuple[list[int], Shard, list[int]]) -> None:
     before, layout, after = case
     found = reshape_group(layout.dim, before, after)
     assert found is not None
@@ -263,7 +270,7 @@ def test_a_rank_holds_the_chunk_that_torch_takes_of_its_tensor_parallel_slice(re
     whole = counted(list(parameter.shape))
     for rank in range(recipe.mesh.size):
         place = recipe.mesh.coordinate(rank)
-        expected = parameter.tp.take(whole, place.get("tp", 0)) if isinstance(parameter.tp, Cut) else whole
+        expected = parameter.tp.take(whole, place.get("tp", 0)) if isinstance(parameter.tp, Shard) else whole
         assert tuple(expected.shape) == parameter.local_shape(place.get("tp", 0))
         if parameter.data == "shard":
             chunks = expected.chunk(recipe.mesh.axis_size("dp_shard"))
@@ -274,11 +281,11 @@ def test_a_rank_holds_the_chunk_that_torch_takes_of_its_tensor_parallel_slice(re
 
 def test_layouts_by_axis_name_only_what_is_cut() -> None:
     mesh = Mesh.parse({"dp_replicate": 2, "dp_shard": 2, "tp": 2})
-    column = ParameterRecipe("w", (6, 4), "float32", tp=cut(0, 6, 2))
+    column = ParameterRecipe("w", (6, 4), "float32", tp=even_shard(0, 6, 2))
     loose = ParameterRecipe("s", (), "float32", data="loose")
     recipe = Recipe(mesh, (column, loose))
     assert {axis: str(layout) for axis, layout in recipe.layouts(column).items()} == {
-        "dp_replicate": "whole", "dp_shard": "cut(0)", "tp": "cut(0)",
+        "dp_replicate": "Replicate", "dp_shard": "Shard(0)", "tp": "Shard(0)",
     }  # fmt: skip
-    assert set(map(str, recipe.layouts(loose).values())) == {"whole"}
+    assert set(map(str, recipe.layouts(loose).values())) == {"Replicate"}
     assert recipe.held(loose, 5) == () and recipe.copies(loose) == 8 and recipe.copies(column) == 2

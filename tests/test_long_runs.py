@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.view.tensor import View
+from meshwright.spmd.tensor import GlobalTensor
 from meshwright.workers.pool import LocalWorkers
 from zoo import ZOO
 
@@ -19,8 +19,8 @@ from zoo import ZOO
 def alive() -> tuple[int, int]:
     """How many Views there are that are no parameter's, and how many other tensors that hold a graph."""
     kinds = [(type(o), o) for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    views = sum(kind is View and x._mw_parameter is None for kind, x in kinds)
-    return views, sum(kind is not View and x.grad_fn is not None and not x.is_meta for kind, x in kinds)
+    views = sum(kind is GlobalTensor and x._mw_parameter is None for kind, x in kinds)
+    return views, sum(kind is not GlobalTensor and x.grad_fn is not None and not x.is_meta for kind, x in kinds)
 
 
 def alive_soon(expected: tuple[int, int]) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def test_the_same_as_one_process(name, layout, workers):
     assert str(report.dtype).endswith("float64")
     assert report.tolerance <= 1e-9
     if "tp" in layout:
-        assert any(isinstance(line.tp, mw.Cut) for line in report.recipe), "tensor parallelism cut nothing"
+        assert any(isinstance(line.tp, mw.Shard) for line in report.recipe), "tensor parallelism cut nothing"
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("dp_shard2-tp2", marks=pytest.mark.proof)])

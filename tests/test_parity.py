@@ -360,7 +360,7 @@ def test_everything_that_cannot_be_sent_is_named_at_once(check: Check) -> None:
 
 def test_a_plan_error_of_the_workers_is_raised_here(check: Check) -> None:
     with pytest.raises(mw.PlanError) as raised:
-        check(Small, batch(), mw.Plan(mesh={"tp": 2}, modules={"upp": {"tp": "whole"}}))
+        check(Small, batch(), mw.Plan(mesh={"tp": 2}, modules={"upp": {"tp": "replicate"}}))
     assert len(raised.value.findings) == 1 and "upp" in str(raised.value)
     assert raised.value.__cause__ is None and raised.value.__suppress_context__, "told once, without a traceback"
     assert check(Small, batch(), TP), "the pool is usable afterwards"
@@ -393,7 +393,7 @@ def test_the_text_says_what_a_person_wants_to_know(check: Check) -> None:
     assert report.errors["gradients"][name] == max(report.errors["gradients"].values())
     assert error == f"{report.errors['gradients'][name]:.1e}"
     lines = [line for line in differ.splitlines() if "gradients" in line and "up.weight" in line]
-    assert len(lines) == 1 and lines[0].endswith("  up.weight    dp_shard: cut(0), tp: cut(0)")
+    assert len(lines) == 1 and lines[0].endswith("  up.weight    dp_shard: Shard(0), tp: Shard(0)")
     assert likely == "Likely:\n  " + report.hints[0]
 
 
@@ -426,7 +426,7 @@ def test_the_report_as_data_is_json(check: Check) -> None:
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data["passed"] is False
     assert data["worst"] == {"kind": "gradients", "name": "spare", "error": "inf"}
-    assert data["layouts"]["up.weight"] == "tp: cut(0)"
+    assert data["layouts"]["up.weight"] == "tp: Shard(0)"
     assert data["plan"] == {"mesh": {"tp": 2}}
     assert set(data["errors"]) == {"loss", "gradients", "parameters", "buffers"}
     assert data["collectives"]["all_reduce"][0] > 0

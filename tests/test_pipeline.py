@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.place import bounds
-from meshwright.run.step import rows_of, take_rows
+from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.schedule import make_schedule, most_in_flight
+from meshwright.submesh import bounds
 from meshwright.workers.pool import WorkerError, local_workers
 from zoo import ZOO
 

@@ -34,7 +34,7 @@ def problem(make: Callable[[], object]) -> Finding:
 entries = st.builds(
     Entry,
     dp=st.sampled_from([None, "shard", "replicate"]),
-    tp=st.sampled_from([None, "column", "row", "whole", "auto", "cut:0", "cut:3"]),
+    tp=st.sampled_from([None, "column", "row", "replicate", "auto", "shard:0", "shard:3"]),
     parts=st.none() | st.integers(1, 9) | st.lists(st.integers(1, 99), min_size=1, max_size=3).map(tuple),
     units=st.none() | st.integers(1, 99),
     recompute=st.sampled_from([None, "none", "block"]),
@@ -147,9 +147,9 @@ def test_a_plan_cannot_be_changed_but_replaced() -> None:
 
 
 def test_later_entries_win_key_by_key() -> None:
-    both = Entry(dp="shard", tp="column", parts=3) | Entry(tp="cut:1", unit=False)
-    assert both == Entry(dp="shard", tp="cut:1", parts=3, unit=False)
-    assert (both.cut_dim, Entry(tp="row").cut_dim, Entry().cut_dim) == (1, None, None)
+    both = Entry(dp="shard", tp="column", parts=3) | Entry(tp="shard:1", unit=False)
+    assert both == Entry(dp="shard", tp="shard:1", parts=3, unit=False)
+    assert (both.shard_dim, Entry(tp="row").shard_dim, Entry().shard_dim) == (1, None, None)
 
 
 def test_an_alias_names_an_entry_again() -> None:
@@ -172,7 +172,7 @@ def test_settings_change_a_plan() -> None:
             "recompute=blocks",
             "modules.block_a.dp=replicate",
             "parameters.h.0.attn.*.parts=[64, 8, 8]",
-            "modules.h.1={tp: cut:1}",
+            "modules.h.1={tp: shard:1}",
             "mesh.fsdp=4",
             "mesh.tp=8",
         ]
@@ -182,7 +182,7 @@ def test_settings_change_a_plan() -> None:
         ("block_*", Entry(dp="shard")),
         ("block_a", Entry(dp="replicate", unit=True)),  # set: now it comes after the glob that would undo it
         ("h.0.attn.*", Entry(parts=(64, 8, 8))),
-        ("h.1", Entry(tp="cut:1")),
+        ("h.1", Entry(tp="shard:1")),
     ]
     assert plan.with_settings(["mesh=dp_shard=2,tp=4"]).mesh == Mesh.parse("dp_shard=2,tp=4")
     assert plan.with_settings(["modules.block_a.unit=null", "seed=1", "seed=2"]).seed == 2
@@ -314,7 +314,7 @@ BRANCH = "mesh: {tp: 8}\nmodules:\n  b: {on: 'tp[2:8]', "
         ("mesh: auto\nnonfinite: halt\n", "plan.yaml:2:12 (nonfinite)", "stop or skip"),
         ("mesh: tp=2\nmodules: [a]\n", "plan.yaml:2:10 (modules)", "a glob with its entry"),
         ('mesh: tp=2\nmodules: {"": {}}\n', 'plan.yaml:2:11 (modules."")', "name of a module"),
-        ("mesh: tp=2\nmodules: {a: {tp: cut:x}}\n", "plan.yaml:2:19 (modules.a.tp)", "or cut:<dim>"),
+        ("mesh: tp=2\nmodules: {a: {tp: shard:x}}\n", "plan.yaml:2:19 (modules.a.tp)", "or shard:<dim>"),
         ("mesh: tp=2\nmodules: {a: {parts: [1, 0]}}\n", "plan.yaml:2:22 (modules.a.parts)", "their sizes"),
         ("mesh: tp=2\nmodules: {a: {units: 2.5}}\n", "plan.yaml:2:22 (modules.a.units)", "at least 1"),
         ("mesh: tp=2\nsequence_parallel: 1\n", "plan.yaml:2:20 (sequence_parallel)", "true or false"),

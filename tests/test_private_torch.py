@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import meshwright
+from meshwright import deferred
 from meshwright.planning.memory import Kept
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
@@ -57,9 +58,10 @@ from meshwright.private import (
     wrapper,
     wrapping,
 )
-from meshwright.run import data, groups, init
-from meshwright.run.step import BACKWARD
-from meshwright.view.functions import (
+from meshwright.runtime import groups
+from meshwright.runtime.rows.microbatches import BACKWARD
+from meshwright.runtime.weights import fsdp
+from meshwright.spmd.autograd_functions import (
     FunctionMode,
     followed_checkpoints,
     giving,
@@ -69,9 +71,9 @@ from meshwright.view.functions import (
     transforming,
     transforms,
 )
-from meshwright.view.oneprocess import one_process
-from meshwright.view.rules import ANSWERS
-from meshwright.view.torch_functions import FACTS, aliases, functions, op_facts, written_by
+from meshwright.spmd.decide import ANSWERS
+from meshwright.spmd.one_process import one_process
+from meshwright.spmd.torch_functions import FACTS, aliases, functions, op_facts, written_by
 from meshwright.workers import worker
 
 SOURCES = Path(meshwright.__file__).parent
@@ -86,23 +88,23 @@ USES = {
     "planning/memory.py": "_buffers",
     "planning/resolve.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
-    "run/data.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
+    "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _unsharded_param",
-    "run/groups.py": "_set_pg_timeout",
-    "run/init/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
-    "run/init/log.py": "_neg_view",
-    "run/modulestate.py": "_fields",  # of named tuples
-    "run/parameters.py": "_parameters",
-    "run/paths.py": "_getframe",  # of sys
+    "runtime/groups.py": "_set_pg_timeout",
+    "deferred/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
+    "deferred/log.py": "_neg_view",
+    "runtime/module_state.py": "_fields",  # of named tuples
+    "runtime/weights/parameters.py": "_parameters",
+    "runtime/coupling/paths.py": "_getframe",  # of sys
     "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
-    "run/watch.py": "_exit",  # of os
-    "run/whereabouts.py": "_current_frames",  # of sys
-    "view/functions.py": "_C _are_functorch_transforms_active _functorch",
-    "view/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
+    "watch/watchdog.py": "_exit",  # of os
+    "watch/location.py": "_current_frames",  # of sys
+    "spmd/autograd_functions.py": "_C _are_functorch_transforms_active _functorch",
+    "spmd/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
         _wrap_tensor_for_grad",
-    "view/oneprocess.py": "_getframe",  # of sys
-    "view/torch_functions.py": "_C _VF _nn",
-    "view/work.py": "_getframe",  # of sys
+    "spmd/one_process.py": "_getframe",  # of sys
+    "spmd/torch_functions.py": "_C _VF _nn",
+    "spmd/dispatcher.py": "_getframe",  # of sys
 }
 
 
@@ -659,18 +661,18 @@ def _groups_of_fsdp() -> dict[str, Any]:
     order = [n for n in names.values() if n != "unused"] + ["unused"]
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     assert isinstance(module, FSDPModule)
-    (group,) = data.parameter_groups(module)
+    (group,) = fsdp.parameter_groups(module)
     assert len(group.fsdp_params) == 3 and all(isinstance(p.sharded_param, DTensor) for p in group.fsdp_params)
     seen: list[Any] = []
 
     def act(fsdp_param: Any) -> None:
         name = next(n for n, p in module.named_parameters() if p is fsdp_param._unsharded_param)
-        missing = data.without_gradient(fsdp_param)
+        missing = fsdp.without_gradient(fsdp_param)
         seen.append((name, "has one" if missing is None else "has none"))
         if missing is not None:
             missing.grad = torch.zeros_like(missing)
 
-    data.before_reduction(group, act)
+    fsdp.before_reduction(group, act)
     told = {}
     for last in (False, True):
         module.set_requires_gradient_sync(last)
@@ -700,7 +702,7 @@ def _reduced_at_the_end() -> list[list[float]]:
     assert module.weight.grad is None, "nothing is reduced yet"
     module.set_requires_gradient_sync(True)
     module.set_is_last_backward(True)
-    data.reduce_gradients(module)
+    fsdp.reduce_gradients(module)
     assert isinstance(module.weight, DTensor) and module.weight.device_mesh.ndim == 1
     return module.weight.grad.to_local().tolist()
 
@@ -818,7 +820,7 @@ def test_deferred_parameters_rest_on_swapping_what_a_tensor_is() -> None:
     parameter.mark = "kept"
     calls: list[Any] = []
     parameter.register_hook(calls.append)
-    init._to_meta(parameter)
+    deferred._to_meta(parameter)
     assert tied[0] is parameter and weak() is parameter and parameter.mark == "kept"
     assert parameter.is_meta and parameter.shape == (2, 3) and parameter.requires_grad and parameter.is_leaf
     (parameter * 2).sum().backward()

@@ -19,10 +19,10 @@ from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, itemsize, shard_map
 from meshwright.draw.terminal import render
 from meshwright.draw.text import count_text, ranges_text, ranks_text, size_text
-from meshwright.layout import WHOLE, cut
+from meshwright.layout import REPLICATE, even_shard
 from meshwright.mesh import Mesh
-from meshwright.place import Place
 from meshwright.recipe import ParameterRecipe, Recipe, Slices, Unit, place_slices, take_slices
+from meshwright.submesh import Submesh
 from test_branches import SHARES, WAYS
 
 
@@ -59,7 +59,7 @@ def test_hybrid_sharding_of_a_hundred_values_over_2_by_4() -> None:
 
 
 def test_fsdp_by_tensor_parallel_of_a_12_by_12_weight_over_2_by_4() -> None:
-    line = ParameterRecipe("net1.weight", (12, 12), "float32", tp=cut(0, 12, 4))
+    line = ParameterRecipe("net1.weight", (12, 12), "float32", tp=even_shard(0, 12, 4))
     held = mapped("dp_shard=2,tp=4", line)
     assert values(held, "net1.weight", 0) == counted(101, 124)  # rows 0 and 1 of tensor-parallel rank 0's three
     assert values(held, "net1.weight", 4) == counted(125, 136)  # its third row, on the other data rank
@@ -73,7 +73,7 @@ def test_fsdp_by_tensor_parallel_of_a_12_by_12_weight_over_2_by_4() -> None:
 
 
 def test_ten_rows_over_3_by_2() -> None:
-    held = mapped("dp_shard=3,tp=2", ParameterRecipe("w", (10, 1), "float32", tp=cut(0, 10, 2)))
+    held = mapped("dp_shard=3,tp=2", ParameterRecipe("w", (10, 1), "float32", tp=even_shard(0, 10, 2)))
     rows = [held.slices("w", rank)[0] for rank in range(6)]
     assert rows == [((0, 2),), ((5, 7),), ((2, 4),), ((7, 9),), ((4, 5),), ((9, 10),)]
 
@@ -98,11 +98,11 @@ def parameter(draw: st.DrawFn, name: str, ranks: int) -> ParameterRecipe:
     shape = draw(st.lists(st.integers(1, 9), max_size=3))
     if not shape:
         return ParameterRecipe(name, (), "float32", data="loose")
-    tp, dim, blocks = WHOLE, draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3))
+    tp, dim, blocks = REPLICATE, draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3))
     if draw(st.booleans()):
         units = draw(st.integers(1, 3))
         shape[dim] = blocks * units * draw(st.integers(1, 3))
-        tp = cut(dim, [shape[dim] // blocks] * blocks, ranks, units)
+        tp = even_shard(dim, [shape[dim] // blocks] * blocks, ranks, units)
     data = draw(st.sampled_from(["shard", "replicate"]))
     return ParameterRecipe(name, tuple(shape), draw(st.sampled_from(["float32", "bfloat16"])), tp=tp, data=data)
 
@@ -232,7 +232,7 @@ def test_repeated_blocks_of_branches_are_one_line_and_blocks_of_other_branches_a
     apart = [
         ParameterRecipe(f"layers.{i}.weight", (8, 8), "float32", places=(1 + i,), data="replicate") for i in range(2)
     ]
-    places = [Place(f"tp[{i}]", 0, i, i + 1, Mesh.parse("tp=1"), (f"layers.{i}",)) for i in range(2)]
+    places = [Submesh(f"tp[{i}]", 0, i, i + 1, Mesh.parse("tp=1"), (f"layers.{i}",)) for i in range(2)]
     placed = {f"layers.{i}": (1 + i,) for i in range(2)}
     rows = mapped("tp=2", *apart, branches=tuple(places), placed=placed).rows
     assert list(map(str, rows)) == ["layers.0.weight", "layers.1.weight"]
@@ -263,7 +263,7 @@ def test_a_label_names_exactly_what_is_there() -> None:
 
 
 def test_a_thousand_ranks_are_spelt_out_only_where_asked() -> None:
-    line = ParameterRecipe("w", (4096, 4096), "bfloat16", tp=cut(0, 4096, 8))
+    line = ParameterRecipe("w", (4096, 4096), "bfloat16", tp=even_shard(0, 4096, 8))
     recipe = Recipe(Mesh.parse("dp_shard=128,tp=8"), (line,))
     assert shard_map(recipe).to_dict()["parameters"][0]["held"] == []
     held = shard_map(recipe, [1023]).to_dict()["parameters"][0]["held"]
@@ -283,8 +283,8 @@ def test_a_glob_that_fits_nothing_names_the_nearest() -> None:
 
 def test_the_tree_says_in_words_what_is_cut_and_what_a_rank_holds() -> None:
     lines = (
-        ParameterRecipe("model.h.0.qkv.weight", (24, 8), "float32", tp=cut(0, (8, 8, 8), 2), unit="model.h.0"),
-        ParameterRecipe("model.h.1.qkv.weight", (24, 8), "float32", tp=cut(0, (8, 8, 8), 2), unit="model.h.1"),
+        ParameterRecipe("model.h.0.qkv.weight", (24, 8), "float32", tp=even_shard(0, (8, 8, 8), 2), unit="model.h.0"),
+        ParameterRecipe("model.h.1.qkv.weight", (24, 8), "float32", tp=even_shard(0, (8, 8, 8), 2), unit="model.h.1"),
         ParameterRecipe("head.weight", (5, 8), "float32", reason="5 rows", aliases=("embed.weight",)),
     )
     held = mapped("dp_shard=2,tp=2", *lines, units=(Unit("model.h.0"), Unit("model.h.1"), Unit("")), notes=("a note",))
@@ -292,12 +292,12 @@ def test_the_tree_says_in_words_what_is_cut_and_what_a_rank_holds() -> None:
     assert "dp_shard=2 × tp=2: 4 ranks" in text
     assert "model.h.{0…1}.qkv.weight  24×8   rows        rows of 3 blocks  rows 14:16+20:24" in text
     assert "the same tensor: embed.weight" in text
-    assert "whole over tp: 5 rows" in text
+    assert "replicated over tp: 5 rows" in text
     assert "– a note" in text
 
 
 def test_what_does_not_fit_the_width_goes_below() -> None:
-    line = ParameterRecipe("a_module.with_a_long_name.weight", (64, 64), "float32", tp=cut(1, 64, 2))
+    line = ParameterRecipe("a_module.with_a_long_name.weight", (64, 64), "float32", tp=even_shard(1, 64, 2))
     held = mapped("dp_shard=2,tp=2", line)
     text = printed(render(held, rank=1), 60)
     assert "rank 1 holds rows 0:32, cols 32:64" in text
@@ -305,7 +305,7 @@ def test_what_does_not_fit_the_width_goes_below() -> None:
 
 
 def test_the_picture_shows_who_holds_which_box() -> None:
-    held = mapped("dp_shard=2,tp=2", ParameterRecipe("w", (10, 12), "float32", tp=cut(1, 12, 2)))
+    held = mapped("dp_shard=2,tp=2", ParameterRecipe("w", (10, 12), "float32", tp=even_shard(1, 12, 2)))
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in printed(render(held, parameter="w")).splitlines()
     ]
@@ -313,7 +313,7 @@ def test_the_picture_shows_who_holds_which_box() -> None:
 
 
 def test_as_many_pictures_as_are_asked_for() -> None:
-    lines = [ParameterRecipe(name, (8, 4), "float32", tp=cut(0, 8, 2)) for name in "abcde"]
+    lines = [ParameterRecipe(name, (8, 4), "float32", tp=even_shard(0, 8, 2)) for name in "abcde"]
     held = mapped("tp=2", *lines)
 
     def drawn(**choice: object) -> int:
@@ -330,13 +330,13 @@ def test_in_a_pipe_no_name_is_broken_whatever_the_width(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     name, reason = "a_module.with_a_long_name.weight", "its input is cut, and so is it, over 2 ranks of tp"
-    line = ParameterRecipe(name, (64, 64), "float32", tp=cut(1, 64, 2), reason=reason)
+    line = ParameterRecipe(name, (64, 64), "float32", tp=even_shard(1, 64, 2), reason=reason)
     held = mapped("dp_shard=2,tp=2", line, notes=(f"a note on {name}, which is long",))
     console().print(render(held, rank=1))
     console().print(render(held, parameter=name))
     lines = capsys.readouterr().out.splitlines()
     assert any(name in line and line.endswith("rows 0:32, cols 32:64") for line in lines)
-    assert any(line.endswith(f"cut over tp: {reason}") for line in lines)
+    assert any(line.endswith(f"sharded over tp: {reason}") for line in lines)
     assert any(line.endswith(f"a note on {name}, which is long") for line in lines)
     assert not any(line.endswith(" ") for line in lines)
 

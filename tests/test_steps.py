@@ -15,8 +15,8 @@ from transformers import BatchFeature
 
 import branching as models
 import meshwright as mw
-from meshwright.place import bounds
-from meshwright.run.step import take_rows
+from meshwright.runtime.rows.microbatches import take_rows
+from meshwright.submesh import bounds
 from meshwright.workers.pool import LocalWorkers
 
 Batches = list[dict[str, Tensor]]

@@ -288,7 +288,7 @@ def test_cuts_are_found_for_a_model_that_hears() -> None:
     target = load_target("hf:wav2vec2", EARS, rows=2, length=10)
     recipe = mw.make_recipe(target.build, "tp=2", target.batch)
     assert not any("could not be followed" in note for note in recipe.notes)
-    cut = {line.name for line in recipe if isinstance(line.tp, mw.Cut)}
+    cut = {line.name for line in recipe if isinstance(line.tp, mw.Shard)}
     assert "wav2vec2.encoder.layers.0.feed_forward.output_dense.weight" in cut
 
 

@@ -4,20 +4,20 @@
                 ReplicaError                   ranks that should be alike and are not
                 RowsError                      rows that cannot be divided, as a step's values show
     mesh        Mesh                           named axes and sizes
-    layout      Cut, WHOLE, PARTIAL            what one rank holds of a tensor along one axis
+    layout      Shard, Replicate, Partial      what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
     recipe      Recipe                         every decision, with its reason
     container   Branches                       modules side by side, and how their results become one
     checkpoint  save_checkpoint, load_checkpoint   of a plain module; a job has save and load
     api         parallelize, make_recipe       a model and a plan → a job
-    run.job     Job                            step, clip, evaluate, batches
-    run.watch   Watch                          ends a job that hangs, with a report
+    runtime.job Job                            step, clip, evaluate, batches
+    watch.watchdog Watch                       ends a job that hangs, with a report
     workers.pool local_workers                 processes on this machine, started once
     parity      check, Report                  the same as one device?
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
-    view.standing  Elsewhere, Rows             what a hook sees of a value that is not here, or not whole
+    calls.placeholder  RemoteTensor, RowShard  what a hook sees of a value that is not here, or not whole
 
 Names load when they are first used, so that a picture of a plan needs no torch.
 """
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import make_recipe, parallelize
+    from meshwright.calls.placeholder import RemoteTensor, RowShard
     from meshwright.checkpoint.jobs import load_checkpoint, save_checkpoint
     from meshwright.checkpoint.load import Loaded
     from meshwright.container import Branches
@@ -37,14 +38,13 @@ if TYPE_CHECKING:
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError
     from meshwright.hardware import Hardware
-    from meshwright.layout import PARTIAL, WHOLE, Cut
+    from meshwright.layout import Partial, Replicate, Shard
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
     from meshwright.plan import Plan
     from meshwright.recipe import Recipe
-    from meshwright.run.job import Job
-    from meshwright.run.watch import Watch
-    from meshwright.view.standing import Elsewhere, Rows
+    from meshwright.runtime.job import Job
+    from meshwright.watch.watchdog import Watch
     from meshwright.workers.pool import local_workers
 
 __version__ = "0.1.0"
@@ -53,42 +53,42 @@ _HOME = {
     "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors", "ReplicaError": "errors",
     "RowsError": "errors",
     "Mesh": "mesh",
-    "Cut": "layout", "WHOLE": "layout", "PARTIAL": "layout",
+    "Shard": "layout", "Replicate": "layout", "Partial": "layout",
     "Plan": "plan",
     "Recipe": "recipe",
     "parallelize": "api", "make_recipe": "api",
     "Branches": "container",
     "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
-    "Job": "run.job",
+    "Job": "runtime.job",
     "local_workers": "workers.pool",
-    "Watch": "run.watch",
+    "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
-    "Elsewhere": "view.standing", "Rows": "view.standing",
+    "RemoteTensor": "calls.placeholder", "RowShard": "calls.placeholder",
 }  # fmt: skip
 
 __all__ = [
-    "PARTIAL",
-    "WHOLE",
     "Branches",
     "CheckpointError",
     "Comparison",
-    "Cut",
-    "Elsewhere",
     "Finding",
     "Hardware",
     "Job",
     "Loaded",
     "Mesh",
+    "Partial",
     "Plan",
     "PlanError",
     "Recipe",
+    "RemoteTensor",
     "ReplicaError",
+    "Replicate",
     "Report",
-    "Rows",
+    "RowShard",
     "RowsError",
+    "Shard",
     "ShardMap",
     "Watch",
     "check",

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.deferred import record
 from meshwright.errors import Findings
+from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
-from meshwright.place import Place
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.memory import undisturbed
@@ -23,17 +24,16 @@ from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
-from meshwright.run.apply import Transform, apply, cast
-from meshwright.run.batch import copied, mapped, plain
-from meshwright.run.counts import LabelCounter, Recorder
-from meshwright.run.groups import ensure_world, make_groups
-from meshwright.run.init import record
-from meshwright.run.job import Job
-from meshwright.run.loss import Loss, output_loss
-from meshwright.run.randomness import random_numbers_kept
-from meshwright.run.sharing import shared_inputs
-from meshwright.run.step import called
-from meshwright.view.oneprocess import one_process
+from meshwright.runtime.apply import Transform, apply, cast
+from meshwright.runtime.groups import ensure_world, make_groups
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.batch import copied, mapped, plain
+from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.runtime.rows.loss_weights import LabelCounter, Recorder
+from meshwright.runtime.rows.microbatches import called
+from meshwright.runtime.rows.sharing import shared_inputs
+from meshwright.spmd.one_process import one_process
+from meshwright.submesh import Submesh
 
 Build = Callable[[], nn.Module]
 
@@ -169,7 +169,7 @@ class Planned:
         return True
 
     @one_process()
-    def rows_apart(self, place: Place, graph: ModelGraph) -> bool:
+    def rows_apart(self, place: Submesh, graph: ModelGraph) -> bool:
         """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
         return rows_apart(self._model, place, graph)
 

@@ -66,14 +66,15 @@ class Event:
         inputs: numbers of the values that it takes.
         outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
         written: the number of the value that its first argument has become, where it writes to it.
-        named: (which of its tensors, number) for those that it takes in shared memory (view/walk.py) and that are met for the
+        named: (which of its tensors, number) for those that it takes in shared memory (calls/tracer.py) and that are
+        met for the
             first time; their numbers are among ``inputs``.
         renamed: (number, number) of other names of the memory that it writes to: what they were, and are now.
         parameters: names of the parameters that it takes, and ``buffers``.
         flops: floating-point operations, of the forward.
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
-        mean_loss: whether it is a mean loss over labels (run/counts.py counts those).
+        mean_loss: whether it is a mean loss over labels (runtime/rows/loss_weights.py counts those).
         draws: whether it draws from torch's generator, or from one of the model's own.
         line: the model's source line.
         generators: the ``torch.Generator``s of the model's own that it draws from, each by a number.

@@ -1,9 +1,9 @@
 """What one rank holds of a tensor along one mesh axis.
 
-    WHOLE       all of it
+    REPLICATE       all of it
     Cut         a slice along one tensor dim; of each fused block, where the dim is several blocks (a fused QKV)
     PARTIAL     a summand: the tensor is the sum over the axis
-    ELSEWHERE   nothing: the value lives on other ranks
+    REMOTE   nothing: the value lives on other ranks
 
 A layout is a value: it names no process group and no rank, so that a picture of a hypothetical one can be drawn.
 """
@@ -23,11 +23,11 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicate:
     """Every rank of the axis holds the whole tensor."""
 
     def __str__(self) -> str:
-        return "whole"
+        return "Replicate"
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class Partial:
     """Every rank holds a summand; the tensor is their sum."""
 
     def __str__(self) -> str:
-        return "partial"
+        return "Partial"
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class Remote:
     """This rank holds nothing: the value lives on other ranks."""
 
     def __str__(self) -> str:
-        return "elsewhere"
+        return "Remote"
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """A slice along tensor dim ``dim``.
 
     ``pieces[p][r]`` is how many elements of fused block ``p`` rank ``r`` holds. An ordinary cut has one block; a
@@ -94,9 +94,9 @@ class Cut:
             base += sum(piece)
         return tuple(found)
 
-    def on(self, dim: int) -> Cut:
+    def on(self, dim: int) -> Shard:
         """The same cut of another dim."""
-        return self if dim == self.dim else Cut(dim, self.pieces)
+        return self if dim == self.dim else Shard(dim, self.pieces)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """The slice of ``whole`` that ``rank`` holds: a view where the slice is one range."""
@@ -114,11 +114,11 @@ class Cut:
         return _cat([split[r][p] for p in range(self.parts) for r in range(self.ranks)], self.dim)
 
     def __str__(self) -> str:
-        return f"cut({self.dim})" if self.parts == 1 else f"cut({self.dim}, parts={self.parts})"
+        return f"Shard({self.dim})" if self.parts == 1 else f"Shard({self.dim}, parts={self.parts})"
 
 
-Layout = Whole | Partial | Elsewhere | Cut
-WHOLE, PARTIAL, ELSEWHERE = Whole(), Partial(), Elsewhere()
+Layout = Replicate | Partial | Remote | Shard
+REPLICATE, PARTIAL, REMOTE = Replicate(), Partial(), Remote()
 
 
 def shares(size: int, ranks: int, units: int | None = None) -> tuple[int, ...]:
@@ -137,19 +137,19 @@ def shares(size: int, ranks: int, units: int | None = None) -> tuple[int, ...]:
     return tuple(count * (size // units) for count in counts)
 
 
-def cut(dim: int, blocks: int | Sequence[int], ranks: int, units: int | None = None) -> Cut:
+def even_shard(dim: int, blocks: int | Sequence[int], ranks: int, units: int | None = None) -> Shard:
     """An even cut of ``dim``: of one block of that many elements, or of several fused ones.
 
     ``units``: how many equal pieces of each block may not be broken (attention heads); default every element.
     """
     blocks = (blocks,) if isinstance(blocks, int) else blocks
-    return Cut(dim, tuple(shares(b, ranks, None if units is None else gcd(units, b)) for b in blocks))
+    return Shard(dim, tuple(shares(b, ranks, None if units is None else gcd(units, b)) for b in blocks))
 
 
-def regroup(layout: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+def regroup(layout: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
     """The cut of a tensor of shape ``before`` as it reads after a reshape to shape ``after``.
 
-    Dims are matched in the smallest groups of equal products. Within the group of the cut dim the held elements form
+    Dims are matched in the smallest groups of equal products. Within the group of the sharded dim the held elements form
     a pattern over the flattened group; the first dim of ``after`` that can carry the pattern takes it. None where no
     dim can: then the reshape mixes what different ranks hold.
     """
@@ -163,7 +163,7 @@ def regroup(layout: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | N
     lead = 1
     for dim in range(to_lo, to_hi):
         if found := _carry(flat, lead, after[dim], _product(after[dim + 1 : to_hi])):
-            return Cut(dim, found)
+            return Shard(dim, found)
         lead *= after[dim]
     return None
 

@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Tensor)
 # Torch functions run plainly: neither subclasses nor modes are asked. FSDP2's hooks and the recorder run so.
 without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
-# Subclasses are not asked, modes still are: facts of a View are those of its wrapper.
+# Subclasses are not asked, modes still are: facts of a global tensor are those of its wrapper.
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 

@@ -12,10 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from meshwright.graph import Path
-from meshwright.layout import ELSEWHERE, WHOLE, Cut, Interval, Layout, Whole
+from meshwright.layout import REMOTE, REPLICATE, Interval, Layout, Replicate, Shard
 from meshwright.mesh import Mesh
-from meshwright.place import Place, Places, trunk
 from meshwright.schedule import stage_ranks
+from meshwright.submesh import Submesh, Submeshes, trunk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class ParameterRecipe:
     dtype: str
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
-    tp: Cut | Whole = WHOLE
+    tp: Shard | Replicate = REPLICATE
     data: str = "shard"
     unit: str = ""
     stages: tuple[int, ...] = (0,)
@@ -64,7 +64,7 @@ class ParameterRecipe:
 
     def local_shape(self, tp_rank: int) -> tuple[int, ...]:
         """What a rank of the tp axis holds before data sharding."""
-        if isinstance(self.tp, Whole):
+        if isinstance(self.tp, Replicate):
             return self.shape
         sizes = list(self.shape)
         sizes[self.tp.dim] = self.tp.local(tp_rank)
@@ -128,7 +128,7 @@ class Recipe:
         streams: module → the stream of each rank that it runs on, at the same time as those on others.
         placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
-        shared_inputs: tensors of a batch, by name, that all rows share: they are not cut by rows, whatever their size.
+        shared_inputs: tensors of a batch, by name, that all rows share: they are not sharded by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         verify: after how many steps ranks compare the values that they should hold alike; 0: never.
         notes: what a person should know: what was left whole, what was not found.
@@ -147,7 +147,7 @@ class Recipe:
     stages: tuple[Stage, ...] = ()
     schedule: str = "1f1b"
     buffers: tuple[tuple[str, int, int], ...] = ()
-    branches: tuple[Place, ...] = ()
+    branches: tuple[Submesh, ...] = ()
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
@@ -174,9 +174,9 @@ class Recipe:
         return [rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank).get("pp", 0) == place]
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> Submeshes:
         """The trunk and the branches."""
-        return Places(self.mesh, (trunk(self.mesh), *self.branches))
+        return Submeshes(self.mesh, (trunk(self.mesh), *self.branches))
 
     def holds(self, parameter: ParameterRecipe, rank: int) -> bool:
         """Whether a stage or branch on this rank uses the parameter."""
@@ -216,23 +216,23 @@ class Recipe:
         at = self.places[parameter.place]
         for axis, size in self.mesh.axes:
             if axis == "pp":
-                found[axis] = WHOLE if len(self.owners(parameter)) == size else ELSEWHERE
+                found[axis] = REPLICATE if len(self.owners(parameter)) == size else REMOTE
             elif axis == "tp":
                 slices = ", ".join(self.places.spelled(p) for p in parameter.places if p)
                 name = f"{axis} on {slices}" if slices and 0 not in parameter.places else axis
-                found[name] = parameter.tp if at.tp > 1 else WHOLE
+                found[name] = parameter.tp if at.tp > 1 else REPLICATE
             elif axis == "dp_shard" and self.shards(parameter) > 1:
                 found[axis] = self._rows(parameter)
             else:
-                found[axis] = WHOLE
+                found[axis] = REPLICATE
         if "dp_shard" not in found and self.shards(parameter) > 1:
             found["dp_shard"] = self._rows(parameter)
         return found
 
-    def _rows(self, parameter: ParameterRecipe) -> Cut:
+    def _rows(self, parameter: ParameterRecipe) -> Shard:
         size, rows = self.shards(parameter), parameter.local_shape(0)[0]
         step = -(-rows // size)
-        return Cut(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
+        return Shard(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
 
     def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
         """What a rank holds of a parameter at rest, if it `holds` it: per dim, ranges of the whole, in local order.
@@ -244,7 +244,7 @@ class Recipe:
         place = self.places.at(rank, parameter.place)
         if place is None:  # of another of its places; all hold it whole
             return tuple(ranges)
-        if isinstance(parameter.tp, Cut):
+        if isinstance(parameter.tp, Shard):
             ranges[parameter.tp.dim] = parameter.tp.intervals(place.tp)
         size = self.shards(parameter)
         if size > 1:
@@ -267,7 +267,7 @@ class Recipe:
     def copies(self, parameter: ParameterRecipe) -> int:
         """How many ranks hold the same values of a parameter."""
         distinct = self.shards(parameter)
-        if isinstance(parameter.tp, Cut):
+        if isinstance(parameter.tp, Shard):
             distinct *= parameter.tp.ranks
         return self.holders(parameter) // distinct
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.graph import ROOT, Event, ModelGraph
-from meshwright.place import Places
+from meshwright.submesh import Submeshes
 
 Placed = Mapping[str, tuple[int, ...]]
 
@@ -140,7 +140,7 @@ def returns(home: Sequence[int], taker: Sequence[int], rows: Shares, taken: Shar
 def find_regions(
     graph: ModelGraph,
     placed: Placed,
-    places: Places,
+    places: Submeshes,
     start: int = 0,
     stop: int | None = None,
     *,
@@ -169,7 +169,7 @@ def find_regions(
     return Regions(tuple(at), tuple(moves))
 
 
-def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]:
+def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[int]:
     """The place of each event."""
     at = [0] * len(graph.events)
     fixed = [False] * len(graph.events)
@@ -194,7 +194,7 @@ def place_events(graph: ModelGraph, placed: Placed, places: Places) -> list[int]
     return at
 
 
-def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Places) -> None:
+def _hand_on(graph: ModelGraph, at: list[int], fixed: Sequence[bool], places: Submeshes) -> None:
     """What is made of several branches' values, or of such, becomes a branch's if that alone takes it; and so does what
     another branch made of its own, if it is no work and makes no less of it."""
     end = graph.calls[ROOT].stop
@@ -234,7 +234,7 @@ def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
 
 
 def _absorbed(
-    position: int, made: Mapping[int, int], joins: Mapping[int, int], places: Places, graph: ModelGraph
+    position: int, made: Mapping[int, int], joins: Mapping[int, int], places: Submeshes, graph: ModelGraph
 ) -> int:
     """The place of an event that no placed module holds."""
     event = graph.events[position]
@@ -257,7 +257,7 @@ def _absorbed(
     return found if position in graph.by_rows or not _splits(places, found) else 0
 
 
-def _splits(places: Places, place: int) -> bool:
+def _splits(places: Submeshes, place: int) -> bool:
     """Whether ranks of a place have rows of their own."""
     return any(places[p].splits for p in places.chain(place))
 
@@ -288,7 +288,7 @@ class _Around:
         graph: ModelGraph,
         at: Sequence[int],
         wholes: Sequence[int],
-        places: Places,
+        places: Submeshes,
         around: int,
         span: tuple[int, int],
         ends: set[int],

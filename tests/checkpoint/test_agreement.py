@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint import jobs, load, pieces, pretrained, save, storage
 from meshwright.errors import CheckpointError
-from meshwright.run.randomness import Generators
+from meshwright.generators import Generators
 from saving import LAYOUTS, Tied, start, steps
 
 

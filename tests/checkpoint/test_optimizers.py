@@ -8,7 +8,7 @@ import torch
 import meshwright as mw
 from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError
-from meshwright.run.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.workers.pool import WorkerError
 from saving import LAYOUTS, Tied, rows, start, steps
 

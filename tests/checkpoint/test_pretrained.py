@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.checkpoint.tensorfiles import Entry, open_folder, write_file
-from meshwright.checkpoint.unread import Read, Unread, read_slices
+from meshwright.checkpoint.unread import LazyTensor, Read, read_slices
 from meshwright.errors import PlanError
 from meshwright.recipe import take_slices
 from meshwright.workers.pool import WorkerError
@@ -106,7 +106,7 @@ def test_experts_that_a_folder_has_one_by_one_become_one_tensor_slice_by_slice(m
     model.save_pretrained(tmp_path)
     assert any(".experts.2.w3." in name for name in open_folder(tmp_path)), "transformers saves them so"
     job = mw.parallelize(built("mixtral"), "dp_shard=1", batch=tokens())
-    monkeypatch.setattr(Unread, "read", lambda self: pytest.fail("read whole"))
+    monkeypatch.setattr(LazyTensor, "read", lambda self: pytest.fail("read whole"))
     job.load_pretrained(tmp_path / "model.safetensors")
     same(job.full_state_dict(), model.state_dict())
 

@@ -108,10 +108,10 @@ def test_forks_and_joins_are_what_a_job_counts(case: str, workers: LocalWorkers)
 
 
 def test_tensor_parallel_is_what_a_job_counts(workers: LocalWorkers) -> None:
-    plan = {**beside(1, 1), "modules": {**beside(1, 1)["modules"], "stem": {"tp": "whole"}}}
+    plan = {**beside(1, 1), "modules": {**beside(1, 1)["modules"], "stem": {"tp": "replicate"}}}
     way = mw.compare_branches(Pair, models.rows(), plan).regions[0][TENSOR]
     calls, size = workers.run(
-        moved, Pair, models.rows(), {"mesh": {"tp": 2}, "modules": {"stem": {"tp": "whole"}}}, ranks=2
+        moved, Pair, models.rows(), {"mesh": {"tp": 2}, "modules": {"stem": {"tp": "replicate"}}}, ranks=2
     )[0]
     assert set(calls) == {"all_reduce"}
     assert (way.traffic.calls, way.traffic.bytes) == (calls["all_reduce"], size["all_reduce"])

@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 import meshwright as mw
 from meshwright.errors import PlanError, RowsError
 from meshwright.parity.sides import perturbed
-from meshwright.place import bounds
 from meshwright.recipe import take_slices
-from meshwright.run.job import Job
-from meshwright.run.parameters import local_tensor
-from meshwright.run.step import take_rows
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.microbatches import take_rows
+from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.submesh import bounds
 from meshwright.workers.pool import LocalWorkers, WorkerError
 
 VOCABULARY = 11

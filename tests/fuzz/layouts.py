@@ -80,10 +80,10 @@ def _entries(
             modules[member.name] = {"on": f"tp[{int(side)}:{int(side) + 1}]"}
         elif "cuts" in options and "tp" in mesh and layout != "branches" and draw.randint(1, 3) == 1:
             if "nn.Linear(" in member.text:
-                modules[member.name] = {"tp": draw.choice(["column", "row", "whole"])}
+                modules[member.name] = {"tp": draw.choice(["column", "row", "replicate"])}
             elif sizes := re.search(r"nn.Parameter\(torch.randn\(([\d, ]+)\)", member.text):
                 dims = sizes.group(1).count(",") + 1
-                parameters[member.name] = {"tp": f"cut:{draw.randint(0, dims - 1)}"}
+                parameters[member.name] = {"tp": f"shard:{draw.randint(0, dims - 1)}"}
         elif "replicate" in options and "dp_shard" in mesh and "nn." in member.text and draw.randint(1, 6) == 1:
             modules[member.name] = {"dp": "replicate"}
     return modules, parameters

@@ -1,4 +1,4 @@
-"""A program over the stages of a pipeline, all in this process (tests/view/staged.py), against one device.
+"""A program over the stages of a pipeline, all in this process (tests/spmd/staged.py), against one device.
 
 Without a pool a program takes some hundredths of a second. What the job adds around a pipeline (its groups, the trial of
 rows, data parallelism) is not in it: `judge` has that.
@@ -34,7 +34,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parity.sides import perturbed
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "view"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "spmd"))
 
 from staged import Staged, cut_at
 

@@ -70,4 +70,4 @@ class SortedHead(nn.Module):
 def test_a_layer_whose_cut_would_be_gathered_leaves_the_other_numbered_ones_cut() -> None:
     recipe = mw.make_recipe(SortedHead, {"mesh": {"tp": 2}}, {"x": torch.ones(4, 16)})
     weights = {name: str(p.tp) for name, p in recipe.by_name.items() if name.endswith("weight")}
-    assert weights == {"fc1.weight": "cut(0)", "fc2.weight": "cut(1)", "fc3.weight": "whole"}
+    assert weights == {"fc1.weight": "Shard(0)", "fc2.weight": "Shard(1)", "fc3.weight": "Replicate"}

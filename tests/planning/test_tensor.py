@@ -61,7 +61,7 @@ def test_a_weight_is_cut_as_the_plan_says_also_where_no_linear_takes_it_as_it_is
     report = mw.check(partial(Derived, how), batch(), plan(tp, up={"tp": style}), workers=workers, steps=1)
     assert report, report
     line = report.recipe.by_name["up.weight"]
-    assert isinstance(line.tp, mw.Cut) and line.tp.dim == dim and line.reason == "as the plan says"
+    assert isinstance(line.tp, mw.Shard) and line.tp.dim == dim and line.reason == "as the plan says"
 
 
 @pytest.mark.parametrize("style,dim", [("column", 1), ("row", 0)])
@@ -71,7 +71,7 @@ def test_the_dim_that_a_style_means_is_found_from_what_the_weight_becomes(style:
 
 
 def test_a_bias_follows_the_weight_that_the_plan_names() -> None:
-    for style, tp in (("column", "cut(0)"), ("row", "whole")):
+    for style, tp in (("column", "Shard(0)"), ("row", "Replicate")):
         line = mw.make_recipe(partial(Derived, "scaled gradient"), plan(2, up={"tp": style}), batch()).by_name[
             "up.bias"
         ]
@@ -97,7 +97,7 @@ WORDS = {"i": torch.arange(12).view(4, 3)}
 @pytest.mark.parametrize("words", [12, 200])  # a small table, and one that is large beside the rest
 @pytest.mark.parametrize("style,dim", [("column", 1), ("row", 0)])
 def test_a_table_is_cut_as_the_plan_says(style: str, dim: int, words: int, workers: LocalWorkers) -> None:
-    said = plan(2, embed={"tp": style}, head={"tp": "whole"})
+    said = plan(2, embed={"tp": style}, head={"tp": "replicate"})
     report = mw.check(partial(Table, words=words), WORDS, said, workers=workers, steps=1)
     assert report, report
     assert report.recipe.by_name["embed.weight"].tp.dim == dim
@@ -147,7 +147,12 @@ def test_the_plan_is_obeyed_where_the_forward_cannot_be_followed(workers: LocalW
     assert report, report
     assert any("could not be followed" in note for note in report.notes)
     cuts = {name: str(line.tp) for name, line in report.recipe.by_name.items()}
-    assert cuts == {"up.weight": "cut(0)", "up.bias": "whole", "down.weight": "cut(1)", "down.bias": "whole"}
+    assert cuts == {
+        "up.weight": "Shard(0)",
+        "up.bias": "Replicate",
+        "down.weight": "Shard(1)",
+        "down.bias": "Replicate",
+    }
 
 
 def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:
@@ -155,7 +160,7 @@ def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:
         mw.make_recipe(partial(Derived, "sorted"), plan(10, up={"tp": "row"}, down={"tp": "row"}), batch())
     (finding,) = raised.value.findings  # down has 16 inputs
     assert finding.where == "modules, what is said of up.weight" and "8 pieces" in finding.given
-    assert "up.weight: {tp: whole}" in finding.fix
+    assert "up.weight: {tp: replicate}" in finding.fix
 
 
 def test_parts_that_are_not_equal_are_an_error() -> None:

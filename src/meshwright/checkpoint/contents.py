@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.pieces import Piece
 from meshwright.errors import Findings
 from meshwright.recipe import Slices
-from meshwright.run.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.run.job import Job
+    from meshwright.runtime.job import Job
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 

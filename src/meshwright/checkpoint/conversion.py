@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.checkpoint.unread import Read, Unread
+from meshwright.checkpoint.unread import LazyTensor, Read
 
-Values = Callable[[], Mapping[str, Unread]]
+Values = Callable[[], Mapping[str, LazyTensor]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Matched:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, Unread]) -> Matched:
+def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTensor]) -> Matched:
     """Finds each of a folder's tensors its place in the model.
 
     Args:
@@ -146,12 +146,12 @@ class _Conversion:
         made = converter.convert(self.to, model=self.module, config=self.module.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def unread(self, files: Mapping[str, Unread]) -> dict[str, Unread]:
+    def unread(self, files: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         made = self(files.__getitem__)
-        return {name: value if isinstance(value, Unread) else Read(value) for name, value in made.items()}
+        return {name: value if isinstance(value, LazyTensor) else Read(value) for name, value in made.items()}
 
 
-def _describe(conversion: _Conversion, files: Mapping[str, Unread], found: Matched) -> None:
+def _describe(conversion: _Conversion, files: Mapping[str, LazyTensor], found: Matched) -> None:
     """What a conversion gives, found out without values."""
 
     def empty(name: str) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from meshwright.checkpoint.load import Stored
-from meshwright.checkpoint.talk import Talk
+from meshwright.checkpoint.talk import RankAgreement
 from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, Entry, write_file
 from meshwright.errors import CheckpointError, Findings
 from meshwright.names import by_number
@@ -75,7 +75,7 @@ def export(
     most = _bytes_of(shard_size, findings)
     _check(folder, dtype, findings)
     findings.raise_if_any()
-    stored = Stored.open(checkpoint, Talk(None))
+    stored = Stored.open(checkpoint, RankAgreement(None))
     saved = list(_entries(stored))
     if not saved:
         findings.add(where=str(stored.path), given="no tensors of a model", required="a checkpoint of a model")

@@ -45,7 +45,7 @@ _BLOCK = 1 << 20  # bytes read at a time
 _SHOWN = 3  # tensors of a damaged file that are named
 
 Moved: TypeAlias = Callable[[], None]
-"""Is called whenever some of a checkpoint was read or written: what a watch counts (see ``run/watch``)."""
+"""Is called whenever some of a checkpoint was read or written: what a watch counts (see ``watch/watchdog``)."""
 
 
 def nobody() -> None:

@@ -28,14 +28,14 @@ from meshwright.checkpoint.contents import (
 from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
 from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
-from meshwright.checkpoint.talk import Talk
+from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import CheckpointError, Finding, Findings
+from meshwright.generators import Generators
 from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
-from meshwright.run.randomness import Generators
 
 if TYPE_CHECKING:
-    from meshwright.run.job import Job
+    from meshwright.runtime.job import Job
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Owner:
 
 
 def save(
-    find_owner: Callable[[], Owner], talk: Talk, folder: str | os.PathLike[str], optimizers: Optimizers, *,
+    find_owner: Callable[[], Owner], talk: RankAgreement, folder: str | os.PathLike[str], optimizers: Optimizers, *,
     step: int, scheduler: Any, data: Any, extra: Any, keep: int | None, wait: bool,
 ) -> Saving:  # fmt: skip
     """See ``Job.save``. Collective. ``find_owner``: gives this rank's; it may run code of the model's."""
@@ -140,7 +140,7 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
 
 
 def load(
-    find_owner: Callable[[], Owner], talk: Talk, path: str | os.PathLike[str], optimizers: Optimizers, *,
+    find_owner: Callable[[], Owner], talk: RankAgreement, path: str | os.PathLike[str], optimizers: Optimizers, *,
     scheduler: Any, data: Any, verify: bool, or_before: bool = False,
 ) -> Loaded:  # fmt: skip
     """See ``Job.load``. Collective. ``find_owner``: gives this rank's."""
@@ -217,7 +217,7 @@ def save_checkpoint(
         CheckpointError: it could not be written, or would not load.
     """
     saving = save(
-        lambda: Owner.of_module(module), Talk(None), folder, optimizer,
+        lambda: Owner.of_module(module), RankAgreement(None), folder, optimizer,
         step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=True,
     )  # fmt: skip
     return saving.wait()
@@ -233,7 +233,13 @@ def load_checkpoint(
         CheckpointError: it is damaged, or is not this model's; nothing has been changed then.
     """
     return load(
-        lambda: Owner.of_module(module), Talk(None), path, optimizer, scheduler=scheduler, data=data, verify=verify
+        lambda: Owner.of_module(module),
+        RankAgreement(None),
+        path,
+        optimizer,
+        scheduler=scheduler,
+        data=data,
+        verify=verify,
     )
 
 

@@ -23,7 +23,7 @@ from meshwright.checkpoint.folder import verify as check
 from meshwright.checkpoint.pieces import Piece, PieceLoader
 from meshwright.checkpoint.save import RUN, loaded
 from meshwright.checkpoint.storage import Reader, read_metadata
-from meshwright.checkpoint.talk import Talk, without_warning
+from meshwright.checkpoint.talk import RankAgreement, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings, nearest
 
 _SHOWN = 8  # problems of a kind that are told one by one
@@ -56,7 +56,7 @@ class Stored:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: Any, talk: Talk, *, verify: bool = True) -> Stored:
+    def open(cls, path: Any, talk: RankAgreement, *, verify: bool = True) -> Stored:
         """The checkpoint at a path, or the newest in it; the ranks share the reading of it. Collective.
 
         Raises:
@@ -72,7 +72,7 @@ class Stored:
         return stored
 
     @classmethod
-    def newest_whole(cls, folder: Any, talk: Talk, *, verify: bool = True) -> tuple[Stored, tuple[str, ...]]:
+    def newest_whole(cls, folder: Any, talk: RankAgreement, *, verify: bool = True) -> tuple[Stored, tuple[str, ...]]:
         """The newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.
 
         Returns:
@@ -124,7 +124,7 @@ class Stored:
         """Under which of a parameter's names it was saved."""
         return next((n for n in names if self.tensor(f"model.{n}") is not None), None)
 
-    def read(self, pieces: Sequence[Piece], names: Mapping[str, str], talk: Talk) -> None:
+    def read(self, pieces: Sequence[Piece], names: Mapping[str, str], talk: RankAgreement) -> None:
         """Into the pieces' own memory, each rank by itself. Collective."""
         failed = Finding(str(self.path), "it could not be read", "files that every rank can read")
 

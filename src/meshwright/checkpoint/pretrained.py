@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.conversion import Matched, Source, Values, matched
-from meshwright.checkpoint.talk import Talk
+from meshwright.checkpoint.talk import RankAgreement
 from meshwright.checkpoint.tensorfiles import open_folder
-from meshwright.checkpoint.unread import Unread, read_slices
+from meshwright.checkpoint.unread import LazyTensor, read_slices
 from meshwright.errors import Finding, Findings, nearest
 from meshwright.names import fold_names
 from meshwright.recipe import ParameterRecipe, Slices
-from meshwright.run.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.run.job import Job
+    from meshwright.runtime.job import Job
 
 Targets: TypeAlias = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 
@@ -59,7 +59,7 @@ class Pretrained:
 @torch.no_grad()
 def load_pretrained(job: Job, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
     """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``."""
-    path, talk = Path(folder), Talk(job.groups.files, "this folder")
+    path, talk = Path(folder), RankAgreement(job.groups.files, "this folder")
     failed = Finding(str(path), "it was not read", "files that every rank can read, and memory")
     targets, found = talk.do(lambda: _found(job, path, strict), failed)
     talk.do(lambda: _read(job, found), failed)
@@ -97,7 +97,7 @@ class _Reading:
     def __init__(self) -> None:
         self._last: tuple[Values | None, Any] = (None, {})
 
-    def of(self, source: Source, name: str) -> Unread:
+    def of(self, source: Source, name: str) -> LazyTensor:
         if self._last[0] is not source.values:
             self._last = (None, {})  # before the next is made
             self._last = (source.values, source.values())

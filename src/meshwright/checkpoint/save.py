@@ -30,7 +30,7 @@ from meshwright.checkpoint.folder import Manifest, begin, described, publish, wr
 from meshwright.checkpoint.lock import Lock, hold
 from meshwright.checkpoint.pieces import Piece, PieceSaver
 from meshwright.checkpoint.storage import METADATA, Writer
-from meshwright.checkpoint.talk import Talk, because, cause, without_warning
+from meshwright.checkpoint.talk import RankAgreement, because, cause, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings
 
 RUN = "run.pt"
@@ -93,7 +93,7 @@ class Snapshot:
         return replace(self, pieces=on_cpu(self.pieces))
 
 
-def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: Talk) -> Path:
+def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: RankAgreement) -> Path:
     """Writes and publishes. Collective.
 
     Raises:
@@ -103,7 +103,9 @@ def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: T
         return _write(snapshot, folder, step, keep, talk, lambda: held.enter_context(hold(folder)))
 
 
-def _write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: Talk, take: Callable[[], Lock]) -> Path:
+def _write(
+    snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: RankAgreement, take: Callable[[], Lock]
+) -> Path:
     """``take``: gives rank 0 the folder's lock."""
     failed = Finding(str(folder), "it could not be written", "a folder that every rank can write to, with space")
     locks: list[Lock] = []
@@ -130,7 +132,7 @@ def _write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: 
         raise
 
 
-def _pieces(snapshot: Snapshot, aside: Path, talk: Talk, failed: Finding) -> dict[str, Any]:
+def _pieces(snapshot: Snapshot, aside: Path, talk: RankAgreement, failed: Finding) -> dict[str, Any]:
     """Writes this rank's pieces; the files of all ranks, described."""
     writer = Writer(aside, talk.moved)
     try:

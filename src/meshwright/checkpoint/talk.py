@@ -28,7 +28,7 @@ _SHOWN = 4  # ranks that are named one by one
 
 
 @dataclass(frozen=True)
-class Talk:
+class RankAgreement:
     """The processes of a save or load; a plain process is alone.
 
     Attributes:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.unread import FromFile, Unread
+from meshwright.checkpoint.unread import FromFile, LazyTensor
 from meshwright.errors import Findings
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,7 +38,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_folder(path: Path) -> dict[str, Unread]:
+def open_folder(path: Path) -> dict[str, LazyTensor]:
     """Every tensor of a folder of weights, or of a single file, by its name; nothing of them is read.
 
     Raises PlanError with everything that is wrong with it: no such folder or files, a file that is missing or damaged, a
@@ -47,7 +47,7 @@ def open_folder(path: Path) -> dict[str, Unread]:
     findings = Findings("this folder")
     where = _weight_map(path, findings)
     findings.raise_if_any()
-    found: dict[str, Unread] = {}
+    found: dict[str, LazyTensor] = {}
     for file, expected in where.items():
         there = _open_file(file, findings)
         found |= there
@@ -93,10 +93,10 @@ def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
     return found
 
 
-def _open_file(file: Path, findings: Findings) -> dict[str, Unread]:
+def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Unread] = {}
+    found: dict[str, LazyTensor] = {}
     try:
         opened = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118 (not a dict)

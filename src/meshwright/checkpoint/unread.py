@@ -1,4 +1,4 @@
-"""``Unread``: a tensor in a file of which nothing is read before a part of it is asked for.
+"""``LazyTensor``: a tensor in a file of which nothing is read before a part of it is asked for.
 
 Joining, stacking, cutting and transposing one gives another, so that what transformers does to a folder's tensors on their
 way into a model (experts that become one tensor, a fused tensor that becomes three) is done by its own code, and a rank
@@ -30,7 +30,7 @@ from meshwright.recipe import Slices
 Box = tuple[Interval, ...]  # an interval of each dim
 
 
-class Unread:
+class LazyTensor:
     """A tensor by its shape and type.
 
     Attributes:
@@ -58,7 +58,7 @@ class Unread:
         lazily = _LAZY.get(func)
         if lazily is not None:
             return lazily(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map(lambda x: x.read() if isinstance(x, Unread) else x, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(lambda x: x.read() if isinstance(x, LazyTensor) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
@@ -71,13 +71,13 @@ class Unread:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> Unread:
+    def contiguous(self) -> LazyTensor:
         return self
 
-    def squeeze(self, dim: int) -> Unread:
+    def squeeze(self, dim: int) -> LazyTensor:
         return Squeezed(self, dim % self.ndim) if self.shape[dim] == 1 else self
 
-    def transpose(self, dim0: int, dim1: int) -> Unread:
+    def transpose(self, dim0: int, dim1: int) -> LazyTensor:
         return Swapped(self, dim0 % self.ndim, dim1 % self.ndim)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +86,7 @@ class Unread:
         return getattr(self.read(), name)
 
 
-class Read(Unread):
+class Read(LazyTensor):
     """A tensor that is in memory already."""
 
     def __init__(self, value: Tensor) -> None:
@@ -97,7 +97,7 @@ class Read(Unread):
         out.copy_(_narrowed(self._value, box))
 
 
-class FromFile(Unread):
+class FromFile(LazyTensor):
     """A tensor of a safetensors file, by safetensors' own slice of it."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, part: Any) -> None:
@@ -108,10 +108,10 @@ class FromFile(Unread):
         out.copy_(self._part[tuple(slice(*interval) for interval in box) or ...])
 
 
-class Joined(Unread):
+class Joined(LazyTensor):
     """Several, one after another along a dim."""
 
-    def __init__(self, parts: Sequence[Unread], dim: int) -> None:
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         super().__init__(shape, parts[0].dtype)
@@ -126,10 +126,10 @@ class Joined(Unread):
                 part.copy_to(out.narrow(self._dim, lo - first, hi - lo), _with(box, self._dim, lo - start, hi - start))
 
 
-class Stacked(Unread):
+class Stacked(LazyTensor):
     """Several of one shape along a new dim."""
 
-    def __init__(self, parts: Sequence[Unread], dim: int) -> None:
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = parts[0].shape
         super().__init__((*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype)
         self._parts, self._dim = parts, dim
@@ -140,10 +140,10 @@ class Stacked(Unread):
             self._parts[i].copy_to(out.select(self._dim, i - first), (*box[: self._dim], *box[self._dim + 1 :]))
 
 
-class Part(Unread):
+class Part(LazyTensor):
     """An interval of one dim of another."""
 
-    def __init__(self, of: Unread, dim: int, start: int, size: int) -> None:
+    def __init__(self, of: LazyTensor, dim: int, start: int, size: int) -> None:
         shape = list(of.shape)
         shape[dim] = size
         super().__init__(shape, of.dtype)
@@ -154,10 +154,10 @@ class Part(Unread):
         self._of.copy_to(out, _with(box, self._dim, self._start + first, self._start + last))
 
 
-class Swapped(Unread):
+class Swapped(LazyTensor):
     """Another with two dims swapped."""
 
-    def __init__(self, of: Unread, dim0: int, dim1: int) -> None:
+    def __init__(self, of: LazyTensor, dim0: int, dim1: int) -> None:
         super().__init__(_swapped(of.shape, dim0, dim1), of.dtype)
         self._of, self._dims = of, (dim0, dim1)
 
@@ -165,10 +165,10 @@ class Swapped(Unread):
         self._of.copy_to(out.transpose(*self._dims), _swapped(box, *self._dims))
 
 
-class Squeezed(Unread):
+class Squeezed(LazyTensor):
     """Another without one of its dims, of size 1."""
 
-    def __init__(self, of: Unread, dim: int) -> None:
+    def __init__(self, of: LazyTensor, dim: int) -> None:
         super().__init__((*of.shape[:dim], *of.shape[dim + 1 :]), of.dtype)
         self._of, self._dim = of, dim
 
@@ -176,7 +176,7 @@ class Squeezed(Unread):
         self._of.copy_to(out.unsqueeze(self._dim), (*box[: self._dim], (0, 1), *box[self._dim :]))
 
 
-def read_slices(value: Unread, slices: Slices, out: Tensor) -> None:
+def read_slices(value: LazyTensor, slices: Slices, out: Tensor) -> None:
     """Fills ``out``, a rank's local tensor, with its slices of a whole one; reads nothing else, a box at a time."""
     places = [_places(ranges) for ranges in slices]
     for chosen in product(*places):
@@ -209,19 +209,19 @@ def _swapped(values: Sequence[Any], a: int, b: int) -> tuple[Any, ...]:
 # --- torch's functions of them --------------------------------------------------------------------------------------
 
 
-def _unread(values: Sequence[Any]) -> list[Unread]:
-    return [value if isinstance(value, Unread) else Read(value) for value in values]
+def _unread(values: Sequence[Any]) -> list[LazyTensor]:
+    return [value if isinstance(value, LazyTensor) else Read(value) for value in values]
 
 
-def _cat(tensors: Sequence[Any], dim: int = 0) -> Unread:
+def _cat(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
     return Joined(_unread(tensors), dim % tensors[0].ndim)
 
 
-def _stack(tensors: Sequence[Any], dim: int = 0) -> Unread:
+def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
     return Stacked(_unread(tensors), dim % (tensors[0].ndim + 1))
 
 
-def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
+def _split(tensor: LazyTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
     dim, whole = dim % tensor.ndim, tensor.shape[dim]
     if isinstance(split_size_or_sections, int):
         step = split_size_or_sections
@@ -234,11 +234,11 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
     return tuple(Part(tensor, dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
-def _chunk(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
+def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-def _transpose(tensor: Unread, dim0: int, dim1: int) -> Unread:
+def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     return tensor.transpose(dim0, dim1)
 
 

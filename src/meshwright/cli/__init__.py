@@ -91,7 +91,7 @@ meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --rank 3
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --parameter '*.c_attn.*' --pictures 2
 
 # a plan, and what it changes
-printf 'mesh: {tp: 2}\\nmodules:\\n  "*.mlp": {tp: whole}\\n' > plan.yaml
+printf 'mesh: {tp: 2}\\nmodules:\\n  "*.mlp": {tp: replicate}\\n' > plan.yaml
 meshwright show hf:gpt2 --plan plan.yaml --parameter 'transformer.h.0' --pictures 0
 
 # as data

@@ -156,7 +156,7 @@ def _rows(pieces: int) -> int:
 def _check_course(given: Given, course: Course, global_batch: int | None, before: Same | None) -> None:
     """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
     from meshwright.api import make_recipe
-    from meshwright.run.batches import check_global_batch
+    from meshwright.runtime.rows.batches import check_global_batch
     from meshwright.train.metrics import check_tensorboard
 
     if before is not None:

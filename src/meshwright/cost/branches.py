@@ -16,10 +16,10 @@ from math import ceil
 from meshwright.cost.split import best_split, imbalance, monotone
 from meshwright.cost.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
 from meshwright.cost.work import Meter, Spent
-from meshwright.layout import Cut
+from meshwright.layout import Shard
 from meshwright.mesh import Mesh
-from meshwright.place import Place, Places
 from meshwright.regions import Fork, Join, Regions
+from meshwright.submesh import Submesh, Submeshes
 
 ONE, DATA, TENSOR, GIVEN, BEST = (
     "one device",
@@ -29,7 +29,7 @@ ONE, DATA, TENSOR, GIVEN, BEST = (
     "branches, best",
 )
 
-Cuts = Callable[[int], Mapping[str, Cut]]
+Cuts = Callable[[int], Mapping[str, Shard]]
 """Tensor-parallel ranks → the parameters that are cut over them."""
 
 
@@ -69,7 +69,7 @@ class Region:
 
 
 def read_regions(
-    regions: Regions, places: Places, modules: Callable[[Sequence[int], int], str], apart: Callable[[int], bool]
+    regions: Regions, places: Submeshes, modules: Callable[[Sequence[int], int], str], apart: Callable[[int], bool]
 ) -> list[Region]:
     """The regions, in the order in which they run. Also those of one branch, which has its fork and join all the same.
 
@@ -139,7 +139,7 @@ class RegionCost:
     def __init__(
         self,
         region: Region,
-        places: Places,
+        places: Submeshes,
         meter: Meter,
         rows: int | None,
         cuts: Cuts,
@@ -184,7 +184,7 @@ class RegionCost:
                 own[r] += held
         return max(own), self._gathered(self.region.positions, {})
 
-    def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Cut]) -> int:
+    def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Shard]) -> int:
         return self.meter.bytes(positions, cuts) + self.meter.reduced(positions, cuts)
 
     # --- a branch ---------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class RegionCost:
         compute = spent.compute * measured + self._view(self.region.positions)
         return self._way(TENSOR, compute, spent.traffic, note=note)
 
-    def _beside(self, name: str, places: Places, cells: Sequence[Cell] | None = None) -> Way:
+    def _beside(self, name: str, places: Submeshes, cells: Sequence[Cell] | None = None) -> Way:
         """Branches at their places; ``cells``: what each takes there."""
         plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
         chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
@@ -270,7 +270,7 @@ class RegionCost:
             name, self.ranks, seconds, slowest.compute, traffic, self._rho(on), split, _meshes(on), tuple(crossing)
         )
 
-    def _placed(self, branch: Branch, place: Place) -> Cell:
+    def _placed(self, branch: Branch, place: Submesh) -> Cell:
         cell = self._cell(branch, place.mesh)
         measured = self.given.get((branch.name, place.size))
         return cell if measured is None else Cell(measured, Spent(measured), place.mesh)
@@ -283,7 +283,7 @@ class RegionCost:
         added = self._view(branch.positions)
         return replace(cell, seconds=cell.seconds + added, spent=cell.spent + Spent(added))
 
-    def _rho(self, on: Sequence[Place]) -> float:
+    def _rho(self, on: Sequence[Submesh]) -> float:
         """max(cᵢ/gᵢ)·G/Σcᵢ; of a rank that has several branches, together."""
         if all(p.stop <= q.start or q.stop <= p.start for i, p in enumerate(on) for q in on[:i]):
             idle = self.ranks / sum(p.size for p in on)
@@ -318,7 +318,7 @@ def _mesh(data: int, tp: int) -> Mesh:
     return Mesh((("dp_replicate", data), ("tp", tp)))
 
 
-def _meshes(on: Sequence[Place]) -> str:
+def _meshes(on: Sequence[Submesh]) -> str:
     """How ranks of a place share its work, where several do."""
     named = [", ".join(f"{a}={n}" for a, n in p.mesh.axes if n > 1) for p in on]
     return " | ".join(n or "1" for n in named) if any(named) else ""

@@ -17,15 +17,15 @@ from meshwright.cost.work import Meter, Parameters
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
 from meshwright.hardware import GPU_NODE, Hardware
-from meshwright.layout import Cut, cut
+from meshwright.layout import Shard, even_shard
 from meshwright.mesh import Mesh
-from meshwright.place import Places
 from meshwright.plan import Plan, PlanLike
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
-from meshwright.run.batch import copied
-from meshwright.run.loss import Loss, output_loss
-from meshwright.run.step import called, rows_of, take_rows
+from meshwright.runtime.rows.batch import copied
+from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.runtime.rows.microbatches import called, rows_of, take_rows
+from meshwright.submesh import Submeshes
 
 Tables = Mapping[tuple[str, int], float]
 
@@ -68,13 +68,13 @@ def compare_branches(
     looked_at = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
     @cache
-    def cuts(tp: int) -> Mapping[str, Cut]:
+    def cuts(tp: int) -> Mapping[str, Shard]:
         """The cuts of the same model over so many ranks, without branches; between those looked at, by the one below."""
         if tp not in looked_at:
             below = cuts(max(n for n in looked_at if n < tp))
-            return {n: cut(c.dim, c.size, tp) for n, c in below.items()}
+            return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
         alone = Planned(build, _without_branches(plan, tp), piece, loss).recipe
-        return {n: p.tp for n, p in alone.by_name.items() if isinstance(p.tp, Cut)}
+        return {n: p.tp for n, p in alone.by_name.items() if isinstance(p.tp, Shard)}
 
     costs = [RegionCost(r, recipe.places, meter, rows, cuts, given) for r in regions]
     return Comparison(hardware, tuple(
@@ -115,7 +115,7 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
     return found
 
 
-def _within(places: Places, found: tuple[int, ...], place: int) -> bool:
+def _within(places: Submeshes, found: tuple[int, ...], place: int) -> bool:
     return any(place in places.chain(p) for p in found)
 
 

@@ -1,6 +1,6 @@
 """What crosses between ranks: calls and bytes of collectives, of one rank.
 
-Two counts of bytes: ``bytes`` is what the rank puts in, as a job's ledger counts it (view/axis.py); ``wire`` is what crosses
+Two counts of bytes: ``bytes`` is what the rank puts in, as a job's ledger counts it (spmd/comm.py); ``wire`` is what crosses
 its link in the busier direction, which is what takes time. An all-reduce of n bytes over r ranks crosses 2(r−1)/r · n, as a
 ring or a tree does (nccl-tests, doc/PERFORMANCE.md).
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from meshwright.graph import ModelGraph
 from meshwright.hardware import Hardware
-from meshwright.place import Places
 from meshwright.regions import Fork, Join, parts, returns
+from meshwright.submesh import Submeshes
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def all_gather(size: int, ranks: int) -> Traffic:
 
 
 def fork_traffic(
-    graph: ModelGraph, forks: Iterable[Fork], around: int, places: Places, rows: int | None
+    graph: ModelGraph, forks: Iterable[Fork], around: int, places: Submeshes, rows: int | None
 ) -> list[Traffic]:
-    """The backward of forks of a place, for each of its tp ranks (run/branch.py): an all-reduce of the gradients of each,
-    one for each type; of what other branches made, one all-to-all to their ranks.
+    """The backward of forks of a place, for each of its tp ranks (runtime/branches/exchange.py): an all-reduce of the
+    gradients of each, one for each type; of what other branches made, one all-to-all to their ranks.
 
     Args:
         rows: of the batch; a value with as many, of a branch whose data ranks have their own, is sent in shares.
@@ -78,7 +78,7 @@ def fork_traffic(
     return found
 
 
-def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None) -> list[Traffic]:
+def join_traffic(graph: ModelGraph, join: Join, places: Submeshes, rows: int | None) -> list[Traffic]:
     """The forward of a join, one all-to-all, for each tp rank of the place around: what it sends; the busier of both ways."""
     line = range(places[join.around].tp)
     sent, received = [0] * len(line), [0] * len(line)
@@ -94,7 +94,7 @@ def join_traffic(graph: ModelGraph, join: Join, places: Places, rows: int | None
     return [Traffic(1, out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
 
 
-def _takers(number: int, branch: int, join: Join, places: Places) -> set[int]:
+def _takers(number: int, branch: int, join: Join, places: Submeshes) -> set[int]:
     """The ranks that get a value: all, or where other branches alone take it, theirs; and the branch's own."""
     branches = join.takers.get(number)
     if branches is None:
@@ -102,7 +102,7 @@ def _takers(number: int, branch: int, join: Join, places: Places) -> set[int]:
     return {r for b in (branch, *branches) for r in range(places[b].start, places[b].stop)}
 
 
-def _members(branch: int, places: Places) -> list[int]:
+def _members(branch: int, places: Submeshes) -> list[int]:
     """For each tp rank of the place around, its share of the rows in a branch; -1: it is not of it."""
     place = places[branch]
     found = [-1] * places[place.parent].tp

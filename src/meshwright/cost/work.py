@@ -1,4 +1,4 @@
-"""What a part of a forward takes, with its backward: on one device, on some of the rows, cut over tensor-parallel ranks.
+"""What a part of a forward takes, with its backward: on one device, on some of the rows, sharded over tensor-parallel ranks.
 
 First-order arithmetic over a recorded forward (graph.py). An operation takes a fixed time and the longer of computing and
 moving bytes. Backward is an operation for each input of a product that wants a gradient, each with the flops and bytes of
@@ -15,7 +15,7 @@ from math import prod
 from meshwright.cost.traffic import NOTHING, Traffic, all_gather, all_reduce
 from meshwright.graph import Event, ModelGraph
 from meshwright.hardware import Hardware
-from meshwright.layout import Cut
+from meshwright.layout import Shard
 from meshwright.recipe import Recipe
 
 
@@ -73,11 +73,11 @@ class Meter:
         """The parameters that events take."""
         return list(dict.fromkeys(n for p in positions for n in self.graph.events[p].parameters))
 
-    def bytes(self, positions: Iterable[int], cuts: Mapping[str, Cut]) -> int:
+    def bytes(self, positions: Iterable[int], cuts: Mapping[str, Shard]) -> int:
         """Of the parameters that events take, on one tp rank."""
         return sum(int(self.parameters.bytes[n] * _share(cuts.get(n))) for n in self.names(positions))
 
-    def reduced(self, positions: Iterable[int], cuts: Mapping[str, Cut]) -> int:
+    def reduced(self, positions: Iterable[int], cuts: Mapping[str, Shard]) -> int:
         """Of the gradients of the parameters that events take, on one tp rank."""
         names = [n for n in self.names(positions) if n in self.parameters.trained]
         return sum(int(self.parameters.reduced[n] * _share(cuts.get(n))) for n in names)
@@ -86,7 +86,7 @@ class Meter:
         """On one device; ``rows``: on this share of the rows."""
         return Spent(sum(self._seconds(self.graph.events[p], rows) for p in positions))
 
-    def cut(self, positions: list[int], cuts: Mapping[str, Cut], ranks: int, rows: float = 1.0) -> Spent:
+    def cut(self, positions: list[int], cuts: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> Spent:
         """On so many tensor-parallel ranks, with these parameters cut, as Megatron's pairs of column and row are."""
         state, compute = _Cutting(), 0.0
         for p in positions:
@@ -101,7 +101,7 @@ class Meter:
                 state.traffic += all_gather(int(self.graph.values[number].bytes * rows * share), ranks)
         return Spent(compute, state.traffic)
 
-    def _follow(self, event: Event, own: list[Cut], state: _Cutting, ranks: int, rows: float) -> float:
+    def _follow(self, event: Event, own: list[Shard], state: _Cutting, ranks: int, rows: float) -> float:
         """The share of an event's work that a rank does; notes what of its results is cut, and what is exchanged."""
         taken = [state.shares[n] for n in event.inputs if n in state.shares]
         outputs = [n for n in (*event.outputs, event.written) if n is not None]
@@ -140,6 +140,6 @@ class Meter:
         return max(1, min(2, wanted + any(n in self.parameters.trained for n in event.parameters)))
 
 
-def _share(cut: Cut | None) -> float:
+def _share(cut: Shard | None) -> float:
     """Of a dim, what the rank with the most of it has."""
     return 1.0 if cut is None or not cut.size else max(cut.local(r) for r in range(cut.ranks)) / cut.size

@@ -21,8 +21,8 @@ from rich.text import Text
 from meshwright.draw.facts import BranchFacts, ShardMap
 from meshwright.draw.text import count_text, ranks_text
 from meshwright.names import fold_names
-from meshwright.place import Places
 from meshwright.recipe import Recipe
+from meshwright.submesh import Submeshes
 
 _MOST = 16  # branches in the table
 _NAMES = 4  # modules of a branch that are named
@@ -80,7 +80,7 @@ def _table(found: Sequence[BranchFacts]) -> Table:
     return table
 
 
-def _beside(siblings: list[BranchFacts], places: Places) -> list[list[BranchFacts]]:
+def _beside(siblings: list[BranchFacts], places: Submeshes) -> list[list[BranchFacts]]:
     """Branches of one place, in sets whose slices do not overlap: others cannot run at the same time."""
     sets: list[list[BranchFacts]] = []
     for branch in siblings:
@@ -95,7 +95,7 @@ def _beside(siblings: list[BranchFacts], places: Places) -> list[list[BranchFact
     return sets
 
 
-def _region(beside: Sequence[BranchFacts], places: Places) -> Text:
+def _region(beside: Sequence[BranchFacts], places: Submeshes) -> Text:
     """Who runs what between fork and join, for the first of the groups of ranks that do so."""
     around = beside[0].parent
     everyone = [rank for branch in beside for rank in branch.ranks]

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from meshwright.errors import nearest
-from meshwright.layout import WHOLE, Cut, Layout
+from meshwright.layout import REPLICATE, Layout, Shard
 from meshwright.mesh import Mesh
 from meshwright.names import fold_alike, pattern
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
@@ -77,7 +77,7 @@ class ParameterFacts:
 
     def on_axis(self, axis: str) -> Layout:
         """The layout on an axis; of a parameter of a branch, on that axis of its place."""
-        return next((layout for name, layout in self.layout.items() if name.split(" ")[0] == axis), WHOLE)
+        return next((layout for name, layout in self.layout.items() if name.split(" ")[0] == axis), REPLICATE)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; layouts as words."""
@@ -323,7 +323,7 @@ def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ..
     if line.places != (0,):
         return _held_in_branches(line, recipe)
     layouts = recipe.layouts(line)
-    copies = [axis for axis, layout in layouts.items() if axis != "pp" and not isinstance(layout, Cut)]
+    copies = [axis for axis, layout in layouts.items() if axis != "pp" and not isinstance(layout, Shard)]
     together: dict[Slices, list[int]] = {}
     for group in recipe.mesh.groups(*copies):  # ranks that differ on axes which do not cut it hold the same
         if recipe.holds(line, group[0]):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwright.draw.facts import ParameterFacts, Row, ShardMap, elements
 from meshwright.draw.text import dim_text, ranks_text, shape_text
-from meshwright.layout import Cut, Interval
+from meshwright.layout import Interval, Shard
 from meshwright.recipe import Slices
 
 _MOST = 12  # bands of a picture that are drawn in full
@@ -49,7 +49,7 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
 
 def _drawn(facts: ParameterFacts) -> list[int]:
     """The dims that are drawn: the first, and one that is cut, else the next; one alone where there is no other."""
-    dims = [layout.dim for layout in facts.layout.values() if isinstance(layout, Cut) and layout.dim]
+    dims = [layout.dim for layout in facts.layout.values() if isinstance(layout, Shard) and layout.dim]
     return [0, *(dims or range(1, len(facts.shape)))][:2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.draw.facts import ParameterFacts, elements
-from meshwright.layout import Cut, Interval, Layout
+from meshwright.layout import Interval, Layout, Shard
 from meshwright.recipe import Slices
 
 
@@ -18,9 +18,9 @@ def dim_text(dim: int, dims: int) -> str:
 
 def layout_text(layout: Layout, dims: int) -> str:
     """A layout in a word: what of a tensor is cut."""
-    if not isinstance(layout, Cut):
+    if not isinstance(layout, Shard):
         return str(layout)
-    word = dim_text(layout.dim, dims) or "cut"
+    word = dim_text(layout.dim, dims) or f"Shard({layout.dim})"
     return word if layout.parts == 1 else f"{word} of {layout.parts} blocks"
 
 

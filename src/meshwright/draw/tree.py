@@ -14,7 +14,7 @@ from rich.tree import Tree
 from meshwright.draw.facts import ParameterFacts, Row, ShardMap
 from meshwright.draw.stages import stages_text
 from meshwright.draw.text import layout_text, ranks_text, shape_text, slices_text
-from meshwright.layout import Cut
+from meshwright.layout import REPLICATE, Shard
 
 _GUIDE = 4  # columns that rich.tree spends a level
 _GAP = 2  # columns between two columns
@@ -131,7 +131,10 @@ class _Columns:
         facts = row.first
         styles = [
             "",
-            *("dim" if cell == "whole" else _COLORS.get(a, "") for a, cell in zip(self.axes, cells[1:], strict=False)),
+            *(
+                "dim" if cell == str(REPLICATE) else _COLORS.get(a, "")
+                for a, cell in zip(self.axes, cells[1:], strict=False)
+            ),
             *[""] * self.parted,
         ]
         below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
@@ -168,5 +171,5 @@ def remarks(facts: ParameterFacts, tp: bool = True) -> Iterator[str]:
     if not facts.requires_grad:
         yield "frozen"
     if facts.reason and tp and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
-        cut = isinstance(facts.on_axis("tp"), Cut)
-        yield f"{'cut' if cut else 'whole'} over tp: {facts.reason}"
+        cut = isinstance(facts.on_axis("tp"), Shard)
+        yield f"{'sharded' if cut else 'replicated'} over tp: {facts.reason}"

@@ -32,9 +32,9 @@ from meshwright.parity.half import HALF, half_reference
 from meshwright.parity.report import Report
 from meshwright.parity.sides import Case, Outcome, Reference, distributed, reference
 from meshwright.plan import Plan, PlanLike
-from meshwright.run.batch import plain
-from meshwright.run.checksum import digest
-from meshwright.run.loss import Loss, output_loss
+from meshwright.runtime.checksum import digest
+from meshwright.runtime.rows.batch import plain
+from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.workers.pickling import pack
 from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers
 

@@ -205,7 +205,9 @@ def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: fl
             f"the gradients that differ are scaled by {known.pop()}, the rest is right: a sum taken twice or left out"
         )
     if loss_is_right:
-        return "the loss is right and gradients are not: a whole value used in cut work, its gradient not summed, say"
+        return (
+            "the loss is right and gradients are not: a whole value used in sharded work, its gradient not summed, say"
+        )
     return ""
 
 

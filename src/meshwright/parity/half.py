@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from meshwright.parity.compare import KINDS, differences
 from meshwright.parity.sides import Case, Reference, cast, made, starting, trained
 from meshwright.private import replace_tensors
-from meshwright.run.batch import mapped
-from meshwright.run.step import called
+from meshwright.runtime.rows.batch import mapped
+from meshwright.runtime.rows.microbatches import called
 
 HALF = ("bfloat16", "float16")
 MARGIN = 8.0

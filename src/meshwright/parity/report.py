@@ -65,7 +65,7 @@ class Report:
         return max(found, key=lambda f: f[2])
 
     def layout(self, name: str) -> str:
-        """A parameter's layout on each axis: ``dp_shard: cut(0), tp: whole``. Empty for what is no parameter."""
+        """A parameter's layout on each axis: ``dp_shard: Shard(0), tp: replicate``. Empty for what is no parameter."""
         line = self.recipe.by_name.get(name) if self.recipe else None
         if self.recipe is None or line is None:
             return ""

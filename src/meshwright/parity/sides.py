@@ -26,19 +26,19 @@ from torch import Tensor, nn
 
 from meshwright.api import parallelize
 from meshwright.blame import model_line
-from meshwright.place import bounds
+from meshwright.generators import Generators, seed_all
 from meshwright.plan import Plan
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.recipe import Recipe
-from meshwright.run.batch import copied, mapped
-from meshwright.run.checksum import digest
-from meshwright.run.job import Job
-from meshwright.run.loss import Loss
-from meshwright.run.parameters import local_tensor
-from meshwright.run.randomness import Generators, seed_all
-from meshwright.run.step import called, rows_of, take_rows
-from meshwright.view.functions import FunctionMode
-from meshwright.view.oneprocess import one_process
+from meshwright.runtime.checksum import digest
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.batch import copied, mapped
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.microbatches import called, rows_of, take_rows
+from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.one_process import one_process
+from meshwright.submesh import bounds
 from meshwright.workers.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do

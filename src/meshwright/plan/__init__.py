@@ -242,8 +242,8 @@ class Plan:
         own); the value is YAML. An entry of ``modules`` that is set comes after all others, so that it wins.
         Raises PlanError with every problem of all settings.
 
-        >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=whole"]).modules
-        {'h.0.attn': Entry(dp=None, tp='whole', parts=None, units=None, recompute=None, unit=None, on=None, mesh=None)}
+        >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=replicate"]).modules
+        {'h.0.attn': Entry(dp=None, tp='replicate', parts=None, units=None, recompute=None, unit=None, on=None, mesh=None)}
         """
         values = self.settings()
         source = Source(values)

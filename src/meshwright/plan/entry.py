@@ -13,10 +13,10 @@ class Entry:
 
     Attributes:
         dp: over the data axes, ``shard`` (FSDP) or ``replicate`` (DDP).
-        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``cut:<dim>``
+        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``shard:<dim>``
             (cut that dim, from 0), ``whole`` (leave it), ``auto`` (decide, whatever an earlier entry says).
-        parts: the cut dim is this many equal fused blocks, each cut (a fused QKV: 3); or the blocks' sizes.
-        units: the cut dim is this many equal pieces that may not be broken (attention heads).
+        parts: the sharded dim is this many equal fused blocks, each cut (a fused QKV: 3); or the blocks' sizes.
+        units: the sharded dim is this many equal pieces that may not be broken (attention heads).
         recompute: ``block`` computes this module again in backward, instead of keeping its activations;
             ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
@@ -52,9 +52,9 @@ class Entry:
         return int(self.on[len("stream[") : -1]) if isinstance(self.on, str) and self.on.startswith("stream") else None
 
     @property
-    def cut_dim(self) -> int | None:
+    def shard_dim(self) -> int | None:
         """The dim of ``tp: cut:<dim>``; None for another style."""
-        return int(self.tp[len("cut:") :]) if self.tp and self.tp.startswith("cut:") else None
+        return int(self.tp[len("shard:") :]) if self.tp and self.tp.startswith("shard:") else None
 
     def settings(self) -> dict[str, Any]:
         """The keys that are said, as plain YAML values."""

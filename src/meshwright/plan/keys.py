@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import listing
-from meshwright.place import SLICE
 from meshwright.schedule import NAMES as SCHEDULES
+from meshwright.submesh import SLICE
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def _is_style(value: object) -> bool:
-    return isinstance(value, str) and (value in _STYLES or re.fullmatch("cut:[0-9]{1,3}", value) is not None)
+    return isinstance(value, str) and (value in _STYLES or re.fullmatch("shard:[0-9]{1,3}", value) is not None)
 
 
 def _is_parts(value: object) -> bool:
@@ -63,7 +63,7 @@ def _is_mesh(value: object) -> bool:
     return isinstance(value, (Mapping, str)) or pairs
 
 
-_STYLES = ("column", "row", "whole", "auto")
+_STYLES = ("column", "row", "replicate", "auto")
 
 PLAN = {
     "sequence_parallel": _flag(),
@@ -81,7 +81,7 @@ PLAN = {
 }
 ENTRY = {
     "dp": _choice("shard", "replicate"),
-    "tp": Kind(_is_style, f"{', '.join(_STYLES)} or cut:<dim>", "column", words=(*_STYLES, "cut:0", "cut:1")),
+    "tp": Kind(_is_style, f"{', '.join(_STYLES)} or shard:<dim>", "column", words=(*_STYLES, "shard:0", "shard:1")),
     "parts": Kind(_is_parts, "how many equal fused blocks, or a list of their sizes", 3),
     "units": _number(1, 8),
     "recompute": _choice("none", "block"),

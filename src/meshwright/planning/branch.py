@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.calls.interpreter import STUB, StageProgram, crossings
 from meshwright.errors import Findings, listing, source_place
 from meshwright.graph import Event, ModelGraph, spelled
 from meshwright.mesh import Mesh
-from meshwright.place import INNER, Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.rows import rows_apart
 from meshwright.regions import Join, Placed, Regions, find_regions, place_events
-from meshwright.view.stage import STUB, StageProgram, crossings
+from meshwright.submesh import INNER, Submesh, Submeshes, read_slice, trunk
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Branches:
         homes: parameter → the places that use it.
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[Submesh, ...] = ()
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     regions: Regions | None = None
@@ -111,7 +111,7 @@ def _places(entry: Entry) -> str:
     return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
 
 
-def _place(name: str, on: str, entry: Entry, number: int, parent: Place, findings: Findings) -> Place | None:
+def _place(name: str, on: str, entry: Entry, number: int, parent: Submesh, findings: Findings) -> Submesh | None:
     """One slice, with the mesh that its ranks form."""
     start, stop = read_slice(on) or (0, 0)
     where = f"modules.{name}"
@@ -146,7 +146,7 @@ def _place(name: str, on: str, entry: Entry, number: int, parent: Place, finding
             + (f", or on: 'tp[{start}:{start + mesh.size}]'" if start + mesh.size <= parent.tp else ""),
         )
         return None
-    return Place(on, number, start, stop, mesh)
+    return Submesh(on, number, start, stop, mesh)
 
 
 def _flow(mesh: Iterable[tuple[str, int]]) -> str:
@@ -168,7 +168,7 @@ def find_branches(
     check_streams(said.streams, graph, findings)
     if not said.places:
         return said, notes
-    tree = Places(plan.mesh, (trunk(plan.mesh), *_divided(model, said.places, graph)))
+    tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, said.places, graph)))
     followed = followers(graph, said.placed, tree)
     placed = {**said.placed, **{module: (branch,) for module, branch in followed.items()}}
     if followed:
@@ -176,7 +176,7 @@ def find_branches(
             replace(p, modules=(*p.modules, *(m for m, branch in followed.items() if branch == number)))
             for number, p in enumerate(said.places, 1)
         )
-        tree = Places(plan.mesh, (trunk(plan.mesh), *_divided(model, chosen, graph)))
+        tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, chosen, graph)))
         notes += [f"{module} runs on {tree[branch].on}: it takes only what that branch gives, and others would wait"
                   for module, branch in followed.items()]  # fmt: skip
     notes += _undivided(tree)
@@ -195,7 +195,7 @@ def find_branches(
     return Branches(weighed, placed, said.streams, regions, homes), notes
 
 
-def _divided(model: nn.Module, places: tuple[Place, ...], graph: ModelGraph) -> tuple[Place, ...]:
+def _divided(model: nn.Module, places: tuple[Submesh, ...], graph: ModelGraph) -> tuple[Submesh, ...]:
     """The places, each knowing whether its data ranks run some rows each."""
     around = {p.parent for p in places}
     return tuple(
@@ -204,7 +204,7 @@ def _divided(model: nn.Module, places: tuple[Place, ...], graph: ModelGraph) -> 
     )
 
 
-def _undivided(places: Places) -> list[str]:
+def _undivided(places: Submeshes) -> list[str]:
     """Notes on places whose data ranks all run all rows."""
     notes, around = [], {p.parent for p in places.all}
     for number, place in enumerate(places.all):
@@ -217,7 +217,7 @@ def _undivided(places: Places) -> list[str]:
     return notes
 
 
-def _work(branch: int, places: Places, regions: Regions, graph: ModelGraph) -> int:
+def _work(branch: int, places: Submeshes, regions: Regions, graph: ModelGraph) -> int:
     """Of the events of a branch and those within it."""
     own = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
     return sum(e.work for e in own)
@@ -250,7 +250,9 @@ def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findi
         )
 
 
-def _check_called(placed: Mapping[str, tuple[int, ...]], places: Places, graph: ModelGraph, findings: Findings) -> None:
+def _check_called(
+    placed: Mapping[str, tuple[int, ...]], places: Submeshes, graph: ModelGraph, findings: Findings
+) -> None:
     calls = Counter(call.module for call in graph.calls.values())
     for name, turns in placed.items():
         if not calls[name]:
@@ -269,7 +271,7 @@ def _check_called(placed: Mapping[str, tuple[int, ...]], places: Places, graph: 
             )
 
 
-def _check_reads(regions: Regions, placed: Placed, places: Places, graph: ModelGraph, findings: Findings) -> None:
+def _check_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     for position in ties_by_reads(regions, placed, places, graph):
         event, branch, why = graph.events[position], regions.places[position], "and a branch comes after it"
         if branch:
@@ -282,7 +284,7 @@ def _check_reads(regions: Regions, placed: Placed, places: Places, graph: ModelG
         )
 
 
-def ties_by_reads(regions: Regions, placed: Placed, places: Places, graph: ModelGraph) -> list[int]:
+def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph) -> list[int]:
     """The positions of reads that branches do not go with.
 
     After a value is read, what a module does may follow from it: a branch in there may be another one. And one that is read in
@@ -308,7 +310,7 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Places, graph: Model
     return found
 
 
-def _check_kept(placed: Placed, places: Places, graph: ModelGraph, findings: Findings) -> None:
+def _check_kept(placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     followed = graph.followed or graph
     for (module, name), branch, position in kept_apart(placed, places, graph):
         event = followed.events[position]
@@ -320,7 +322,7 @@ def _check_kept(placed: Placed, places: Places, graph: ModelGraph, findings: Fin
         )
 
 
-def _check_drawn(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
+def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     """Generators of the model's own from which several places draw: other ranks must be able to draw as many numbers."""
     for generator, positions in graph.drawn_from.items():
         branch = next((regions.places[p] for p in positions if regions.places[p]), 0)
@@ -336,7 +338,7 @@ def _check_drawn(regions: Regions, places: Places, graph: ModelGraph, findings: 
         )
 
 
-def kept_apart(placed: Placed, places: Places, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
+def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
     """What modules keep, by module and name, if a branch changes it, or uses it before a change, and another place uses it too:
     with the branch, and the position of a use elsewhere in ``graph.followed``, if there is that."""
     followed = graph.followed or graph
@@ -351,7 +353,7 @@ def kept_apart(placed: Placed, places: Places, graph: ModelGraph) -> list[tuple[
     return found
 
 
-def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: Findings) -> None:
+def _check_alone(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     """Branches beside which no other runs: what ties them to each other; each tie once."""
     told: set[str] = set()
     for branch, join in unaccompanied(regions, places):
@@ -369,7 +371,7 @@ def _check_alone(regions: Regions, places: Places, graph: ModelGraph, findings: 
         )
 
 
-def _tie(regions: Regions, places: Places, graph: ModelGraph, join: Join) -> str:
+def _tie(regions: Regions, places: Submeshes, graph: ModelGraph, join: Join) -> str:
     """The value that stands between a branch and the others, in words."""
     waiting = first_wait(regions, places, graph, join)
     if waiting is None:

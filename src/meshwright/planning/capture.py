@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import is_ours, line_of, model_line
+from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
+from meshwright.calls.tracer import Slot, Tracer, following, held_in, kept_in, memory_of
 from meshwright.chance import held_kept, host_drawn
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
@@ -31,10 +33,8 @@ from meshwright.planning.memory import (
 from meshwright.planning.origins import Origins
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
-from meshwright.view.losses import mean_target
-from meshwright.view.structure import as_it_is, lists_in, map_tensors, tensors_of
-from meshwright.view.torch_functions import is_random, op_facts, writes
-from meshwright.view.walk import Slot, Walk, following, held_in, kept_in, memory_of
+from meshwright.spmd.losses import mean_target
+from meshwright.spmd.torch_functions import is_random, op_facts, writes
 
 
 def capture(
@@ -228,7 +228,7 @@ class Cost(TorchDispatchMode):
         return out
 
 
-class Recorder(Walk):
+class Recorder(Tracer):
     """Writes down a forward as it runs.
 
     Args:

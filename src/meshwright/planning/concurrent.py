@@ -26,10 +26,10 @@ from meshwright.cost.split import best_split
 from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.mesh import Mesh
 from meshwright.names import pattern
-from meshwright.place import Place, Places, read_slice, trunk
 from meshwright.plan import Entry, Plan
 from meshwright.planning.branch import kept_apart, ties_by_reads
 from meshwright.regions import find_regions
+from meshwright.submesh import Submesh, Submeshes, read_slice, trunk
 
 Pattern = tuple[str, ...]
 
@@ -204,14 +204,14 @@ def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
     """Whether branches found in the calls run each beside another in the forward: neither functions between them nor values
     that are read tie them."""
     spots = {on: read_slice(on) or (0, 0) for region in regions for _, on in region}
-    inner = {on: Place(on, 0, a, b, Mesh((("tp", b - a),))) for on, (a, b) in spots.items()}
+    inner = {on: Submesh(on, 0, a, b, Mesh((("tp", b - a),))) for on, (a, b) in spots.items()}
     number = {on: i for i, on in enumerate(inner, 1)}
     placed: dict[str, tuple[int, ...]] = {}
     for region in regions:
         for branch, on in region:
             for module in branch.modules:
                 placed[module] = (*placed.get(module, ()), number[on])
-    places = Places(mesh, (trunk(mesh), *inner.values()))
+    places = Submeshes(mesh, (trunk(mesh), *inner.values()))
     found = find_regions(graph, placed, places)
     beside = {p for start, stop in found.spans_of_several for p in range(start, stop)}
     together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from meshwright.graph import ROOT, Call, ModelGraph
-from meshwright.place import Places
 from meshwright.regions import Join, Placed, Regions, find_regions
+from meshwright.submesh import Submeshes
 
 
-def followers(graph: ModelGraph, placed: Placed, places: Places) -> dict[str, int]:
+def followers(graph: ModelGraph, placed: Placed, places: Submeshes) -> dict[str, int]:
     """The modules that must go with a branch so that branches run at the same time: module → branch.
 
     Returns:
@@ -41,14 +41,14 @@ def followers(graph: ModelGraph, placed: Placed, places: Places) -> dict[str, in
     return {}
 
 
-def unaccompanied(regions: Regions, places: Places) -> Iterator[tuple[int, Join]]:
+def unaccompanied(regions: Regions, places: Submeshes) -> Iterator[tuple[int, Join]]:
     """Branches that run in no region with another, though the plan has others beside them; and where each joins."""
     for branch, join in regions.alone().items():
         if any(places[p].parent == places[branch].parent and p != branch for p in places.branches):
             yield branch, join
 
 
-def first_wait(regions: Regions, places: Places, graph: ModelGraph, join: Join) -> tuple[int, int] | None:
+def first_wait(regions: Regions, places: Submeshes, graph: ModelGraph, join: Join) -> tuple[int, int] | None:
     """What ended the region before a join: the event, by its position, that takes a value of a branch and is not of that
     branch; and the number of the value."""
     joins = sorted(

@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.calls.structure import tensors_of
+from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
 from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode
-from meshwright.view.structure import tensors_of
-from meshwright.view.torch_functions import written_by
-from meshwright.view.walk import Slot
+from meshwright.spmd.torch_functions import written_by
 
 
 class Memory(TorchDispatchMode):
@@ -320,7 +320,7 @@ def keep_together(
     for name, touched in parameters.items():
         graph.spans.append(_span(graph, touched.used, f"the forward writes {name}"))
     changed = {p for touched in (*foreign.values(), *slots.values(), *parameters.values()) for p in touched.changed}
-    for start, stop in graph.segments.values():  # (what is cut is not run again: ``StageWalk.segment_begins``)
+    for start, stop in graph.segments.values():  # (what is cut is not run again: ``StageInterpreter.segment_begins``)
         if any(start <= p < stop for p in changed):
             graph.spans.append(_span(graph, [start, stop - 1], "a checkpoint changes it twice, as on one device"))
     graph.spans = [s for s in dict.fromkeys(graph.spans) if s.first < s.last]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.private import pytree, storage_of
-from meshwright.view.torch_functions import op_facts, written_by
+from meshwright.spmd.torch_functions import op_facts, written_by
 
 _ELSEWHERE = -1  # stands for what no memory says: random numbers, tensors whose memory cannot be told (sparse ones)
 

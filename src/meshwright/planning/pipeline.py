@@ -27,7 +27,7 @@ SLACK = 1.03
 
 
 @dataclass(frozen=True)
-class Places:
+class Submeshes:
     """Where a program can be cut: positions, and the coarser of them; why not elsewhere."""
 
     anywhere: tuple[int, ...]
@@ -35,7 +35,7 @@ class Places:
     reasons: tuple[str, ...]
 
 
-def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = ()) -> Places:
+def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = ()) -> Submeshes:
     """The positions at which a stage may begin; ``regions``: spans in which branches run (regions.py)."""
     end = len(graph.events)
     closed, in_block, reasons = [False] * (end + 1), [False] * (end + 1), []
@@ -67,7 +67,7 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple
         close(span.first + 1, min(span.last, end) + 1, closed)
         reasons.append(span.why)
     anywhere = tuple(b for b in range(1, end) if not closed[b])
-    return Places(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
+    return Submeshes(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
 
 
 class Costs:
@@ -222,7 +222,7 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
     return tuple(found)
 
 
-def no_cuts(findings: Findings, graph: ModelGraph, places: Places, stages: int, ranks: int, pinned: bool) -> None:
+def no_cuts(findings: Findings, graph: ModelGraph, places: Submeshes, stages: int, ranks: int, pinned: bool) -> None:
     """Says that a model cannot be cut into so many stages, on ranks of which each has several perhaps, and where it can be."""
     possible = [_name(graph, b) for b in places.anywhere]
     most = len(possible) + 1

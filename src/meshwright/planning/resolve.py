@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_ours
+from meshwright.calls.sequence import cutting_inputs
 from meshwright.chance import WAYS, Draws, drawing
 from meshwright.errors import Findings, PlanError, nearest
 from meshwright.graph import ModelGraph
-from meshwright.layout import WHOLE
-from meshwright.place import Place, Places, trunk
+from meshwright.layout import REPLICATE
 from meshwright.plan import Entry, Plan
 from meshwright.planning.branch import (
     Branches,
@@ -44,7 +44,7 @@ from meshwright.planning.units import Uses, called_modules, repeated_blocks
 from meshwright.private import pytree
 from meshwright.recipe import ParameterRecipe, Recipe, Stage, Unit
 from meshwright.regions import Regions
-from meshwright.view.sequence import cutting_inputs
+from meshwright.submesh import Submesh, Submeshes, trunk
 
 Run = Callable[[nn.Module], Any]
 
@@ -121,7 +121,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
         more += parted
         if data > 1:
             units, parted = _answering_units(
-                units, graph, branches, Places(plan.mesh, (trunk(plan.mesh), *branches.places))
+                units, graph, branches, Submeshes(plan.mesh, (trunk(plan.mesh), *branches.places))
             )
             more += parted
         _check_shared(homes, branches, findings)
@@ -224,8 +224,8 @@ def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style
         if said.tp in (None, "auto") and said.parts is None and said.units is None:
             styles[name] = soft.get(name, Style()) if said.tp is None else Style()
             continue
-        kind = "cut" if said.cut_dim is not None else (said.tp or "auto")
-        dim = said.cut_dim
+        kind = "shard" if said.shard_dim is not None else (said.tp or "auto")
+        dim = said.shard_dim
         styles[name] = Style(kind, dim, said.parts, said.units, forced=said.tp not in (None, "auto"))
     return styles
 
@@ -233,7 +233,7 @@ def _styles(names: Names, entries: Mapping[str, Entry], soft: Mapping[str, Style
 _TP_PLAN = {
     "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column", "packed_colwise": "column",
     "rowwise": "row", "rowwise_rep": "row", "embedding_rowwise": "row", "packed_rowwise": "row", "rowwise_split_input": "row",
-    "replicated_with_grad_allreduce": "whole", "replicate": "whole",
+    "replicated_with_grad_allreduce": "replicate", "replicate": "replicate",
 }  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def _model_tp_plan(model: nn.Module, names: Names) -> tuple[dict[str, Style], li
                 styles[name] = Style(_TP_PLAN[style], reason=f"the model's tp_plan: {style}")
         for group, style in groups.items():
             if group and fnmatchcase(name, f"{group}.*"):
-                styles[name] = Style("whole", reason=f"the model's tp_plan has a style not known here: {style}")
+                styles[name] = Style("replicate", reason=f"the model's tp_plan has a style not known here: {style}")
     for group, style in groups.items():
         notes.append(f"{group or 'a group'} is left whole over tp: its tp_plan has the style {style!r}, not known here")
     return styles, notes
@@ -317,7 +317,7 @@ def _closed_units(units: tuple[Unit, ...], uses: Uses | None, skipped: set[str])
 
 
 def _answering_units(
-    units: tuple[Unit, ...], graph: ModelGraph, branches: Branches, places: Places
+    units: tuple[Unit, ...], graph: ModelGraph, branches: Branches, places: Submeshes
 ) -> tuple[tuple[Unit, ...], list[str]]:
     """Units of which every rank that has them has what they give: FSDP2 gathers a unit for its backward when a gradient comes
     to its result, which it does not on a rank where that is made in another branch."""
@@ -412,7 +412,7 @@ def _cuts(
     uses = Uses(model, {u.name: modules[u.name] for u in units if u.name})
     size = plan.mesh.axis_size("tp")
     if size == 1:
-        styles = {name: Style("whole", reason="the mesh has no tp axis") for name in names.parameters}
+        styles = {name: Style("replicate", reason="the mesh has no tp axis") for name in names.parameters}
     seeds = (lambda work: cutting_inputs(work, [modules[n] for n in sequence])) if sequence else None
     try:
         outer = _styles_in(0, styles, branches)
@@ -430,7 +430,9 @@ def _cuts(
     if size > 1 and not cuts.layouts:
         reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
         what = "no parameter outside branches" if branches.places else "no parameter"
-        notes.append(f"{what} is cut over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3]))
+        notes.append(
+            f"{what} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])
+        )
     cuts = _branch_cuts(model, run, names, styles, ids, cuts, branches)
     notes += [f"{p} is not used by the forward" for p in names.parameters if p not in uses.seen]
     return cuts, uses, notes
@@ -458,7 +460,7 @@ def _branch_cuts(
 
 def _styles_in(place: int, styles: Mapping[str, Style], branches: Branches) -> dict[str, Style]:
     """The styles of a place's own parameters; those of others stay whole."""
-    other = Style("whole", forced=True, reason="used in another place")
+    other = Style("replicate", forced=True, reason="used in another place")
     return {name: style if branches.home(name) == (place,) else other for name, style in styles.items()}
 
 
@@ -483,7 +485,7 @@ def _line(
     stages: tuple[int, ...],
     places: tuple[int, ...],
 ) -> ParameterRecipe:
-    tp = cuts.layouts.get(name, WHOLE) if cuts and len(places) == 1 else WHOLE
+    tp = cuts.layouts.get(name, REPLICATE) if cuts and len(places) == 1 else REPLICATE
     unit = next(u for u in units if u.name == owner)
     is_loose = not p.dim() or name in loose or places != (unit.place,)  # a unit lives on one mesh
     reason = (cuts.reasons.get(name, "") if cuts else "") or loose.get(name, "")
@@ -553,7 +555,7 @@ def _reshards(plan: Plan) -> bool:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, plan: Plan, run: Run, places: Sequence[Place] = ()) -> ModelGraph:
+def _captured(model: nn.Module, plan: Plan, run: Run, places: Sequence[Submesh] = ()) -> ModelGraph:
     """The forward on the sample, recorded; and where data ranks of a branch may run their own rows, of which functions."""
     with computing_in(model, plan.precision):
         graph = capture(model, run, staged=plan.mesh.axis_size("pp") > 1, follow=True)
@@ -753,9 +755,9 @@ def _check_refused(cuts: Cuts | None, names: Names, findings: Findings) -> None:
         shape = tuple(names.parameters[name][0].shape)
         findings.add(
             where=f"modules, what is said of {name}",
-            given=f"a cut over tp of a parameter of shape {shape}: {reason}",
+            given=f"a sharded over tp of a parameter of shape {shape}: {reason}",
             required="at least one piece for each rank of tp",
-            fix=f"{name}: {{tp: whole}}",
+            fix=f"{name}: {{tp: replicate}}",
         )
 
 

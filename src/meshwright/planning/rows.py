@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.calls.placeholder import sized
+from meshwright.calls.structure import map_tensors, tensors_of
+from meshwright.calls.tracer import Tracer, following, kept_in
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
-from meshwright.layout import cut
-from meshwright.place import Place
+from meshwright.layout import even_shard
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import pytree
-from meshwright.view.axis import Ledger, PlannedAxis
-from meshwright.view.functions import FunctionMode
-from meshwright.view.mode import GlobalView
-from meshwright.view.standing import sized
-from meshwright.view.structure import map_tensors, tensors_of
-from meshwright.view.tensor import View
-from meshwright.view.torch_functions import is_fact
-from meshwright.view.walk import Walk, following, kept_in
-from meshwright.view.work import Work
+from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.comm import Ledger, PlannedAxis
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import is_fact
+from meshwright.submesh import Submesh
 
 # Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.
 _SHAPED = frozenset(
@@ -43,7 +43,7 @@ def rows_of_batch(graph: ModelGraph) -> int | None:
     return sizes[0] if sizes else None
 
 
-def rows_apart(model: nn.Module, place: Place, graph: ModelGraph) -> bool:
+def rows_apart(model: nn.Module, place: Submesh, graph: ModelGraph) -> bool:
     """Whether the data ranks of a place can each run their own rows, in this forward: every call of its modules then gives, of
     some rows, those rows of what it gives of all, and nothing else."""
     modules, rows = dict(model.named_modules()), rows_of_batch(graph)
@@ -58,7 +58,7 @@ class Divided:
     """So many rows, in so many shares."""
 
     def __init__(self, rows: int, shares: int, model: nn.Module) -> None:
-        self.rows, self.layout = rows, cut(0, rows, shares)
+        self.rows, self.layout = rows, even_shard(0, rows, shares)
         self._names = {id(m): n for n, m in model.named_modules()}
 
     @property
@@ -71,17 +71,17 @@ class Divided:
     def cut_apart(self, run: Callable[..., Any], given: Any) -> bool:
         """Whether ``run`` gives rows cut as those it is given, without moving any. ``given``: args and kwargs."""
         ledger = Ledger()
-        work = Work(PlannedAxis("rows", self.layout.ranks, 0, ledger), ledger, self._names)
+        dispatcher = Dispatcher(PlannedAxis("rows", self.layout.ranks, 0, ledger), ledger, self._names)
 
         def by_rows(t: Tensor) -> Tensor:
             if not self.has(t) or isinstance(t, nn.Parameter):
                 return t
-            return View(t.detach().new_empty((self.fewer, *t.shape[1:])), self.layout, work)
+            return GlobalTensor(t.detach().new_empty((self.fewer, *t.shape[1:])), self.layout, dispatcher)
 
-        with GlobalView(work, lambda x: None).on():
+        with SpmdMode(dispatcher, lambda x: None).on():
             args, kwargs = pytree.tree_map_only(Tensor, by_rows, given)
             found = tensors_of(run(*args, **kwargs))
-        cut_as_given = all(isinstance(t, View) and t._mw_layout == self.layout for t in found)
+        cut_as_given = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in found)
         return cut_as_given and not ledger.calls and not ledger.fallbacks
 
     def some(self, given: Any) -> Any:
@@ -135,7 +135,7 @@ def _plain(given: Any) -> bool:
     return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(given))
 
 
-class _Finder(Walk):
+class _Finder(Tracer):
     """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
 
     def __init__(self, model: nn.Module, graph: ModelGraph, rows: Divided) -> None:

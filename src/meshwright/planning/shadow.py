@@ -27,8 +27,8 @@ from meshwright.private import (
     storage_of,
     without_any_mode,
 )
-from meshwright.view.functions import FunctionMode, transforming
-from meshwright.view.torch_functions import op_facts, written_by
+from meshwright.spmd.autograd_functions import FunctionMode, transforming
+from meshwright.spmd.torch_functions import op_facts, written_by
 
 aten = torch.ops.aten
 META = torch.device("meta")

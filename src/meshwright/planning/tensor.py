@@ -1,12 +1,12 @@
-"""Which parameters are cut over ``tp``, and how: found by running the model's own forward on meta tensors.
+"""Which parameters are sharded over ``tp``, and how: found by running the model's own forward on meta tensors.
 
-    a linear that meets a whole input is cut by column; one that meets a cut input is cut by row
+    a linear that meets a whole input is sharded by column; one that meets a sharded input is sharded by row
 
 The forward runs through the very rules of a real run. Whatever the cut of a parameter leads to is followed (every cut
 tensor knows the parameters its cut comes from), and what does not fit teaches a constraint about those parameters:
 
-    a split, chunk or unbind finds k blocks in the cut dim        cut each block (a fused QKV)
-    a view finds heads in the cut dim                             do not break a head
+    a split, chunk or unbind finds k blocks in the sharded dim        cut each block (a fused QKV)
+    a view finds heads in the sharded dim                             do not break a head
     the cut is gathered again (a function without a rule …)       not worth it: leave the parameter whole
 
 Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the same parameter of every
@@ -28,21 +28,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import WHOLE, Cut, cut
+from meshwright.layout import REPLICATE, Shard, even_shard
 from meshwright.planning.families import families
 from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import pytree, storage_of
-from meshwright.view.axis import Ledger, PlannedAxis
-from meshwright.view.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
-from meshwright.view.functions import custom_functions, transforming
-from meshwright.view.mode import SET_DATA, SPECIAL, GlobalView
-from meshwright.view.rules import ANSWERS
-from meshwright.view.rules.gradient import ENGINES
-from meshwright.view.signature import ReadsValue, with_values
-from meshwright.view.tensor import View
-from meshwright.view.torch_functions import FACTS, reshaped, writes_first
-from meshwright.view.work import Work
+from meshwright.spmd.autograd_functions import custom_functions, transforming
+from meshwright.spmd.comm import Ledger, PlannedAxis
+from meshwright.spmd.decide import ANSWERS
+from meshwright.spmd.decide.gradient import ENGINES
+from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import SET_DATA, SPECIAL, SpmdMode
+from meshwright.spmd.signature import ReadsValue, with_values
+from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import FACTS, reshaped, writes_first
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Style:
     """What is known about how a parameter is to be cut.
 
     ``kind``: auto | column | row | whole | cut; ``dim``: the parameter's dim where kind is cut; ``blocks``: sizes of the
-    fused blocks along the cut dim, or how many equal ones; ``units``: pieces of each block that may not be broken;
+    fused blocks along the sharded dim, or how many equal ones; ``units``: pieces of each block that may not be broken;
     ``forced``: a person's word.
     """
 
@@ -69,7 +69,7 @@ class Cuts:
     ``refused``: parameter name → why it cannot be cut as the plan says.
     """
 
-    layouts: Mapping[str, Cut]
+    layouts: Mapping[str, Shard]
     reasons: Mapping[str, str]
     ledger: Ledger
     reads: int
@@ -84,7 +84,7 @@ def infer_cuts(
     size: int,
     styles: Mapping[str, Style],
     names: Mapping[int, str],
-    seeds: Callable[[Work], Any] | None = None,
+    seeds: Callable[[Dispatcher], Any] | None = None,
     uses: Uses | None = None,
 ) -> Cuts:
     """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
@@ -93,7 +93,7 @@ def infer_cuts(
         run: runs the forward, given the model.
         styles: parameter name → what the plan says of it.
         names: ``id(parameter)`` → name.
-        seeds: a context manager that cuts block inputs over the sequence, given the view's work.
+        seeds: a context manager that cuts block inputs over the sequence, given the dispatcher.
     """
 
     of = families(model, names.values())
@@ -107,7 +107,7 @@ def infer_cuts(
         kind, said = styles[group[0]].kind, styles
         tried = {}
         for dim in dims_of_style(kind, dims[group[0]]):
-            styles = {**said, **{name: replace(said[name], kind="cut", dim=dim) for name in group}}
+            styles = {**said, **{name: replace(said[name], kind="shard", dim=dim) for name in group}}
             tried[dim] = styles, follow(styles)
             if kind in tried[dim][1].planner.roles.get(group[0], [kind]):  # where no product met it, the first will do
                 break
@@ -115,7 +115,7 @@ def infer_cuts(
             dim = next(iter(tried))
         styles, found = tried[dim]
     planner = found.planner
-    return Cuts(planner.layouts, planner.reasons(), planner.work.ledger, found.reads, planner.refused)
+    return Cuts(planner.layouts, planner.reasons(), planner.dispatcher.ledger, found.reads, planner.refused)
 
 
 def dims_of_style(kind: str, rank: int) -> list[int]:
@@ -125,7 +125,7 @@ def dims_of_style(kind: str, rank: int) -> list[int]:
 
 
 def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
-    """The parameters that the plan wants cut by column or row, and that are whole: by family. Vectors follow weights."""
+    """The parameters that the plan wants sharded by column or row, and that are whole: by family. Vectors follow weights."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, style in planner.styles.items():
         if style.forced and style.kind in ("column", "row") and name not in planner.layouts and dims.get(name, 0) > 1:
@@ -149,7 +149,7 @@ def _followed(
     styles: Mapping[str, Style],
     names: Mapping[int, str],
     families: Mapping[str, str],
-    seeds: Callable[[Work], Any] | None,
+    seeds: Callable[[Dispatcher], Any] | None,
     uses: Uses | None,
     passes: int = 400,
 ) -> Followed:
@@ -166,7 +166,7 @@ def _followed(
                 for context in (torch.no_grad(), shadow, meeting, mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
-                    stack.enter_context(seeds(planner.work))
+                    stack.enter_context(seeds(planner.dispatcher))
                 if uses is not None:
                     planner.uses = uses
                     stack.enter_context(uses.watching())
@@ -181,7 +181,7 @@ def _followed(
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
 
 
-def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Cut | str:
+def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
     """The cut of a dim of ``size`` elements in the blocks and pieces of a style; or why there is none."""
     blocks = style.blocks or (size,)
     if isinstance(blocks, int):
@@ -193,12 +193,12 @@ def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Cut | str:
     if units < ranks:
         what = f"{units} piece{'s' * (units != 1)} that may not be broken"
         return f"{what} in dim {dim} ({size}) for {ranks} ranks of tp"
-    return cut(dim, blocks, ranks, style.units)
+    return even_shard(dim, blocks, ranks, style.units)
 
 
 def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]) -> Cuts:
     """The cuts that the plan names, and no others: for a forward that cannot be followed without values."""
-    layouts: dict[str, Cut] = {}
+    layouts: dict[str, Shard] = {}
     refused: dict[str, str] = {}
     for p in model.parameters():
         name = names[id(p)]
@@ -206,17 +206,19 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
         if not style.forced or (dim := _dim_as_said(style, p.dim())) is None:
             continue
         found = cut_in_style(style, dim, p.shape[dim], size)
-        if isinstance(found, Cut):
+        if isinstance(found, Shard):
             layouts[name] = found
         else:
             refused[name] = found
-    reasons = {n: AS_SAID if n in layouts or (s.forced and s.kind == "whole") else s.reason for n, s in styles.items()}
+    reasons = {
+        n: AS_SAID if n in layouts or (s.forced and s.kind == "replicate") else s.reason for n, s in styles.items()
+    }
     return Cuts(layouts, reasons, Ledger(), 1, refused)
 
 
 def _dim_as_said(style: Style, rank: int) -> int | None:
     """The dim that a style cuts of a parameter with ``rank`` dims; None for a vector beside its weight."""
-    if style.kind == "cut":
+    if style.kind == "shard":
         return style.dim if style.dim is not None and style.dim < rank else None
     return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None
 
@@ -229,11 +231,11 @@ class _Learnt(BaseException):
     """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
 
 
-class Reading(GlobalView):
+class Reading(SpmdMode):
     """The view of a forward that is planned: every decision is read before it is executed."""
 
     def __init__(self, planner: Planner) -> None:
-        super().__init__(planner.work, planner.parameter)
+        super().__init__(planner.dispatcher, planner.parameter)
         self.planner = planner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,15 +245,15 @@ class Reading(GlobalView):
         ours, args, kwargs = self._substitute(args, kwargs)
         return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
 
-    def answer(self, work: Work, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, with the parameters in it that may be cut; what comes out knows which parameters its cut comes from."""
         if func in FACTS:
-            return work.call(func, args, kwargs)
+            return dispatcher.call(func, args, kwargs)
         sources = _sources((args, kwargs))
         again: AbstractContextManager[Any] = nullcontext()
         if func in ENGINES:
             starts = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
-            self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Cut)], _AT_ONCE)
+            self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Shard)], _AT_ONCE)
         elif func not in ANSWERS and not _changes_the_view(func, args, kwargs):
             decided = self.planner.read(func, args, kwargs)
             args, kwargs = decided.given((decided.args, decided.kwargs))
@@ -259,23 +261,24 @@ class Reading(GlobalView):
             if isinstance(decided.answer, Body):
                 again = self  # its inner calls are read as well
         with again:
-            out = work.call(func, args, kwargs)
+            out = dispatcher.call(func, args, kwargs)
         for x in _views(out):
-            if isinstance(x._mw_layout, Cut):
+            if isinstance(x._mw_layout, Shard):
                 x._mw_sources = x._mw_sources | sources
         return out
 
-    def gathered(self, work: Work, user: Any, views: list[View]) -> None:
+    def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
         self.planner.gathered(user, views)
-        super().gathered(work, user, views)
+        super().gathered(dispatcher, user, views)
 
 
 def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a write changes what a View is, or goes through it to what it is a slice of: not by a decision of its own."""
+    """Whether a write changes what a global tensor is, or goes through it to what it is a slice of: not by a decision
+    of its own."""
     if reshaped(func) is not None or func == SET_DATA:
         return True
     target = args[0] if args else None
-    return isinstance(target, View) and target._mw_origin is not None and writes_first(func, args, kwargs)
+    return isinstance(target, GlobalTensor) and target._mw_origin is not None and writes_first(func, args, kwargs)
 
 
 _AT_ONCE = "its cut would be gathered again at once"
@@ -285,7 +288,7 @@ class Planner:
     """What is known of the cuts of parameters, in one run of a forward: it reads decisions, and decides for parameters.
 
     Attributes:
-        work: executes the forward's calls.
+        dispatcher: executes the forward's calls.
     """
 
     def __init__(
@@ -298,10 +301,10 @@ class Planner:
         rows: int,
         model: nn.Module,
     ) -> None:
-        self.work = Work(axis, axis.ledger, {id(m): n for n, m in model.named_modules()}, self._engine)
+        self.dispatcher = Dispatcher(axis, axis.ledger, {id(m): n for n, m in model.named_modules()}, self._engine)
         self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
         self.families: Mapping[str, str] = {}  # parameter → its family; by itself where it is not named
-        self.layouts: dict[str, Cut] = {}
+        self.layouts: dict[str, Shard] = {}
         self.roles: dict[str, list[str]] = {}
         self.refused: dict[str, str] = {}
         self.memory: dict[int, str] = {}
@@ -314,17 +317,17 @@ class Planner:
     def parameter(self, x: Tensor) -> Tensor | None:
         """The view's parameter for a parameter of the model; None for other tensors."""
         name = self.parameters.get(id(x))
-        if name is None or isinstance(x, View):
+        if name is None or isinstance(x, GlobalTensor):
             return None
         if self.uses is not None:
             self.uses.note(x, name)
         style, dims = self.style(name), tuple(range(x.dim()))
-        given = style.dim if style.kind == "cut" and name not in self.layouts else None
+        given = style.dim if style.kind == "shard" and name not in self.layouts else None
         if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):
             self.layouts[name] = layout
         if name in self.layouts:
             return self._cut(x, name, dims, self.layouts[name])
-        return View(x.detach(), WHOLE, self.work, parameter=(name, dims))
+        return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
 
     def style(self, name: str) -> Style:
         given = self.styles.get(name, Style())
@@ -335,32 +338,32 @@ class Planner:
             known = replace(known, kind=given.kind, dim=given.dim, forced=True)
         return replace(known, blocks=given.blocks or known.blocks, units=given.units or known.units)
 
-    def layout_for(self, name: str, size: int, dim: int) -> Cut | None:
+    def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
         """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
         style = self.style(name)
-        found = cut_in_style(style, dim, size, self.work.axis.size)
+        found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
         if isinstance(found, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
             style = self.styles[name]
-            found = cut_in_style(style, dim, size, self.work.axis.size)
-        if isinstance(found, Cut):
+            found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(found, Shard):
             return found
         if style.forced:
             self.refused[name] = found
-        self.learn([name], replace(style, kind="whole", reason=found))
+        self.learn([name], replace(style, kind="replicate", reason=found))
         return None
 
-    def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Cut) -> Any:
+    def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
         if layout.dim not in dims:
-            return View(x.detach(), WHOLE, self.work, parameter=(name, dims))
+            return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
         here = layout.on(dims.index(layout.dim))
         shape = list(x.shape)
-        shape[here.dim] = here.local(self.work.axis.rank)
-        local = (x._mw_local if isinstance(x, View) else x).new_empty(shape)
+        shape[here.dim] = here.local(self.dispatcher.axis.rank)
+        local = (x._mw_local if isinstance(x, GlobalTensor) else x).new_empty(shape)
         self.memory[storage_of(local)] = name
         self._alive.append(local)
-        return View(local, here, self.work, frozenset([name]), (name, dims))
+        return GlobalTensor(local, here, self.dispatcher, frozenset([name]), (name, dims))
 
-    def _taken(self, p: View, choice: Choice) -> View:
+    def _taken(self, p: GlobalTensor, choice: Choice) -> GlobalTensor:
         """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
         assert p._mw_parameter is not None
         style = self.style(p._mw_parameter[0])
@@ -375,12 +378,12 @@ class Planner:
             return self._decide(p, choice.match.dim, ("auto", "row"), choice.match)
         return p if choice.column is None else self._decide(p, choice.column, ("auto", "column"), None)
 
-    def _decide(self, p: View, dim: int, kinds: tuple[str, ...], like: Cut | None) -> View:
+    def _decide(self, p: GlobalTensor, dim: int, kinds: tuple[str, ...], like: Shard | None) -> GlobalTensor:
         assert p._mw_parameter is not None
         name, dims = p._mw_parameter
         style = self.style(name)
         if name not in self.layouts:
-            one_dim = p.dim() == 1 and style.kind != "whole"  # a bias follows its weight
+            one_dim = p.dim() == 1 and style.kind != "replicate"  # a bias follows its weight
             if dims[dim] < 0 or (style.kind not in kinds and not one_dim):
                 return p
             if like is None:
@@ -401,7 +404,7 @@ class Planner:
         declined: set[int] = set()
         while True:
             try:
-                decided = self.work.decide(func, args, kwargs)
+                decided = self.dispatcher.decide(func, args, kwargs)
             except ReadsValue:
                 args, kwargs = with_values(args, kwargs)
                 continue
@@ -411,7 +414,7 @@ class Planner:
             if choice is None:
                 break
             p = tensors[choice.index]
-            assert isinstance(p, View)
+            assert isinstance(p, GlobalTensor)
             tensors[choice.index] = self._taken(p, choice)
             if tensors[choice.index] is p:
                 declined.add(choice.index)
@@ -423,7 +426,7 @@ class Planner:
         elif isinstance(answer.finding, Units):
             self.units(tensors[answer.finding.index], answer.finding.count)
         if isinstance(answer, Gather):
-            self.gathered(func, [x for x in tensors if isinstance(x, View)])
+            self.gathered(func, [x for x in tensors if isinstance(x, GlobalTensor)])
         return decided
 
     def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
@@ -432,22 +435,22 @@ class Planner:
             self._used_as(tensors[index], role)
         for use in pytree.tree_leaves((decision.args, decision.kwargs)):
             x = tensors[use.index] if isinstance(use, Use) else None
-            if not isinstance(x, View) or not isinstance(have := x._mw_layout, Cut):
+            if not isinstance(x, GlobalTensor) or not isinstance(have := x._mw_layout, Shard):
                 continue
-            if isinstance(use.need, Cut):
+            if isinstance(use.need, Shard):
                 if use.need != have:
                     self._regathered(x, have, use.need)
             elif use.need not in (Need.HELD, Need.GIVEN):
                 self.not_worth([x], _AT_ONCE)
 
-    def gathered(self, user: Any, views: Sequence[View]) -> None:
-        """Cut Views are gathered for a function."""
-        cut_ones = [x for x in views if isinstance(x._mw_layout, Cut)]
+    def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:
+        """sharded global tensors are gathered for a function."""
+        cut_ones = [x for x in views if isinstance(x._mw_layout, Shard)]
         if cut_ones:
-            place = self.work.place(user)
+            place = self.dispatcher.place(user)
             self.not_worth(cut_ones, f"its cut would be gathered again by {place.function} at {place.line}")
 
-    def _regathered(self, x: View, have: Cut, layout: Cut) -> None:
+    def _regathered(self, x: GlobalTensor, have: Shard, layout: Shard) -> None:
         if have.dim == layout.dim and layout.parts == have.parts == 1:
             step = gcd(*layout.pieces[0])
             if step and layout.size % step == 0:
@@ -470,23 +473,23 @@ class Planner:
             if all(b % units == 0 for b in blocks):
                 self.learn([name], replace(style, units=units))
 
-    def not_worth(self, views: Sequence[View], reason: str) -> None:
+    def not_worth(self, views: Sequence[GlobalTensor], reason: str) -> None:
         names = sorted({n for v in views for n in v._mw_sources})
         for name in names:
-            self.learn([name], replace(self.style(name), kind="whole", reason=reason), later=True)
+            self.learn([name], replace(self.style(name), kind="replicate", reason=reason), later=True)
         if any(not self.styles.get(n, Style()).forced for n in names):
             raise _Learnt
 
     def learn(self, names: list[str], style: Style, *, later: bool = False) -> None:
         """Keeps what is now known of a family and starts over, if it is news."""
         for name in names:
-            if self.styles.get(name, Style()).forced and style.kind == "whole":
+            if self.styles.get(name, Style()).forced and style.kind == "replicate":
                 continue
             key = self.families.get(name, name)
             if self.learnt.get(key) != style:
                 self.news[key] = self.news.get(key, 0) + 1
                 if self.news[key] > _PATIENCE:
-                    style = replace(style, kind="whole", reason="no cut fits every use of it")
+                    style = replace(style, kind="replicate", reason="no cut fits every use of it")
                 self.learnt[key] = style
                 if not later:
                     raise _Learnt
@@ -509,7 +512,7 @@ class Planner:
         style = self.style(name)
         if name in self.layouts:
             return AS_SAID if style.forced else ""
-        if style.kind == "whole":
+        if style.kind == "replicate":
             return AS_SAID if style.forced else style.reason
         if style.forced:  # what is not refused: a vector, named with the weights beside it
             return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
@@ -517,12 +520,12 @@ class Planner:
 
 
 def _sources(value: Any) -> set[str]:
-    """The parameters that the cuts of Views come from."""
-    return {name for x in _views(value) if isinstance(x._mw_layout, Cut) for name in x._mw_sources}
+    """The parameters that the cuts of global tensors come from."""
+    return {name for x in _views(value) if isinstance(x._mw_layout, Shard) for name in x._mw_sources}
 
 
-def _views(value: Any) -> list[View]:
-    if isinstance(value, View):
+def _views(value: Any) -> list[GlobalTensor]:
+    if isinstance(value, GlobalTensor):
         return [value]
     if isinstance(value, (tuple, list)):
         return [v for item in value for v in _views(item)]

@@ -20,8 +20,8 @@ class Shapes:
         """The output of the model, or of another of its methods. Raises what the model raises."""
         import torch
 
+        from meshwright.deferred import record
         from meshwright.planning.shadow import Meeting, Shadow
-        from meshwright.run.init import record
 
         with torch.random.fork_rng(devices=[]):
             if self._model is None:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.run.job import Job
-from meshwright.run.parameters import local_tensor
+from meshwright.runtime.job import Job
+from meshwright.runtime.weights.parameters import local_tensor
 
 
 @dataclass(frozen=True)

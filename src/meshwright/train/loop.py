@@ -24,21 +24,21 @@ from torch import Tensor
 
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint.lock import PATIENCE, Lock, hold
-from meshwright.checkpoint.talk import Talk
+from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import Finding, NonFiniteError
-from meshwright.place import bounds
 from meshwright.private import pytree
-from meshwright.run.job import Job
-from meshwright.run.step import rows_of, take_rows
-from meshwright.run.watch import Watch
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.submesh import bounds
 from meshwright.train.agreement import agree, culprit
 from meshwright.train.metrics import Metrics
 from meshwright.train.progress import Progress
 from meshwright.train.sigterm import Notice, Preempted
+from meshwright.watch.watchdog import Watch
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.save import Saving
-    from meshwright.run.batches import Batches
+    from meshwright.runtime.rows.batches import Batches
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ class _Run:
 def _first(job: Job, folder: Path, work: Callable[[], T]) -> T:
     """What rank 0 finds, on every rank: another may see a file system a moment later. Its error is every rank's."""
     failed = Finding(str(folder), "it could not be used", "a folder that rank 0 can write to")
-    return Talk(job.groups.files).first(work, failed)
+    return RankAgreement(job.groups.files).first(work, failed)
 
 
 def _until_closed(stack: ExitStack, lock: Lock) -> None:

@@ -1,0 +1,64 @@
+"""Sequence parallelism: block inputs cut over dim 1, so that what lies between tensor-parallel regions is cut too.
+
+Nothing else is needed: a residual stream that is cut stays cut through norms and additions, a partial sum that meets it
+is reduce-scattered, and a column-sharded linear gathers it (Korthikanti et al., arXiv 2205.05198, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.calls.placeholder import Placeholder, arrived, replaced
+from meshwright.layout import Shard, even_shard
+from meshwright.private import without_modes
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.tensor import GlobalTensor
+
+DIM = 1  # of (batch, sequence, features); for (sequence, batch, features) it cuts the batch, which is right as well
+
+
+@contextmanager
+def cutting_inputs(dispatcher: Dispatcher, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """While on, the first activation that enters each of ``blocks`` is cut over its dim 1."""
+    with ExitStack() as stack:
+        for block in blocks:
+            handle = block.register_forward_pre_hook(_hook(dispatcher), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _hook(dispatcher: Dispatcher) -> Any:
+    def cut_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for i, x in enumerate(args):
+            if _is_activation(x):
+                return (*args[:i], cut_input(dispatcher, x), *args[i + 1 :]), kwargs
+        for key, x in kwargs.items():
+            if _is_activation(x):
+                return args, {**kwargs, key: cut_input(dispatcher, x)}
+        return None
+
+    return cut_first
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= 3 and x.is_floating_point()
+
+
+def cut_input(dispatcher: Dispatcher, x: Tensor) -> Tensor:
+    """``x`` cut over dim 1; as it is where it is cut already, lives elsewhere, or has less than a position a rank."""
+    if isinstance(x, Placeholder) or isinstance(dispatcher.layout(x), Shard) or x.shape[DIM] < dispatcher.axis.size:
+        return x
+    arrived(x)
+    layout = even_shard(DIM, x.shape[DIM], dispatcher.axis.size)
+    with without_modes():  # none of this is the model's
+        local = dispatcher.cut(x, layout)
+        # A slice of x itself, or of its sum, is not to be written to with it. (With a gradient it is a copy already.)
+        own = isinstance(x, GlobalTensor) and local.requires_grad
+        found = GlobalTensor(local if own else local.clone(), layout, dispatcher)
+        dispatcher.lay(found, x.stride())
+    replaced(x, found)
+    return found

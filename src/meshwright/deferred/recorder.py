@@ -1,0 +1,271 @@
+"""The recorder: a dispatch mode that logs what makes large tensors, and gives values where they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.deferred.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
+from meshwright.deferred.memory import address_of, bytes_of, reserve, storage_over
+from meshwright.deferred.operation import Changed, foreseen_by, mapped, tensors_in
+from meshwright.private import TorchDispatchMode, schema_of, without_modes
+from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.torch_functions import READS_BELOW, SHARES_MEMORY, op_facts, written_by
+
+_aten = torch.ops.aten
+
+
+class _Cell(NamedTuple):
+    """A storage that is deferred now: ours, weakly, so that its end is seen; or one of build's own, held."""
+
+    number: int
+    buffer: weakref.ref[mmap.mmap] | torch.UntypedStorage
+
+    def storage(self) -> torch.UntypedStorage | None:
+        if isinstance(self.buffer, torch.UntypedStorage):
+            return self.buffer
+        memory = self.buffer()
+        return None if memory is None else storage_over(memory)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, draw: bool, small: int) -> None:
+        super().__init__()
+        self.log = Log()
+        self.cells: dict[int, _Cell] = {}  # address of a storage → its cell
+        self.filled: dict[int, int] = {}  # the same, for those that became real while build ran
+        self._draws, self._small = draw, small
+        self._undrawn = 0  # random ops whose numbers are not drawn
+        self._aside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._aside:
+            return func(*args, **kwargs or {})
+        with without_modes():  # what we do is not for `Readers`, or a default device, to see
+            return self._dispatched(func, types, args, kwargs or {})
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass dispatches itself; what it does inside comes here again
+        if torch.is_inference_mode_enabled():  # there composite ops come whole, and some may copy or may not
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if torch.Tag.inplace_view in func.tags or op_facts(func).is_view:
+            return func(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is not None and device.type != "cpu":
+            return func(*args, **kwargs) if device.type == "meta" else self._compute(func, args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        deferred = any(self.cell(tensor) is not None for tensor in tensors)
+        elsewhere = any(tensor.device.type != "cpu" for tensor in tensors)
+        if not elsewhere and (deferred or not schema_of(func).is_mutable):
+            outputs = foreseen_by(func, args, kwargs)
+            if outputs is not None and (deferred or self._grows(tensors, tensors_in(outputs))):
+                return self._defer(func, args, kwargs, outputs)
+        return self._compute(func, args, kwargs)
+
+    # -- what is deferred
+
+    def cell(self, tensor: Tensor) -> int | None:
+        address = address_of(tensor)
+        return self.cells[address].number if address in self.cells else None
+
+    def ref(self, tensor: Tensor) -> Ref | None:
+        cell = self.cell(tensor)
+        return None if cell is None else ref_of(tensor, cell)
+
+    def _grows(self, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+        """Is an output of real tensors to be deferred? If none is larger, the log would hold as much."""
+        strided = [tensor for tensor in inputs if tensor.layout == torch.strided]
+        least = max((tensor.untyped_storage().nbytes() for tensor in strided), default=0) if self._small else 0
+        sizes = [(tensor.numel(), tensor.numel() * tensor.itemsize) for tensor in outputs]
+        return any(numel >= self._small and nbytes > least for numel, nbytes in sizes)
+
+    def _new(self, meta: Tensor) -> tuple[Tensor, Ref | None]:
+        """A deferred tensor of the geometry of `meta`."""
+        last = sum((n - 1) * stride for n, stride in zip(meta.size(), meta.stride(), strict=True))
+        if meta.numel() == 0:  # there is no storage to know it by
+            return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="cpu"), None
+        nbytes = (last + 1) * meta.itemsize
+        memory = reserve(nbytes)
+        storage = storage_over(memory)
+        address, cell = storage.data_ptr(), self.log.cell(nbytes)
+        self.cells[address] = _Cell(cell, weakref.ref(memory, lambda _: self._ended(address, cell)))
+        tensor = torch.empty(0, dtype=meta.dtype, device="cpu").set_(storage, 0, meta.size(), meta.stride())
+        tensor = torch.conj(tensor) if meta.is_conj() else tensor
+        return tensor, ref_of(tensor, cell)
+
+    def _ended(self, address: int, cell: int) -> None:
+        if address in self.cells and self.cells[address].number == cell:
+            del self.cells[address]
+        if self.filled.get(address) == cell:
+            del self.filled[address]
+
+    def _adopt(self, tensor: Tensor, overwritten: bool) -> None:
+        """A real tensor is about to be written from deferred ones, and becomes deferred."""
+        storage = tensor.untyped_storage()
+        if self.cell(tensor) is not None or storage.nbytes() == 0:
+            return
+        cell = self.log.cell(storage.nbytes())
+        if not (overwritten and tensor.numel() * tensor.itemsize == storage.nbytes()):
+            whole, only = bytes_of(storage), frozenset([cell])
+            args = (ref_of(whole, cell), whole.clone())
+            dtype = torch.get_default_dtype()
+            self.log.add(Entry(_aten.copy_.default, args, {}, frozenset(), only, only, (None,), None, dtype))
+        self.cells[storage.data_ptr()] = _Cell(cell, storage)
+
+    # -- what happens to an op
+
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Log the op; return deferred outputs."""
+        changed = written_by(func, args, kwargs)
+        overwrites = op_facts(func).overwrites
+        for argument, value in changed:
+            for tensor in tensors_in([value]):
+                self._adopt(tensor, overwrites or argument.is_out)
+        written = [self.ref(tensor) for _, value in changed for tensor in tensors_in([value])]
+        useless = [self.ref(tensor) for a, v in changed if overwrites or a.is_out for tensor in tensors_in([v])]
+        result, fresh = self._results(func, outputs, changed)
+        random = op_facts(func).draws
+        generators = [leaf for leaf in kwargs.values() if isinstance(leaf, torch.Generator)]
+        logged_args, logged_kwargs = mapped(self._logged, (args, kwargs))
+        inputs = [leaf for leaf in refs_in((logged_args, logged_kwargs)) if leaf not in useless]
+        entry = Entry(
+            func,
+            logged_args,
+            logged_kwargs,
+            reads=frozenset(ref.cell for ref in inputs),
+            writes=frozenset(ref.cell for ref in (*written, *fresh) if ref),
+            kills=frozenset(ref.cell for ref in (*useless, *fresh) if ref and self.log.covers(ref)),
+            fresh=fresh,
+            state=self._state() if random and not generators else None,
+            default_dtype=torch.get_default_dtype(),
+        )
+        if random and self._draws:
+            with plainly():
+                self.log.run(entry, self.log.evaluate(entry.reads), *generators[:1])
+        self.log.add(entry)
+        return result
+
+    def _state(self) -> Tensor:
+        """The default generator's; where numbers are not drawn, and it stays, one of its own for each op.
+
+        Who draws until the values fit, as ``nn.init.trunc_normal_`` does, would draw the same for ever.
+        """
+        if self._draws:
+            return torch.get_rng_state()
+        self._undrawn += 1
+        return torch.Generator().manual_seed(self._undrawn).get_state()
+
+    def _logged(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return GeneratorState(leaf.get_state() if self._draws else self._state())
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return self.ref(leaf) or copied(leaf)
+
+    def _results(self, func: Any, outputs: Any, changed: Changed) -> tuple[Any, tuple[Ref | None, ...]]:
+        """What the op returns: its own arguments where the schema says so, else new deferred tensors."""
+        own = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
+        returns = schema_of(func).returns
+        single = len(returns) == 1
+        fresh: list[Ref | None] = []
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensor, ref = self._new(leaf)
+            fresh.append(ref)
+            return tensor
+
+        results = []
+        for result, output in zip(returns, (outputs,) if single else outputs or (), strict=True):
+            if result.alias_info is not None:
+                results.append(own[next(iter(result.alias_info.before_set))])
+                fresh.extend(None for _ in tensors_in([output]))
+            else:
+                results.append(mapped(made, output))
+        return (results[0] if single else tuple(results) or None), tuple(fresh)
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the op on values."""
+        changed = {id(tensor) for _, value in written_by(func, args, kwargs) for tensor in tensors_in([value])}
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) in changed:
+                self.fill(tensor)
+        args, kwargs = self.values((args, kwargs))
+        return func(*args, **kwargs)
+
+    # -- values
+
+    def values(self, tree: Any) -> Any:
+        """`tree` with a real copy of each deferred tensor."""
+        refs = {id(tensor): self.ref(tensor) for tensor in tensors_in(tree)}
+        cells = {ref.cell for ref in refs.values() if ref}
+        if not cells:
+            return tree
+        with self.aside():
+            held = self.log.evaluate(cells)
+
+        def real(leaf: Any) -> Any:
+            ref = refs.get(id(leaf))
+            if ref is None:
+                return leaf
+            with self.aside(), torch.no_grad():
+                value = ref.view(held[ref.cell]).requires_grad_(leaf.requires_grad)
+                return nn.Parameter(value, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else value
+
+        return mapped(real, tree)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Make a deferred tensor, and all that shares its storage, real."""
+        if self.cell(tensor) is not None:
+            self._fill(address_of(tensor))
+
+    def fill_all(self) -> None:
+        for address in list(self.cells):
+            self._fill(address)
+
+    def _fill(self, address: int) -> None:
+        cell = self.cells.get(address)
+        storage = cell and cell.storage()
+        if cell is None or storage is None:
+            return
+        with self.aside(), plainly():
+            bytes_of(storage).copy_(bytes_of(self.log.evaluate([cell.number])[cell.number]))
+        self.filled[address] = cell.number
+        del self.cells[address]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What we do ourselves is not recorded."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+
+class Readers(FunctionMode):
+    """Gives the functions that look below the dispatcher the values they look at."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS_BELOW:
+            args, kwargs = self._recorder.values((args, kwargs))
+        elif func in SHARES_MEMORY:
+            for tensor in tensors_in((args, kwargs)):
+                self._recorder.fill(tensor)
+        return func(*args, **kwargs)

@@ -1,0 +1,270 @@
+"""The one visible order in which a recipe becomes a job.
+
+1  build on meta         deferred:    no rank holds the whole model
+2  cut                   runtime/weights/parameters.py: tensor parallelism's DTensors
+3  recompute             runtime/weights/recompute.py
+4  stages and branches   calls/tracer.py: forwards that ask which part of them is this rank's
+5  shard                 runtime/weights/fsdp.py: FSDP2 on units, then the root
+6  allocate and fill     runtime/weights/parameters.py: each parameter's own slice of its one-device value
+7  view                  the model's forward sees whole tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.calls.sequence import cutting_inputs
+from meshwright.calls.tracer import Forwards
+from meshwright.deferred import Recorded, record
+from meshwright.generators import Generators
+from meshwright.graph import ModelGraph
+from meshwright.layout import Shard
+from meshwright.private import held_of, hooked, replace_tensors, storage_of
+from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.runtime.branches.exchange import Branching
+from meshwright.runtime.branches.streams import Streams, collectives_within
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.job import Job
+from meshwright.runtime.pipeline.stages import Pipeline
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.loss_weights import LabelCounter
+from meshwright.runtime.runner import Runner
+from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
+from meshwright.runtime.weights.parameters import cut_parameters, fill, local_part, places
+from meshwright.runtime.weights.recompute import recompute
+from meshwright.runtime.weights.unused import Routed
+from meshwright.spmd.comm import Axis, Ledger
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.one_process import one_process
+from meshwright.spmd.tensor import GlobalTensor, local_of
+
+Transform = Callable[[str, Tensor], Tensor]
+
+
+def apply(
+    build: Callable[[], nn.Module],
+    recipe: Recipe,
+    groups: Groups,
+    *,
+    loss: Loss,
+    counter: LabelCounter | None,
+    graph: Callable[..., ModelGraph] | None = None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+) -> Job:
+    """The job of a recipe. Collective over all ranks.
+
+    Args:
+        graph: what runs a forward → the forward, recorded; needed where there is a pipeline.
+        dtype: what every floating parameter and buffer is cast to after it is initialised.
+        transform: (name, whole value) → another value, for tests that want other values than fresh ones.
+    """
+    with one_process():
+        recorded = record(build, seed=recipe.seed)
+    model = recorded.module
+    if dtype is not None:
+        cast(model, dtype)
+    cut_parameters(model, recipe, groups)
+    random = Generators(groups.device, model)
+    recompute(model, recipe.recompute, random)
+    forwards = Forwards(model) if recipe.stages or recipe.branches or recipe.streams else None
+    shard_units(model, recipe, groups)
+    fill(model, recipe, groups, _values(recorded, dtype, transform))
+    ledger = Ledger()
+    branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
+    view = _view(model, recipe, groups, ledger, branching)
+    # Ranks of one tp group draw the same numbers, which the view then takes slices of.
+    random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
+    routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
+    pipeline = None
+    if forwards is not None:
+        assert graph is not None
+        streams = _streams(recipe, groups)
+        pipeline = Pipeline(
+            forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
+        )
+    runner = Runner(model, recipe, groups, view=view, loss=loss, routed=routed, pipeline=pipeline)
+    return Job(runner, ledger, counter, random)
+
+
+def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
+    """What runs blocks at the same time on this rank. In threads only blocks without collectives: the order of those is
+    the same on all ranks because one thread makes it."""
+    if not recipe.streams or (groups.device.type == "cpu" and collectives_within(recipe)):
+        return None
+    return Streams(1 + max(recipe.streams.values()), groups.device)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating parameters and buffers; complex and integer ones stay (``Module.to`` would make complex real)."""
+    replace_tensors(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _values(
+    recorded: Recorded, dtype: torch.dtype | None, transform: Transform | None
+) -> Callable[[ParameterRecipe], Tensor]:
+    def value(line: ParameterRecipe) -> Tensor:
+        whole = recorded.value(line.name)
+        if dtype is not None and whole.is_floating_point():
+            whole = whole.to(dtype)
+        return whole if transform is None else transform(line.name, whole)
+
+    return value
+
+
+def _view(
+    model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, branching: Branching | None
+) -> SpmdMode | None:
+    """The view over tp, and over that of each branch; None where the mesh has none. Sequence cuts are hooks that stay for
+    the model's life."""
+    if recipe.mesh.axis_size("tp") == 1:
+        return None
+    names, works = {id(m): n for n, m in model.named_modules()}, {}
+    for place in sorted(recipe.places.of(groups.rank)):
+        at, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
+        assert at is not None
+        axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger, place)
+        works[place] = Dispatcher(axis, ledger, names)
+    modules = dict(model.named_modules())
+    ExitStack().enter_context(cutting_inputs(works[0], [modules[n] for n in recipe.sequence]))
+    local = LocalParameters(model, recipe, works, branching)
+    return SpmdMode(works[0], local, local.forget)
+
+
+class _Counted(torch.autograd.Function):
+    """A parameter that several places share: its gradient is counted on one rank of each, and zeros on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g if ctx.counts else torch.zeros_like(g), None
+
+
+def _state(p: DTensor) -> tuple[int, bool]:
+    """What a part of a parameter rests on: its memory, and whether it has a gradient."""
+    return storage_of(held_of(p)), p.requires_grad
+
+
+@dataclass(slots=True)
+class _Part:
+    """A parameter's local part, as it was made.
+
+    Attributes:
+        of: the parameter.
+        held: what this rank held of it then.
+        lasts: whether it begins no graph: it is as good in the next forward.
+        forward: the last forward that used it.
+    """
+
+    of: Tensor
+    held: Tensor
+    part: Tensor
+    lasts: bool
+    forward: int
+
+
+class LocalParameters:
+    """A parameter → its local part, for the view.
+
+    FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
+    While the view is on, a parameter has one local part, so that a gradient by the parameter can be asked for.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, works: Mapping[int, Dispatcher], branching: Branching | None
+    ) -> None:
+        self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
+        self._several = any(len(line.places) > 1 for line in recipe.parameters)
+        self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
+        self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
+        self._parts: dict[Any, _Part] = {}
+        self._used: list[tuple[Any, _Part]] = []  # in this forward
+        self._forward = 0
+
+    def forget(self) -> None:
+        """The view goes off: the graph that parts are the beginning of, and what moves remember of them, are not needed any
+        more. What begins no graph stays for the next forward."""
+        for key, known in self._used:
+            part = known.part
+            if not known.lasts:
+                self._parts.pop(key, None)
+            if not isinstance(part, GlobalTensor):
+                part.__dict__.clear()  # a leaf stays; what moves remember of it does not
+                part._mw_is_parameter = True  # type: ignore[attr-defined]
+            elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
+                self._parts.pop(key, None)
+            else:
+                part._mw_memo, part._mw_memory = {}, None
+        self._used.clear()
+        self._forward += 1
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        if not isinstance(x, DTensor):
+            return None
+        running = self._branching.running[-1] if self._branching is not None and self._several else 0
+        trains = x.requires_grad
+        key = id(x), trains, trains and torch.is_grad_enabled(), torch.is_inference_mode_enabled(), running
+        known = self._parts.get(key)
+        if known is not None and known.of is x:
+            if known.forward == self._forward:
+                return known.part
+            if held_of(x) is known.held and not hooked(x):
+                known.forward = self._forward
+                self._used.append((key, known))
+                return known.part
+        if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
+            return None  # with more axes it is FSDP2's, at rest
+        held, part = held_of(x), self._part(x, line)
+        local = local_of(part)
+        lasts = local.is_leaf and storage_of(local) == storage_of(held) and not torch.is_inference_mode_enabled()
+        known = self._parts[key] = _Part(x, held, part, lasts, self._forward)
+        self._used.append((key, known))
+        return part
+
+    def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
+        local = self._leaf(x)
+        if len(line.places) > 1 and self._branching is not None:
+            local = _Counted.apply(local, self._branching.counts(line.places))
+        local = self._as_computed(local, line)
+        local._mw_is_parameter = True  # type: ignore[attr-defined]
+        if isinstance(line.tp, Shard):
+            return GlobalTensor(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
+        return local
+
+    def _leaf(self, x: DTensor) -> Tensor:
+        """The parameter's local part, the same for as long as nothing about it changes that autograd cares for."""
+        if torch.is_inference_mode_enabled() or hooked(x):
+            return local_part(x)
+        state = _state(x)
+        found = self._leaves.get(id(x))
+        if found is None or found[0] is not x or found[1] != state:
+            found = self._leaves[id(x)] = x, state, local_part(x)
+        return found[2]
+
+    def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
+        """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no
+        unit, say, as something of it is used outside its forward."""
+        low = getattr(torch, self._recipe.precision, torch.float32)
+        if low.itemsize > 2 or not self._recipe.branches or line.data != "loose":
+            return x
+        return x.to(low) if x.is_floating_point() and x.dim() and low.itemsize < x.dtype.itemsize else x
+
+    def _line(self, x: Tensor) -> ParameterRecipe | None:
+        found = self._lines.get(id(x))
+        if found is None or found[0] is not x:
+            for name, _, _, p in places(self._model):
+                self._lines[id(p)] = (p, self._recipe.by_name[name])
+            found = self._lines.get(id(x))
+        return found[1] if found is not None and found[0] is x else None

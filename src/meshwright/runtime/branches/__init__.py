@@ -1,0 +1,1 @@
+"""Branches at work: forks and joins between ranks, and streams of one rank."""

@@ -1,0 +1,539 @@
+"""Branches at work: what a region forks to them, and what it joins of them.
+
+    fork   forward: each branch has the value as it is.     backward: one all-reduce, of each distinct share of the gradient;
+                                                            or where other branches made the values, one all-to-all: each
+                                                            gets the gradients of its own
+    join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
+           lacks, whole                                     it gave
+
+All ranks of the place around a region take part in both. None waits for an all-to-all where it begins: what others send has
+its memory from then on, and is waited for where something takes it first: a value (calls/interpreter.py), or a gradient
+(``Gate``). Every fork is tied to the
+join by an anchor, so that on every rank the backward of the join comes before that of the forks, whatever the rank made of
+the values: autograd runs in the opposite order of the forward, and so all ranks meet in the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.calls.interpreter import Joined
+from meshwright.calls.placeholder import PathError
+from meshwright.generators import Generators
+from meshwright.graph import ModelGraph, Value
+from meshwright.recipe import Recipe
+from meshwright.regions import Fork, Join, parts, returns
+from meshwright.runtime.groups import Groups
+from meshwright.spmd.comm import Ledger, Order, locally
+from meshwright.spmd.dispatcher import whole
+from meshwright.submesh import Coordinate
+
+
+@dataclass(frozen=True)
+class Line:
+    """The tp ranks of a place around this rank, among whom its regions fork and join."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    order: Order
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a joined value: rows ``start`` to ``stop`` of it (all of it where ``stop`` is None), and who has it."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int | None
+    owners: tuple[int, ...]
+    takers: tuple[int, ...]
+
+    def sender(self, to: int) -> int | None:
+        """Who sends it to a rank; None where that has it, or takes nothing of it."""
+        return None if to in self.owners or to not in self.takers else self.owners[to % len(self.owners)]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass
+class Arrival:
+    """An exchange that has begun.
+
+    Attributes:
+        sent: the memory of what this rank sends.
+        then: what is to be done with what it gets, in turn.
+    """
+
+    work: dist.Work | None
+    sent: Tensor | None
+    then: list[Callable[[], Any]] = field(default_factory=list)
+
+    @locally
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Until all that was sent to this rank is there, and what it sent has been taken."""
+        if self.work is not None:
+            self.work.wait()
+            for act in self.then:
+                act()
+        self.work, self.sent, self.then = None, None, []
+
+
+@dataclass
+class Gate:
+    """Where the gradient of a value that other branches send back is waited for, before what made the value takes it."""
+
+    arrival: Arrival | None = None
+
+
+class Branching:
+    """Forks, joins and what runs between them, for one rank.
+
+    Args:
+        ledger: where calls and bytes are counted, as ``fork`` and ``join``.
+        random: the generators of this rank.
+    """
+
+    def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger, random: Generators) -> None:
+        self.recipe, self.groups, self.ledger, self.places = recipe, groups, ledger, recipe.places
+        self.mine = self.places.of(groups.rank)
+        self._lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
+        self._members = {
+            b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
+        }
+        self.trying = (
+            False  # while True, forwards may compute in a wider type than was recorded (runtime/coupling/float64.py)
+        )
+        self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
+        self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
+        self.running: list[int] = [0]  # the places whose parts are running, the innermost last
+        self.rows = 0
+        self._streams: dict[int, Any] = {}
+        self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
+        self.random = random
+
+    def _line(self, around: int) -> Line:
+        group = self.groups.meshes[around]["tp"].get_group()
+        return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
+
+    def begin(self, rows: int) -> None:
+        """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's, and take none
+        of them: what the trunk draws is what it draws on one device, if branches draw nothing."""
+        self.rows, self._gates = rows, {}
+        self._move_on()
+        self._begun_at = torch.get_rng_state()
+        seed = int(torch.randint(2**48, ()))
+        torch.set_rng_state(self._begun_at)
+        own = [b for b in self.places.branches if b in self.mine]
+        self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in own}
+
+    def finish(self) -> None:
+        """The step ends: all that was sent has arrived."""
+        begun, self._begun = self._begun, []
+        for arrival in begun:
+            arrival.wait()
+        self._move_on()
+        self._begun_at = None
+
+    def _move_on(self) -> None:
+        """If the trunk has drawn nothing in a forward, its generator moves on by one draw: the branches' numbers in the next
+        forward are others."""
+        if self._begun_at is not None and torch.equal(self._begun_at, torch.get_rng_state()):
+            torch.randint(2**48, ())
+
+    # --- forks ------------------------------------------------------------------------------------------------------
+
+    def fork(
+        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
+    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
+        """See ``view.stage.Exchange``."""
+        gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
+        wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
+        pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
+        given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
+        tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
+        anchor = self._anchor() if tail is None else tail
+        if tied:
+            # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
+            stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
+            entering = [(wholes | stand_ins)[n] for n, _ in tied]
+            anchor, *out = _Fork.apply(
+                self, move, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
+            )
+            given |= dict(zip(tied, out, strict=True))
+        return given, anchor
+
+    def _anchor(self) -> Tensor:
+        return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+
+    def _nothing(self, number: int, graph: ModelGraph) -> Tensor:
+        value = graph.values[number]
+        return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
+
+    def _leads(self, branch: int, rows: int) -> bool:
+        """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
+        if branch not in self.mine:
+            return False
+        here = self._at(branch)
+        return here.tp == 0 and (here.share == 0 or self.places[branch].divides(rows))
+
+    def lend(self, around: int, number: int, t: Tensor) -> None:
+        """See ``view.stage.Exchange``."""
+        if t.requires_grad and torch.is_grad_enabled():
+            gate = Gate()
+            self._gates[around, number] = gate, _Gate.apply(gate, t)
+
+    def gradients(
+        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+    ) -> dict[int, Tensor]:
+        """Value → the sum of its gradients over the branches, on every rank that needs it.
+
+        Args:
+            given: (value, branch) → the gradient on this rank.
+        """
+        if move.homes:
+            return self._sent_back(move, given, rows, gates)
+        own: dict[int, Tensor] = {}
+        for (n, branch), g in given.items():
+            g = g if self._leads(branch, rows) else torch.zeros_like(g)
+            own[n] = g if n not in own else own[n] + g
+        return dict(zip(own, self._summed(move.around, list(own.values())), strict=True))
+
+    def _summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients, summed over the ranks of a place: one all-reduce a type."""
+        found: list[Tensor | None] = [None] * len(gradients)
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
+            chosen = [i for i, g in enumerate(gradients) if g.dtype == dtype]
+            flat = torch.cat([torch.view_as_real(g).reshape(-1) if g.is_complex() else g.reshape(-1)
+                              for g in (gradients[i] for i in chosen)])  # fmt: skip
+            self.ledger.moved("fork", flat)
+            self._lines[around].order.enter("fork", flat.shape, flat.dtype)
+            dist.all_reduce(flat, group=self._lines[around].group)
+            base = 0
+            for i in chosen:
+                width = gradients[i].numel() * (2 if dtype.is_complex else 1)
+                piece, base = flat[base : base + width], base + width
+                g = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
+                found[i] = g.view(gradients[i].shape)
+        return [g for g in found if g is not None]
+
+    def _sent_back(
+        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+    ) -> dict[int, Tensor]:
+        """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
+        line = self._lines[move.around]
+        sent: list[list[Tensor]] = [[] for _ in range(line.size)]
+        wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]  # value, first row, like what
+        found: dict[int, Tensor] = {}
+        for (n, branch), g in given.items():
+            home = move.homes[n]
+            if home in self.mine and n not in found:
+                found[n] = torch.zeros_like(g)
+            for back in returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
+                                self.places[branch].shares(g.shape, rows)):  # fmt: skip
+                part = g if back.stop is None else g[back.start : back.stop]
+                if back.sender == line.rank:
+                    sent[back.receiver].append(part)
+                if back.receiver == line.rank:
+                    wanted[back.sender].append((n, back.start, part))
+        got, arrival = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
+        for row, tensors in zip(wanted, got, strict=True):
+            for (n, start, part), g in zip(row, tensors, strict=True):
+                arrival.then.append(partial((found[n][start : start + len(part)] if part.dim() else found[n]).add_, g))
+        if found.keys() <= gates.keys():
+            for n in found:
+                gates[n].arrival = arrival
+        else:
+            arrival.wait()
+        return found
+
+    # --- joins ------------------------------------------------------------------------------------------------------
+
+    def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
+        """See ``view.stage.Exchange``."""
+        anchors = anchors or [self._anchor()]
+        if not move.values:
+            return Joined({}, anchors[0])
+        pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
+        mine = {n: whole(t) for n, t in own.items()}
+        if self.trying:
+            mine = {n: as_recorded(t, graph.values[n]) for n, t in mine.items()}
+        self._check(mine, dict(move.values), graph)
+        # What gets no gradient on one device gets none here, and not zeros.
+        tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
+        given = [mine[n] if n in tied else mine[n].detach() for n in mine]
+        found, arriving, arrival = self._exchanged(move, pieces, mine)
+        tail, *out = _Join.apply(self, move, found, tuple(mine), tied, len(anchors), *anchors, *given)
+        return Joined(dict(zip(found, out, strict=True)), tail, arriving, arrival.wait)
+
+    def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
+        value, members = graph.values[number], self._members[branch]
+        dtype = getattr(torch, value.dtype)
+        branches = move.takers.get(number)
+        takers = tuple(
+            r for r in range(len(members))
+            if branches is None or members[r] >= 0 or any(self._members[b][r] >= 0 for b in branches)
+        )  # fmt: skip
+        return [
+            Piece(
+                number,
+                value.shape if stop is None else (stop - start, *value.shape[1:]),
+                dtype,
+                start,
+                stop,
+                owners,
+                takers,
+            )
+            for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
+        ]
+
+    def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
+        for n, t in own.items():
+            value = graph.values[n]
+            shape = list(value.shape)
+            if (own_rows := self._own_rows(branches[n], value.shape, self.rows)) is not None:
+                shape[0] = own_rows.stop - own_rows.start
+            if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
+                event = graph.events[value.position]
+                raise PathError(
+                    f"{event.function} ({event.line}) gave {tuple(t.shape)} {t.dtype}, where {tuple(shape)} "
+                    f"torch.{value.dtype} was recorded: the other branches wait for that"
+                )
+
+    @locally
+    @torch.no_grad()
+    def _exchanged(
+        self, move: Join, pieces: Sequence[Piece], own: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
+        """Value → all of it, where it is taken; those that are on their way; and until when. One all-to-all."""
+        line = self._lines[move.around]
+        sent = [[own[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
+        wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
+        like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
+        got, arrival = self._swapped("join", line, sent, like)
+        parts: dict[int, dict[int, Tensor]] = {p.number: {} for p in pieces if line.rank in (*p.owners, *p.takers)}
+        for p, t in zip((p for row in wanted for p in row), (t for row in got for t in row), strict=True):
+            parts[p.number][p.start] = t
+        arriving = frozenset(p.number for row in wanted for p in row if p.numel)
+        for p in pieces:
+            if line.rank in p.owners:
+                parts[p.number][p.start] = own[p.number]
+        found = {}
+        for n, rows in parts.items():
+            first = found[n] = next(iter(rows.values()))
+            if len(rows) > 1:  # from several ranks
+                found[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
+                arrival.then += [partial(found[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+        return found, arriving, arrival
+
+    def _swapped(
+        self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
+    ) -> tuple[list[list[Tensor]], Arrival]:
+        """What other ranks send, in one all-to-all, in bytes, as types are mixed: the memory, which is filled when waited for.
+
+        Args:
+            sent: to each rank of the line; what is for this one itself stays.
+            wanted: from each rank, like these.
+        """
+        out = [[_bytes(t) for t in row] for row in sent]
+        flat = torch.cat([t for r, row in enumerate(out) if r != line.rank for t in row]
+                         or [torch.empty(0, dtype=torch.uint8, device=self.device)])  # fmt: skip
+        sizes = [sum(_size(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
+        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.ledger.moved(kind, flat)
+        line.order.note(kind)
+        given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
+        work = dist.all_to_all_single(got, flat, sizes, given, group=line.group, async_op=True)
+        arrival = Arrival(work, flat)
+        self._begun = [*(a for a in self._begun if a.work is not None), arrival]
+        found: list[list[Tensor]] = []
+        base = 0
+        for r, row in enumerate(wanted):
+            found.append([])
+            for i, like in enumerate(row):
+                piece = out[r][i] if r == line.rank else got[base : (base := base + _size(like))]
+                found[-1].append(_typed(piece, like, arrival))
+        return found, arrival
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups.device
+
+    def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
+        """The gradient of what this rank gave of a value, in a forward of so many rows."""
+        if (own_rows := self._own_rows(branch, gradient.shape, rows)) is not None:
+            return gradient[own_rows]
+        if not self.places[branch].divides(rows) and self._at(branch).share:
+            return torch.zeros_like(gradient)  # ranks that run the same rows give their gradients once
+        return gradient
+
+    # --- within a branch --------------------------------------------------------------------------------------------
+
+    def share(self, place: int, t: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        own_rows = None if isinstance(t, nn.Parameter) else self._own_rows(place, t.shape, self.rows)
+        return t if own_rows is None else t[own_rows]
+
+    def portion(self, place: int) -> tuple[int, int]:
+        """See ``view.stage.Exchange``."""
+        own = self._own_rows(place, (self.rows,), self.rows)
+        return self.rows, self.rows if own is None else own.stop - own.start
+
+    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        own = self._own_rows(place, like.shape, self.rows)
+        if own is None:
+            return rows
+        strides = like.stride()
+        order = sorted(range(like.dim()), key=lambda d: -strides[d])  # from the outermost dim of memory in
+        laid = rows.permute(order)
+        before, after = list(laid.shape), list(laid.shape)
+        before[order.index(0)], after[order.index(0)] = own.start, len(like) - own.stop
+        whole_of = torch.cat([laid.new_zeros(before), laid, laid.new_zeros(after)], order.index(0))
+        return whole_of.permute([order.index(d) for d in range(like.dim())])
+
+    def stand_in(self, like: Tensor) -> Tensor:
+        """See ``view.stage.Exchange``."""
+        dtype = torch.float64 if self.trying and like.is_floating_point() else like.dtype
+        return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
+
+    @contextmanager
+    def inside(self, place: int) -> Iterator[None]:
+        """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""
+        trunk = self.random.state(held=False)
+        known = self._streams.get(place)
+        if isinstance(known, int):
+            self.random.seed(known)
+        elif known is not None:
+            self.random.set(known)
+        self.running.append(place)
+        try:
+            yield
+        finally:
+            self.running.pop()
+            self._streams[place] = self.random.state(held=False)
+            self.random.set(trunk)
+
+    def counts(self, places: Sequence[int]) -> bool:
+        """Whether this rank's gradient of a parameter, by what is running, is counted in the sum over all its places."""
+        here = self._at(self.running[-1])
+        return here.tp == 0 and self.running[-1] in places
+
+    def _own_rows(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
+        """This rank's rows of a tensor of this shape in a place; None where it has all."""
+        shares = self.places[place].shares(shape, rows)
+        return None if shares is None else slice(*shares[self._at(place).share])
+
+    def _at(self, place: int) -> Coordinate:
+        found = self.places.at(self.groups.rank, place)
+        assert found is not None
+        return found
+
+
+class _Fork(torch.autograd.Function):
+    """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
+
+    @staticmethod
+    @locally
+    def forward(
+        ctx: Any,
+        branching: Branching,
+        move: Fork,
+        pairs: tuple[tuple[int, int], ...],
+        gates: Mapping[int, Gate],
+        anchor: Tensor,
+        *values: Tensor,
+    ) -> Any:
+        ctx.branching, ctx.move, ctx.pairs, ctx.gates, ctx.rows = branching, move, pairs, gates, branching.rows
+        return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
+
+    @staticmethod
+    @locally
+    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+        given = dict(zip(ctx.pairs, gradients, strict=True))
+        found = ctx.branching.gradients(ctx.move, given, ctx.rows, ctx.gates)
+        return None, None, None, None, None, *(found.pop(n, None) for n, _ in ctx.pairs)
+
+
+class _Gate(torch.autograd.Function):
+    """A value as it is; backward, until its gradient is there."""
+
+    @staticmethod
+    @locally
+    def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
+        ctx.gate = gate
+        return value.detach()
+
+    @staticmethod
+    @locally
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.gate.arrival is not None:
+            ctx.gate.arrival.wait()
+        return None, gradient
+
+
+class _Join(torch.autograd.Function):
+    """Values of branches, whole on every rank around them."""
+
+    @staticmethod
+    @locally
+    def forward(
+        ctx: Any,
+        branching: Branching,
+        move: Join,
+        found: dict[int, Tensor],
+        mine: tuple[int, ...],
+        tied: frozenset[int],
+        anchors: int,
+        *given: Tensor,
+    ) -> Any:
+        ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
+        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(found), tied, anchors
+        out = [t.detach() for t in found.values()]
+        ctx.mark_non_differentiable(*(t for n, t in zip(found, out, strict=True) if n not in tied))
+        return given[0].detach(), *out
+
+    @staticmethod
+    @locally
+    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+        of = dict(zip(ctx.here, gradients, strict=True))
+        own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
+        return *(None,) * 6, *(None,) * ctx.anchors, *own
+
+
+@locally
+def as_recorded(t: Tensor, value: Value) -> Tensor:
+    """What stands for a value, in the type that the value had when the forward was recorded."""
+    return t.to(getattr(torch, value.dtype))
+
+
+def _size(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
+
+
+def _typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
+    """Received bytes as the tensor that they are; where they do not begin as its type must, a copy, once they are there."""
+    if not len(piece) or piece.storage_offset() % like.element_size():
+        aligned = torch.empty(like.shape, dtype=like.dtype, device=piece.device)
+        if len(piece):
+            arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
+        return aligned
+    return piece.data.view(like.dtype).view(like.shape)  # (data: what is written to one is not written to all)

@@ -1,0 +1,1 @@
+"""Whether rows can be run apart: tried before the first step, and watched in each."""

@@ -1,0 +1,135 @@
+"""Plain attributes of modules that a forward changes: numbers, tensors, containers of them, which are no buffers.
+
+A step of several microbatches leaves what its first microbatch left. On one device it would be what the whole batch leaves
+(``self.rows += len(x)``, the average of an activation). So the trial of rows (runtime/coupling/trial.py) compares what
+a forward of all rows leaves with what a part leaves:
+
+    VALUES    other values: a person should know
+    ROWS      tensors of another shape: those of the rows that the forward saw, an activation that was kept
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.calls.placeholder import Placeholder
+from meshwright.calls.structure import tensors_of
+from meshwright.private import version, without_modes
+from meshwright.runtime.module_state import attributes_of, is_state
+from meshwright.spmd.tensor import GlobalTensor, local_of
+
+Name = tuple[str, str]
+"""A module, and its attribute."""
+
+VALUES, ROWS = "values", "rows"
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, deque)
+_DEPTH = 4  # how far into containers to look
+_CLOSE = 1e-6  # relative: by how much rounding may make numbers differ
+
+
+def marks(model: nn.Module) -> dict[Name, Any]:
+    """For each attribute something that differs once the attribute has been changed."""
+    return {(path, key): _mark(value) for path, module in model.named_modules() for key, value in attributes_of(module)}
+
+
+def changed(model: nn.Module, before: Mapping[Name, Any]) -> dict[Name, Any]:
+    """A copy of each attribute that has been changed since its ``marks`` were taken, and that is on this rank."""
+    now = ((path, key, value) for path, module in model.named_modules() for key, value in attributes_of(module))
+    new = (((path, key), value) for path, key, value in now if before.get((path, key), ...) != _mark(value))
+    return {
+        name: copied(value) for name, value in new if not any(isinstance(t, Placeholder) for t in tensors_of(value))
+    }
+
+
+def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name, str]:
+    """The attributes that a forward of all rows leaves otherwise than one of a part, and how."""
+    names = [*whole, *(name for name in part if name not in whole)]
+    found = {name: _difference(whole[name], part[name]) if name in whole and name in part else VALUES for name in names}
+    return {name: how for name, how in found.items() if how}
+
+
+def put(model: nn.Module, values: Mapping[Name, Any]) -> None:
+    """Puts copies of values into attributes."""
+    for (path, key), value in values.items():
+        vars(model.get_submodule(path))[key] = copied(value)
+
+
+def copied(value: Any) -> Any:
+    """A copy of containers and plain tensors."""
+    with torch.no_grad(), without_modes():
+        return _mapped(lambda t: t if isinstance(t, GlobalTensor) else t.detach().clone(), value)
+
+
+def moved(value: Any) -> Any:
+    """The same with other values in its plain floating tensors."""
+    with torch.no_grad(), without_modes():
+        return _mapped(
+            lambda t: t * 1.1 + 0.01 if t.is_floating_point() and not isinstance(t, GlobalTensor) else t, value
+        )
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any, depth: int = _DEPTH) -> Any:
+    if is_state(value):
+        return function(value)
+    if not depth:
+        return value
+    if type(value) is dict:
+        return {key: _mapped(function, v, depth - 1) for key, v in value.items()}
+    if type(value) is deque:
+        return deque((_mapped(function, v, depth - 1) for v in value), value.maxlen)
+    if type(value) in _CONTAINERS:
+        return type(value)(_mapped(function, v, depth - 1) for v in value)
+    return set(value) if type(value) is set else value
+
+
+def _mark(value: Any, depth: int = _DEPTH) -> Any:
+    if isinstance(value, _NUMBERS):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return id(value), None if isinstance(value, (Placeholder, GlobalTensor)) else version(value)
+    if depth and isinstance(value, dict):
+        return id(value), [(id(key), _mark(v, depth - 1)) for key, v in value.items()]
+    if depth and isinstance(value, _CONTAINERS):
+        return [_mark(v, depth - 1) for v in value]
+    return (id(value), len(value)) if isinstance(value, set) else id(value)
+
+
+def _difference(a: Any, b: Any, depth: int = _DEPTH) -> str:
+    """How two values differ; empty if they do not, or if that cannot be told."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _between(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        a, b = ([*of.keys(), *of.values()] for of in (a, b))
+    if isinstance(a, _CONTAINERS) and isinstance(b, _CONTAINERS) and depth:
+        found = {_difference(x, y, depth - 1) for x, y in zip(a, b, strict=False)}
+        return VALUES if len(a) != len(b) or VALUES in found else ROWS if ROWS in found else ""
+    if isinstance(a, set) and isinstance(b, set):
+        return "" if a == b else VALUES
+    if not isinstance(a, _NUMBERS) or not isinstance(b, _NUMBERS):
+        return ""
+    if isinstance(a, float) and isinstance(b, float):
+        return "" if isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE) or a != a else VALUES
+    return "" if a == b else VALUES
+
+
+def _between(a: Tensor, b: Tensor) -> str:
+    if isinstance(a, (Placeholder, nn.Parameter)) or isinstance(b, (Placeholder, nn.Parameter)):
+        return ""
+    if a.shape != b.shape:
+        return ROWS
+    with torch.no_grad(), without_modes():
+        x, y = local_of(a).detach(), local_of(b).detach()
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return VALUES
+        alike = torch.allclose(x, y, _CLOSE, _CLOSE, equal_nan=True) if x.is_floating_point() else torch.equal(x, y)
+    return "" if alike else VALUES
+
+
+__all__ = ["ROWS", "VALUES", "Name", "changed", "differing", "marks", "moved", "put"]

@@ -1,0 +1,241 @@
+"""``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
+
+before the first step   a trial: how do rows combine (runtime/coupling/trial.py)?
+before each step        the rows that this rank runs, in microbatches, and what each weighs
+after it                one sum over all ranks: the loss; and whether the step's values agree with the division
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.errors import RowsError
+from meshwright.generators import Generators
+from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_to_differ
+from meshwright.runtime.coupling.trial import (
+    COUPLED,
+    MEAN,
+    RATIO,
+    SUM,
+    Trial,
+    Verdict,
+    combine_as,
+    how_rows_combine,
+    note,
+)
+from meshwright.runtime.pipeline.stages import StageError
+from meshwright.runtime.rows.batch import copied, joined, mapped
+from meshwright.runtime.rows.loss_weights import SPLIT, LabelCounter, Share
+from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.runtime.runner import Runner
+
+
+class Division:
+    """How the rows of batches are divided over data ranks and microbatches.
+
+    Args:
+        counter: what means divide by; None: rows alone.
+        random: the generators that a forward may draw from.
+
+    Attributes:
+        rows: how rows combine into the loss: ``auto`` until the first step has found out.
+    """
+
+    def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
+        self._runner, self._counter, self._random = runner, counter, random
+        self._recipe, self._device = runner.recipe, runner.groups.device
+        self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
+        self._paths = Paths(max(1, len(self._recipe.stages)))
+        self._row: Any = None
+        self._verdict = Verdict(self._recipe.rows)
+
+    @property
+    def rows(self) -> str:
+        """How rows combine into the loss."""
+        return self._verdict.kind
+
+    def settle(self, rows: str) -> None:
+        """Rows combine as another run found, if this one has not found out."""
+        if self.rows == "auto":
+            self._verdict = Verdict(rows)
+
+    @property
+    def once(self) -> bool:
+        """Whether microbatches leave the same state, whichever of them are run."""
+        return self.rows != SPLIT
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        counts = self._counter.notes if self._counter is not None and self.rows not in (COUPLED, "whole") else ()
+        return (*counts, *filter(None, [note(self._verdict)]))
+
+    # --- before a step ----------------------------------------------------------------------------------------------
+
+    def pieces(self, batch: Any) -> Pieces:
+        """What this rank runs of a batch. Collective."""
+        found = self._pieces(batch)
+        divided = self._recipe.mesh.data_size * len(found.batches) > 1 and found.gathered is None and self.rows != SPLIT
+        self._paths.begin(self._runner.module, found.scale, divided=divided)
+        return found
+
+    def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
+        """On during the forward of a piece."""
+        return self._paths.watched(model, place)
+
+    def _pieces(self, batch: Any) -> Pieces:
+        data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
+        if data * pieces == 1:
+            return Pieces([batch], [1.0], [None])
+        if self.rows == "auto":
+            self._verdict = self._how_rows_combine(batch)
+        if self.rows in (COUPLED, "whole"):
+            everything, first = gather_rows(batch, self._data_groups())
+            return Pieces([everything], [1 / data], [None], first)
+        # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
+        split = list(microbatches(batch, pieces))
+        way = self.rows if self.rows in (SUM, RATIO, SPLIT) else MEAN
+        row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
+        scale, shares = weights(
+            split, self._counter, self._copies, self._device, way=way, waiting=self._runner.waiting, stand_in=row
+        )
+        return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
+
+    def _stand_in(self, batch: Any) -> Any:
+        """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
+        away whole, and give no finite loss; in a last batch without rows, one of the batch before."""
+        if rows_of(batch):
+            self._row = copied(take_rows(batch, 0, 1))
+        if self._row is not None:
+            return self._row
+        return mapped(lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() and not len(t) else t.clone(), batch)
+
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over the data axes, the innermost first."""
+        mesh, sharded = self._recipe.mesh, self._runner.groups.sharded
+        return [sharded[axis].get_group() for axis in reversed(mesh.data_axes) if mesh.axis_size(axis) > 1]
+
+    # --- trials -----------------------------------------------------------------------------------------------------
+
+    def _how_rows_combine(self, batch: Any) -> Verdict:
+        """Tries a few rows, whole and in halves; every rank comes to the same answer."""
+        fewest, _ = self._agreed(rows_of(batch))
+        single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
+        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
+        if rows_of(rows) < 2:
+            return Verdict(MEAN)
+        dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
+        if self._recipe.precision == "bfloat16":
+            dtype = torch.bfloat16
+        rows, runner = take_rows(rows, 0, max(fewest, 4)), self._runner
+        verdict = how_rows_combine(
+            rows, runner.module, self._random, runner.changed(), self._losses, dtype, self._agreed, self._fatal, single
+        )
+        return _told_alike(verdict)
+
+    @property
+    def _fatal(self) -> tuple[type[Exception], ...]:
+        """An error in one stage leaves the others waiting for what it would send."""
+        return (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
+
+    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
+        """For a trial: the loss of each piece, what it weighs, and what was read of it."""
+        scale, shares = weights(pieces, self._counter, self._copies, self._device, way=way, alone=True)
+        for piece in pieces:  # what is recorded draws no numbers in the trial
+            self._runner.record(piece)
+        found, reads = [], [Reads(numbers=True) for _ in pieces]
+        for piece, share, read in zip(pieces, shares, reads, strict=True):
+            with trial():
+                found.append(self._runner.loss_alone(piece, share, read.on))
+        return found, scale, [read.found for read in reads]
+
+    def _agreed(self, number: int) -> tuple[int, int]:
+        """The smallest and the largest of all ranks' numbers."""
+        found = torch.tensor([-number, number], device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        smallest, largest = found.tolist()
+        return -smallest, largest
+
+    # --- after a step -----------------------------------------------------------------------------------------------
+
+    def loss(self, losses: list[Tensor], pieces: Pieces) -> Tensor:
+        """The loss of the batch, of those of this rank's pieces: the sum over data ranks, each of which has it once for each
+        of its tp ranks, on the last stage.
+
+        Raises:
+            RowsError: on every rank: the step's values have shown that its rows cannot be divided.
+        """
+        mesh, paths = self._recipe.mesh, self._paths
+        found = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for loss in losses:
+            found[0] += loss.double()
+            found[1] += loss.dtype == torch.float64
+        shares = [share for share in pieces.shares if share is not None]
+        for ignored in (n for share in shares for n in share.ignored):
+            found[2] += ignored
+        if paths.watching:
+            found = torch.cat([found, found.new_tensor(paths.sums())])
+        if mesh.data_size * mesh.axis_size("pp") > 1:
+            with self._runner.waiting.on():
+                dist.all_reduce(found)
+            found[0] /= mesh.axis_size("tp")
+        _refuse_uncounted(shares, found[2])
+        if paths.watching and paths.differ(found[3:].tolist()):
+            self._try_paths(pieces)
+        return found[0].to(torch.float64 if found[1] else torch.float32)
+
+    def _try_paths(self, pieces: Pieces) -> None:
+        """Pieces of this step took different paths: is the loss of two of them at once what they make apart?
+
+        Raises:
+            RowsError: on every rank: it is not.
+        """
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, self._paths.taken())
+        differing = first_to_differ(everywhere)
+        assert differing is not None
+        *two, lines = differing
+        rows = [self._rows_of_piece(pieces, *piece) for piece in two]
+        both, runner = joined(rows), self._runner
+        if both is None or combine_as(
+            self.rows, both, rows_of(rows[0]), runner.module, self._random, runner.changed(), self._losses, self._agreed,
+            self._fatal,
+        ):  # fmt: skip
+            self._paths.settle(lines)
+            return
+        raise RowsError(
+            f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways"
+        )
+
+    def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
+        """A microbatch of some rank, on every rank."""
+        given = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
+        dist.broadcast_object_list(given, src=rank)
+        return mapped(lambda t: t.to(self._device), given[0])
+
+
+def _told_alike(verdict: Verdict) -> Verdict:
+    """The verdict, with the reasons of all ranks: a stage sees what its own modules leave. Collective."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (verdict.why, verdict.kept))
+    names = dict.fromkeys(name for _, kept in everywhere for name in kept)
+    return replace(verdict, why=max((why for why, _ in everywhere), key=len), kept=tuple(names))
+
+
+def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:
+    """Labels that are ignored, in a mean whose count is not known, cannot be weighed."""
+    lines = {line for share in shares for line in share.counted.program.lines}
+    if lines and ignored:
+        raise RowsError(
+            f"the mean at {', '.join(sorted(lines))} ignores {int(ignored)} labels, and how many it counts does not "
+            "follow from the batch alone: data ranks and microbatches cannot be weighed"
+        )
+
+
+__all__ = ["Division"]

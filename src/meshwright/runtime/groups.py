@@ -1,0 +1,172 @@
+"""Process groups: the only place where they are born.
+
+Every rank makes the same meshes in the same order. There are at most two for each place, over all its ranks:
+
+    sharded      (pp, dp_replicate, dp_shard, tp)         FSDP, HSDP
+    replicated   (pp, dp_replicate·dp_shard, 1, tp)       modules that the plan replicates over the data axes
+
+a group for each set of pipeline ranks whose stages share a parameter, along each line of the pp axis; and one for each set
+of places that share a parameter, of all ranks of them in a stage.
+
+A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.mesh import Mesh
+from meshwright.recipe import Recipe
+from meshwright.watch.rendezvous import launched_store
+
+DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The meshes of a run and this rank's place in them."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    meshes: Mapping[int, DeviceMesh]  # place → its ranks
+    replicated: Mapping[int, DeviceMesh]
+    shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # ranks of the pp axis → those of this line of it
+    together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
+    made: tuple[dist.ProcessGroup, ...] = ()  # all of these that this rank is of
+    timeout: float = 600.0  # seconds that a collective of any of them waits for other ranks
+
+    @property
+    def sharded(self) -> DeviceMesh:
+        """All ranks."""
+        return self.meshes[0]
+
+    def of(self, data: str, place: int = 0) -> DeviceMesh:
+        """The mesh that a unit of this kind of data parallelism lives on."""
+        return self.replicated[place] if data == "replicate" else self.meshes[place]
+
+    @cached_property
+    def files(self) -> dist.ProcessGroup:
+        """All ranks, over gloo: what is agreed on while checkpoints are written, also beside training, in a thread. Made when
+        it is first asked for, which all ranks do alike."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+
+    def wait_longer(self, seconds: float) -> None:
+        """Collectives of all groups wait at least so long for other ranks. Collective."""
+        if seconds > self.timeout and dist.get_world_size() > 1:
+            for group in (dist.group.WORLD, self.files, *self.made):
+                if group is not None:
+                    _set_timeout(group, seconds)
+
+    @cached_property
+    def tp(self) -> dist.ProcessGroup:
+        return self.sharded["tp"].get_group()
+
+    @cached_property
+    def pipeline(self) -> dist.ProcessGroup:
+        return self.sharded["pp"].get_group()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.mesh.coordinate(self.rank).get("pp", 0)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.mesh.coordinate(self.rank).get("tp", 0)
+
+
+def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) -> Groups:
+    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has.
+
+    ``timeout``: seconds that a collective of any of them waits for other ranks.
+    """
+    places = recipe.places
+    meshes, replicated = {}, {}
+    for place in range(len(places)):
+        placed = _placed(recipe, place)
+        meshes[place] = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
+        if any(u.data == "replicate" and u.place == place for u in recipe.units):
+            pp, replicate, shard, tp = placed.shape
+            flat = placed.reshape(pp, replicate * shard, 1, tp)
+            replicated[place] = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
+    shared, together = _shared(recipe, _placed(recipe, 0)), _together(recipe)
+    of_meshes = [
+        g for meshes_ in (meshes, replicated) for place, m in meshes_.items()
+        if places.at(dist.get_rank(), place) is not None for g in m.get_all_groups()
+    ]  # fmt: skip
+    made = (*of_meshes, *shared.values(), *together.values())
+    for group in made:
+        _set_timeout(group, timeout)
+    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, made, timeout)
+
+
+def _placed(recipe: Recipe, place: int) -> torch.Tensor:
+    """The ranks of a place by their coordinates on ``DIMS``."""
+    places = recipe.places
+    found = torch.zeros([places.axis_size(place, d) for d in DIMS], dtype=torch.int64)
+    for rank in range(recipe.mesh.size):
+        if (at := places.at(rank, place)) is not None:
+            found[at.pp, at.dp_replicate, at.dp_shard, at.tp] = rank
+    return found
+
+
+def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of places that hold the same parameter. Every rank makes all groups."""
+    found, rank, places = {}, dist.get_rank(), recipe.places
+    for chosen in sorted({p.places for p in recipe.parameters if len(p.places) > 1}):
+        for stage in range(recipe.mesh.axis_size("pp")):
+            at = [[places.at(r, p) for p in chosen] for r in range(recipe.mesh.size)]
+            ranks = [r for r, seen in enumerate(at) if any(c is not None and c.pp == stage for c in seen)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found[chosen] = group
+    return found
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Private: a mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout), group)
+
+
+def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of pipeline ranks that hold the same parameter. Every rank makes all groups."""
+    found, rank = {}, dist.get_rank()
+    for owners in sorted({recipe.owners(line) for line in recipe.parameters} - {(r,) for r in range(placed.shape[0])}):
+        for line in placed.reshape(placed.shape[0], -1).T.tolist():
+            ranks = [line[r] for r in owners]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found[owners] = group
+    return found
+
+
+def ensure_world(device: str | None, timeout: float) -> torch.device:
+    """This process's device, with the default group up: torchrun's, or a world of one in a plain process."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(kind)
+    if kind == "cuda":
+        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
+        if "RANK" in os.environ:
+            if (store := launched_store(wait)) is None:
+                dist.init_process_group(backend, timeout=wait)
+            else:
+                ranks = int(os.environ["WORLD_SIZE"])
+                dist.init_process_group(
+                    backend, timeout=wait, store=store, rank=int(os.environ["RANK"]), world_size=ranks
+                )
+        else:
+            dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return place

@@ -1,0 +1,229 @@
+"""What a forward may leave on its modules: buffers, hooks of forwards, and attributes that are tensors, numbers or containers
+of these.
+
+Parameters, submodules and other hooks are not part of it: these are the optimizer's, the layout's and FSDP2's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.calls.placeholder import Placeholder
+from meshwright.private import without_modes
+from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.spmd.dispatcher import whole
+from meshwright.spmd.tensor import GlobalTensor
+
+_CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)  # a model may register some in its first forward, and note that it has
+_DEPTH = 4  # how far into containers and plain objects to look
+_Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
+class ModuleState:
+    """The state of a module and of the modules in it, as it is when this is made.
+
+    Tensors are copied, as a forward may write to them in place; tensors with a gradient are kept as they are.
+
+    Args:
+        parameters: those that a forward may write to (the average of another's, in a momentum encoder).
+    """
+
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._parameters = [(p, local_tensor(p).detach().clone()) for p in parameters]
+        self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for holder in holders(module):
+            self._contents.append((holder, content_of(holder)))
+            for value in _values(holder):
+                self._copy_within(value)
+
+    def _copy_within(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for item in value:
+                self._copy_within(item)
+        elif is_state(value) and not value.requires_grad and id(value) not in self._copies:
+            self._copies[id(value)] = value, _copy(value)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
+        now = [(holder, content_of(holder)) for holder, _ in self._contents]
+        copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
+        written = [(p, local_tensor(p).detach().clone()) for p, _ in self._parameters]
+        for holder, content in self._contents:
+            fill(holder, content, copies)
+        _write(self._parameters)
+        try:
+            yield
+        finally:
+            for holder, content in now:
+                fill(holder, content)
+            _write(written)
+
+
+def _write(values: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Puts values into parameters, which stay the same objects. Autograd does not count it as a write: the forward, which
+    then writes its own, leaves what earlier forwards of the step have left."""
+    for p, value in values:
+        local_tensor(p).detach().data.copy_(value)
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy that a forward does not see being made: to a stage, a copy of one of the model's values would be an event."""
+    if isinstance(value, Placeholder):
+        return value  # its memory is on other ranks
+    with torch.no_grad(), without_modes():
+        copy: Tensor = (
+            value._mw_dispatcher.call(Tensor.clone, (value,), {})
+            if isinstance(value, GlobalTensor)
+            else value.detach().clone()
+        )
+    return copy
+
+
+def make_whole(module: nn.Module) -> None:
+    """What a forward left on modules as a global tensor becomes a plain tensor, whole on every rank: a buffer that it
+    assigned, a list of statistics. Whoever reads it later, on one rank alone perhaps, then finds what one device has.
+    Collective over the ranks that ran the forward."""
+    seen: set[int] = set()
+    noteworthy = (within for within in module.modules() if not _is_plain(within))
+    for holder in (holder for within in noteworthy for holder in _of_module(within, seen)):
+        if any(map(_has_view, _values(holder))):
+            if isinstance(holder, dict):
+                internal = _INTERNAL if "_parameters" in holder else ()
+                holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
+            elif not isinstance(holder, set):  # a set holds no global tensors: they are not hashable
+                for i, value in enumerate(holder):
+                    holder[i] = _whole(value)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has constants and plain buffers alone, as most do: told at once, as this is asked after each step."""
+    for name, value in vars(module).items():
+        if type(value) not in _CONSTANT and name not in _INTERNAL and not _is_plain_tuple(value):
+            return False
+    return GlobalTensor not in map(type, vars(module)["_buffers"].values())
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) in _CONSTANT for item in value)
+
+
+def _has_view(value: Any) -> bool:
+    return isinstance(value, GlobalTensor) or (type(value) is tuple and any(map(_has_view, value)))
+
+
+def _whole(value: Any) -> Any:
+    return tuple(map(_whole, value)) if type(value) is tuple else whole(value)
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a tensor that a forward may leave on a module: no parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor))
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's plain attributes: name and value."""
+    return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
+
+
+def holders(module: nn.Module) -> Iterator[_Holder]:
+    """Everything that holds state of a module and of the modules in it: dicts of attributes and buffers, containers."""
+    seen: set[int] = set()
+    for within in module.modules():
+        yield from _of_module(within, seen)
+
+
+def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    attributes = vars(module)
+    yield attributes
+    yield attributes["_buffers"]
+    yield from (attributes[name] for name in _HOOKS)
+    for key, value in list(attributes.items()):
+        if type(value) not in _CONSTANT and key not in _INTERNAL:
+            yield from _within(value, seen, _DEPTH)
+
+
+def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
+    if type(value) in _CONSTANT or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
+        return
+    if isinstance(value, nn.Module):  # one that stands in a container, where torch does not find it
+        for module in value.modules():
+            yield from _of_module(module, seen)
+        return
+    items: Any = ()
+    if isinstance(value, tuple):
+        items = value
+    elif isinstance(value, (dict, list, set, deque)):
+        items = _values(value)
+        if any(isinstance(item, nn.Parameter) for item in items):
+            return  # as recurrent modules hold them: FSDP2 puts others in their place while they are gathered
+        yield value
+    elif hasattr(value, "__dict__") and not callable(value) and _of_the_model(type(value)):
+        items = list(vars(value).values())
+        yield vars(value)
+    seen.add(id(value))
+    for item in items:
+        yield from _within(item, seen, depth - 1)
+
+
+def _of_the_model(kind: type) -> bool:
+    """Whether objects of a class may be state of a model: not torch's, ours or Python's own, a logger say."""
+    package = kind.__module__.partition(".")[0]
+    return package not in ("torch", "meshwright") and (package == "types" or package not in sys.stdlib_module_names)
+
+
+def _values(holder: _Holder) -> list[Any]:
+    if isinstance(holder, dict):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        return [value for key, value in holder.items() if key not in internal]
+    return list(holder)
+
+
+def content_of(holder: _Holder) -> Any:
+    """What a container holds, for ``fill``."""
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+    """Puts a content back, with the copies of its tensors. Of a module's attributes, those that are state."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, tuple) and copies:
+            items = [own(item) for item in value]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return copies.get(id(value), value)
+
+    if isinstance(holder, dict):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        for key in [k for k in holder if k not in content and k not in internal]:
+            del holder[key]
+        for key, value in content.items():
+            if key not in internal:
+                holder[key] = own(value)
+    elif isinstance(holder, set):
+        holder.clear()
+        for value in content:
+            holder.add(value)
+    else:
+        holder.clear()
+        holder.extend(own(value) for value in content)

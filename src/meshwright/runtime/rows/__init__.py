@@ -1,0 +1,1 @@
+"""The rows of a batch: divided over ranks and microbatches, and what their losses weigh."""

@@ -1,0 +1,217 @@
+"""One step: forward and backward over all microbatches, the mean over the global batch.
+
+    rows of this rank ── split ──► microbatches, each: forward, loss · weight, backward
+                                                   weight = its rows / rows of all ranks
+    gradients are summed: over microbatches here, over data ranks by FSDP2, over tp by the view's conjugate moves
+
+The mean is taken here and nowhere else: 1/N is in the weight, every reduction is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.private import python_body
+from meshwright.runtime.rows.batch import copied, has_rows, mapped, tensors_in, written
+from meshwright.runtime.rows.loss_weights import MEAN, SUM, Counted, LabelCounter, Share, Slot
+from meshwright.submesh import bounds
+from meshwright.watch.timer import CommunicationTimer
+
+# backward() hands over to function modes, and those answer with themselves turned off; but what a backward makes again
+# (recompute, a model's own checkpoints) needs the view. So its body is run, which keeps them on.
+BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch: dim 0 of its first tensor that has dims, and is not known to be shared by all rows."""
+    for t in tensors_in(batch):
+        if t.dim() and has_rows(t, t.shape[0]):
+            return t.shape[0]
+    raise ValueError("a batch needs at least one tensor with rows (dim 0)")
+
+
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
+    rows = rows_of(batch)
+    return mapped(lambda t: _rows(t, start, stop) if has_rows(t, rows) else t, batch)
+
+
+def _rows(t: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of a tensor, in its memory. To autograd they are no view of it: what a forward writes to some rows is no part
+    of the graph of others."""
+    return t[start:stop] if t.requires_grad else t[start:stop].detach()
+
+
+def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
+    """Pieces of a batch. Rows are the batch's own memory; of what has no rows each piece has a copy, but for the last.
+
+    So each piece finds it as it was, as all rows do on one device, and a write to it is the caller's once.
+    """
+    rows = rows_of(batch)
+    for i, (start, stop) in enumerate(bounds(rows, pieces)):
+        yield take_rows(batch, start, stop) if i == pieces - 1 else _with_own_rest(batch, rows, start, stop)
+
+
+def _with_own_rest(batch: Any, rows: int, start: int, stop: int) -> Any:
+    others = iter(copied([t for t in tensors_in(batch) if not has_rows(t, rows)]))
+    return mapped(lambda t: _rows(t, start, stop) if has_rows(t, rows) else next(others), batch)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a rank runs in a step.
+
+    Attributes:
+        batches: the microbatches.
+        scale: each one's weight in the mean.
+        shares: the shares of its mean losses, where that weight is not enough.
+        gathered: where this rank's rows begin in the one microbatch, if that has the rows of all data ranks.
+    """
+
+    batches: list[Any]
+    scale: list[float]
+    shares: list[Share | None]
+    gathered: int | None = None
+
+
+def weights(
+    pieces: list[Any],
+    counter: LabelCounter | None,
+    copies: int,
+    device: torch.device,
+    *,
+    way: str = MEAN,
+    alone: bool = False,
+    waiting: CommunicationTimer | None = None,
+    stand_in: Any = None,
+) -> tuple[list[float], list[Share | None]]:
+    """What each microbatch's loss is multiplied by, and what its means are to be where that is not enough.
+
+    Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
+
+    Args:
+        way: how the losses of pieces make that of the batch (runtime/rows/loss_weights.py).
+        stand_in: the row that runs for a piece without rows. It weighs nothing, and divides by what the others divide by:
+            its own mask may be empty, and 0/0 has no finite gradient.
+    """
+    sizes = [rows_of(p) for p in pieces]
+    counted = [counter.counted(p, n) if counter is not None and n else None for p, n in zip(pieces, sizes, strict=True)]
+    slots, total = _totals(sizes, counted, counter, device, alone=alone, waiting=waiting)
+    rows, *_ = sums = (total if alone else total / copies).split([1, 1, *(size for _, _, size in slots)])
+    totals, every = dict(zip(slots, sums[2:], strict=True)), float(rows)
+    scale, shares = [], []
+    for size, found in zip(sizes, counted, strict=True):
+        weight = size / every
+        if not size and counter is not None and stand_in is not None:
+            found = counter.counted(stand_in, 1)
+            found = found if totals.keys() >= set(found.program.slots.values()) else None
+        scale.append(weight if way != SUM else float(weight > 0))
+        share = None if found is None or not found.program.matters else Share(found, totals, every, weight, way)
+        shares.append(None if share is None or share.even else share)
+    return scale, shares
+
+
+def _totals(
+    rows: list[int],
+    counted: list[Counted | None],
+    counter: LabelCounter | None,
+    device: torch.device,
+    *,
+    alone: bool,
+    waiting: CommunicationTimer | None,
+) -> tuple[tuple[Slot, ...], Tensor]:
+    """Sums over pieces of all ranks: rows, ranks that have slots of their own, and each slot; and which slots these are."""
+    own: dict[Slot, Tensor] = {}
+    for slot, value in (pair for c in counted if c is not None for pair in c.sums.items()):
+        value = value.flatten()
+        own[slot] = own[slot] + value if slot in own else value
+
+    def summed(slots: tuple[Slot, ...]) -> Tensor:
+        zeros = (torch.zeros(size, dtype=torch.float64) for _, _, size in slots)
+        head = torch.tensor([sum(rows), not own.keys() <= set(slots)], dtype=torch.float64)
+        found = torch.cat([head, *(own.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
+        if not alone and dist.get_world_size() > 1:
+            with waiting.on() if waiting is not None else nullcontext():
+                dist.all_reduce(found)
+        return found.cpu()
+
+    if alone or counter is None:
+        return tuple(sorted(own)), summed(tuple(sorted(own)))
+    found = summed(counter.slots)
+    if found[1]:  # some rank's forward counts what not all know of
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, sorted(own))
+        counter.slots = tuple(sorted({slot for slots in everywhere for slot in map(_as_slot, slots)}))
+        found = summed(counter.slots)
+    return counter.slots, found
+
+
+def _as_slot(slot: Any) -> Slot:
+    line, before, size = slot
+    return line, before, size
+
+
+def weighed(loss: Tensor, scale: float) -> Tensor:
+    """A microbatch's part of the mean. A mean over nothing, 0/0, weighs nothing."""
+    return loss * scale if scale else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
+
+
+def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> tuple[Any, int]:
+    """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first.
+
+    Returns:
+        The batch, with memory of its own, and where this rank's rows begin in it.
+    """
+    first = 0
+    for group in groups:
+        rows, sizes = rows_of(batch), _rows_of_each(rows_of(batch), group, _device(batch))
+        batch = mapped(lambda t, r=rows, s=sizes, g=group: _gathered(t, r, s, g), batch)  # type: ignore[misc]
+        first += sum(sizes[: dist.get_rank(group)])
+    return batch, first
+
+
+def _device(batch: Any) -> torch.device:
+    return tensors_in(batch)[0].device
+
+
+def _rows_of_each(rows: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """How many rows each rank of a group has."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([rows], device=device), group=group)
+    return [int(c) for c in counts]
+
+
+def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    if not has_rows(t, rows):
+        return tensors_in(copied(t))[0]
+    padded = torch.cat([t, t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
+    chunks = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(chunks, padded.contiguous(), group=group)
+    return torch.cat([chunk[:n] for chunk, n in zip(chunks, sizes, strict=True)])
+
+
+@torch.no_grad()
+def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: int) -> None:
+    """What a forward wrote to all rows is written to this rank's own rows of them, as it would be on one device.
+
+    Args:
+        gathered: the batch of all rows; ``before``: its ``versions`` when it was gathered.
+        first: where this rank's rows begin in it.
+    """
+    ours, theirs, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
+    for i in written(gathered, before):
+        ours[i].copy_(theirs[i][first : first + rows] if has_rows(ours[i], rows) else theirs[i])

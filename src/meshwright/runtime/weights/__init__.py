@@ -1,0 +1,1 @@
+"""Parameters at rest: their shards, FSDP2, recomputing, what no row used, norms, whole values."""

@@ -1,0 +1,176 @@
+"""Data parallelism: FSDP2 over the data axes, for every unit; replicated units are HSDP with shards of one rank.
+
+All reductions are sums: the mean is taken once, in the loss (runtime/rows/microbatches.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.calls.placeholder import RemoteTensor, held, replaced
+from meshwright.calls.structure import map_tensors, tensors_of
+from meshwright.private import bases_of, without_modes
+from meshwright.recipe import Recipe, Unit
+from meshwright.runtime.groups import Groups
+from meshwright.spmd.patches import class_name_kept, set_on
+from meshwright.spmd.tensor import GlobalTensor, local_of
+
+
+def needs_fsdp(recipe: Recipe) -> bool:
+    """Whether there is something for FSDP2 to do: data ranks, or mixed precision, which comes from it."""
+    data = recipe.mesh.data_size * max((p.data for p in recipe.branches), default=1)
+    return data > 1 or recipe.precision in ("bfloat16", "float16")
+
+
+def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
+    """``fully_shard`` on every unit, innermost first, the root last."""
+    if not needs_fsdp(recipe):
+        return
+    modules = dict(model.named_modules())
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own = [p for p in recipe.parameters if p.data != "loose" and recipe.holds(p, groups.rank)]
+    others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in own}
+    for unit in recipe.units:
+        if unit.name and not any(p.unit == unit.name for p in own):
+            continue  # it runs on other stages, or in other branches
+        module = modules[unit.name]
+        with _hooks_without_view(module), class_name_kept(module):
+            fully_shard(
+                module,
+                mesh=_mesh(unit, groups),
+                reshard_after_forward=recipe.reshard_after_forward and bool(unit.name),
+                mp_policy=_policy(recipe, unit),
+                ignored_params=others or None,
+            )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        if groups.device.type == "cpu":  # gloo has no pre-multiplied sum
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduces what backwards without reduction have added up, and frees gathered parameters: the end of a pipeline's step.
+
+    Private: FSDP2 reduces at the end of a backward, and the last backward of a stage is not that of every unit. Torch's own
+    pipeline runtime does the same.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    state = model._get_fsdp_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def parameter_groups(module: FSDPModule) -> Iterator[Any]:
+    """FSDP2's parameter groups of a module.
+
+    Private: there is no public way to act between the backward of a unit and its reduction
+    (``set_reduce_scatter_unused_params`` of torch 2.13 fills zeros too, but does not say where, and 2.11 lacks it).
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return (group for group in groups if group is not None)
+
+
+def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
+    """``act`` on each parameter of a group, after the backward of its unit and before its gradients are reduced."""
+    reduce = group.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        if group.reduce_grads:
+            for fsdp_param in group.fsdp_params:
+                act(fsdp_param)
+        return reduce(*args)
+
+    set_on(group, "post_backward", post_backward)
+
+
+def without_gradient(fsdp_param: Any) -> Tensor | None:
+    """The gathered parameter, where it should have a gradient by now and has none."""
+    p: Tensor | None = getattr(fsdp_param, "_unsharded_param", None)
+    if p is None or not p.requires_grad or p.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+        return None
+    return p
+
+
+def _mesh(unit: Unit, groups: Groups) -> Any:
+    mesh = groups.of(unit.data, unit.place)
+    names = [n for n in ("dp_replicate", "dp_shard") if n == "dp_shard" or mesh[n].size() > 1]
+    return mesh[tuple(names)] if len(names) > 1 else mesh["dp_shard"]
+
+
+def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
+    if recipe.precision not in ("bfloat16", "float16"):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    # Inputs are cast at the root alone: tables in float32 that a model hands to its blocks stay float32.
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, recipe.precision), reduce_dtype=torch.float32, cast_forward_inputs=not unit.name
+    )
+
+
+@contextmanager
+def _hooks_without_view(module: nn.Module) -> Iterator[None]:
+    """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
+
+    There is no public way to order a hook against a function mode; its hooks are the ones that appear meanwhile.
+    """
+    tables = module._forward_pre_hooks, module._forward_hooks
+    before = [set(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        for key in [k for k in table if k not in known]:
+            table[key] = _locally(table[key], before=table is tables[0])
+
+
+_KEPT = (RemoteTensor, nn.Parameter)  # not here; or known by being what it is, which nothing may stand in for
+
+
+def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view.
+
+    FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
+    none, run no backward hook and leave gradients unreduced; so it is given a flat list.
+
+    After a forward it gathers parameters again in the backward, by hooks on the tensors that the unit gave. If such a tensor
+    is a view (a linear over three dims gives one) and the model writes to it in place, autograd drops the node that the hook
+    is of: the write is then a node of what it is a view of. So FSDP2 is given that tensor too.
+    """
+
+    def run(module: nn.Module, *values: Any) -> Any:
+        *given, last = values
+        # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
+        subject = (*given, last) if before else last
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
+        plain = [local_of(held(t)) for t in tensors]
+        with without_modes():
+            if before:
+                (new,), _ = hook(module, (plain,), {})
+            else:
+                new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
+        if all(a is b for a, b in zip(plain, new, strict=True)):
+            return subject if before else None
+        back = iter(zip(tensors, new, strict=True))
+        return map_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back)), subject)
+
+    return run
+
+
+def _as_before(before: Tensor, now: Tensor) -> Tensor:
+    """What the hook gave in place of a tensor, as the model is to see it."""
+    own = held(before)
+    if now is local_of(own):
+        return before
+    given = GlobalTensor(now, own._mw_layout, own._mw_dispatcher) if isinstance(own, GlobalTensor) else now
+    replaced(before, given)
+    return given

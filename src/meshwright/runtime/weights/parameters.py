@@ -1,0 +1,152 @@
+"""Parameters: cut on meta, before anything holds them; filled at the end, slice by slice.
+
+At rest a parameter is a DTensor over the tp mesh (whole ones replicated, so that all stand on one mesh), which FSDP2 then
+shards over the data axes. Its local tensor is the recipe's slice: for a cut of fused blocks that is not what DTensor's
+``Shard`` means by a slice, so whole values are always put together from the recipe (runtime/weights/gather.py), never by
+``full_tensor()`` (which is right for every parameter of one block in even shares).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.layout import Shard
+from meshwright.private import hooked, replace_tensors, wrapping
+from meshwright.recipe import ParameterRecipe, Recipe, take_slices
+from meshwright.runtime.groups import Groups
+from meshwright.spmd.comm import locally
+
+Values = Callable[[ParameterRecipe], Tensor]
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place a parameter stands at: (full name, module, name in it, parameter); tied ones at each place."""
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield (f"{prefix}.{name}" if prefix else name), module, name, p
+
+
+def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
+    """Replaces every parameter (on meta) by a DTensor over the tp mesh, of this rank's shape; ties are kept."""
+    if recipe.mesh.axis_size("tp") == 1:
+        return
+    made: dict[int, nn.Parameter] = {}
+    for name, module, key, p in list(places(model)):
+        line = recipe.by_name[name]
+        if not recipe.holds(line, groups.rank):
+            continue
+        if id(p) not in made:
+            made[id(p)] = _at_rest(p, line, recipe, groups)
+        setattr(module, key, made[id(p)])
+
+
+def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
+    placement = dtensor.Shard(line.tp.dim) if isinstance(line.tp, Shard) else dtensor.Replicate()
+    # What several places share, some of which this rank may not be of, stands whole on the trunk's ranks.
+    place = line.place if len(line.places) == 1 else 0
+    at = recipe.places.at(groups.rank, place)
+    assert at is not None
+    local = torch.empty(line.local_shape(at.tp), dtype=p.dtype, device="meta")
+    mesh = groups.of(line.data, place)["tp"]
+    stride = torch.empty(line.shape, device="meta").stride()
+    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
+    made = nn.Parameter(whole, requires_grad=p.requires_grad)
+    made.__dict__.update({k: v for k, v in p.__dict__.items() if not k.startswith("__")})
+    return made
+
+
+def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
+    """Allocates what this rank holds and fills it, one parameter at a time; buffers move to the device."""
+    made: dict[int, nn.Parameter] = {}
+    held = {line.name for line in recipe.parameters if recipe.holds(line, groups.rank)}
+    elsewhere = {id(p) for name, _, _, p in places(model) if recipe.by_name[name].name not in held}
+    for _, module, key, p in list(places(model)):
+        # replace_tensors would untie plain ones: it makes each place anew.
+        if p.is_meta and not isinstance(p, DTensor) and id(p) not in elsewhere:
+            if id(p) not in made:
+                made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
+                made[id(p)].__dict__.update(p.__dict__)
+            setattr(module, key, made[id(p)])
+    replace_tensors(model, lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for line in recipe.parameters:
+            if line.name in held:
+                mine = take_slices(values(line), recipe.held(line, groups.rank))
+                local_tensor(named[line.name]).copy_(mine.to(groups.device))
+
+
+def _allocated(t: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+
+
+@locally
+def local_part(p: DTensor) -> Tensor:
+    """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
+
+    Gradients add up there as for any parameter (one that others have too, of ``a + b`` both, is copied), and are handed to
+    ``p`` as DTensors of its own shape and strides, when a backward has added to them. Made once; a parameter with hooks of
+    its own, which a leaf would go round, is part of the graph itself.
+    """
+    with torch.no_grad():
+        local = p.to_local().detach()  # detached: the model may write to it and go on with it
+    if not p.requires_grad:
+        return local
+    if hooked(p):
+        return _LocalPart.apply(p)
+    local.requires_grad_()
+    local.register_post_accumulate_grad_hook(functools.partial(_hand_over, p, wrapping(p)))
+    return local
+
+
+@locally
+def _hand_over(p: DTensor, wrapped: Callable[[Tensor], DTensor], local: Tensor) -> None:
+    """The gradient of a local part becomes, or is added to, the parameter's."""
+    g, local.grad = local.grad, None
+    if g is None:
+        return  # a function took the parameter, and gave no gradient by it
+    if p.grad is None:
+        p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
+    elif torch.is_grad_enabled():
+        p.grad = like(p, local_tensor(p.grad) + g)
+    else:
+        local_tensor(p.grad).add_(g)
+
+
+class _LocalPart(torch.autograd.Function):
+    """A parameter's local tensor, as a function of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.parameter = p
+        return p.to_local().detach()
+
+    @staticmethod
+    @locally
+    def backward(ctx: Any, g: Tensor) -> Any:
+        # Its own: autograd copies a gradient that others have too, but does not see through a DTensor that it is one.
+        return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
+
+
+def like(p: DTensor, local: Tensor) -> DTensor:
+    """A local tensor as a DTensor of a parameter's own shape, strides and mesh.
+
+    ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ
+    from the parameter's, and autograd copies it into a tensor of the wrong local shape.
+    """
+    return DTensor.from_local(
+        local.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def local_tensor(p: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient."""
+    return p.to_local() if isinstance(p, DTensor) else p

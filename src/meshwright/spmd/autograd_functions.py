@@ -1,0 +1,239 @@
+"""What goes round torch functions, so that no function mode sees it.
+
+    custom ``autograd.Function`` s     given global tensors, their graph would silently be lost
+    the transforms of ``torch.func``    vmap, grad, jvp …
+    scripted functions                  ``torch.jit.script``
+    what a checkpoint keeps             and runs again in a backward
+
+For none of them is there a public hook: for the time of a forward, the functions that they go through are ours
+(``patches``).
+
+Compiled functions are the reverse: Dynamo traces what a function mode does as if it were the model's code, and what it
+compiled for one function of torch it reuses for another. While a mode of ours is on, nothing is compiled (``FunctionMode``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from meshwright.private import pytree
+from meshwright.spmd import patches
+
+Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def custom_functions(handler: Handler) -> Iterator[None]:
+    """While on, ``MyFunction.apply(*args)`` is ``handler(apply, MyFunction, args, kwargs)``, with ``apply(MyFunction, *args)``.
+
+    Contexts nest; the last is asked first.
+    """
+
+    def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if function.__module__.startswith(("torch.distributed.", "meshwright.")):
+                return plain(function, *args, **kwargs)
+            return handler(plain, function, args, kwargs)
+
+        return apply
+
+    with patches.CUSTOM_FUNCTION.on(handled):
+        yield
+
+
+def giving(function: Any, change: Callable[[Any], Any]) -> Any:
+    """The custom Function with ``change`` of all that its forward and backward give. Made once for a Function.
+
+    These may meet parameters that were not handed to them (a closure's, a checkpointed module's): then global tensors come out.
+    """
+    if "_mw_giving" not in vars(function):
+        names = [n for n in ("forward", "backward", "vjp", "jvp") if getattr(function, n) is not getattr(Function, n)]
+        own = {name: staticmethod(_changing(getattr(function, name), change)) for name in names}
+        function._mw_giving = type(function)(function.__name__, (function,), {**own, "__module__": function.__module__})
+    return function._mw_giving
+
+
+def _changing(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def changed(*args: Any) -> Any:
+        return pytree.tree_map_only(Tensor, change, method(*args))
+
+    return changed
+
+
+# Whether a transform of torch.func is running.
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# For the time of a block none is: what it computes is, to them, a tensor from outside.
+outside_transforms = temporarily_clear_interpreter_stack
+
+
+@contextmanager
+def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While on, a transform of ``torch.func`` is of ``change`` of the tensors that it is given."""
+
+    def changing(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return wrap(*(change(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
+
+        return changed
+
+    with patches.VMAP.on(changing), patches.GRAD.on(changing), patches.JVP.on(changing):
+        yield
+
+
+@contextmanager
+def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While on, a scripted function is called with ``change`` of its tensors. (Scripted modules ask subclasses.)"""
+
+    def changing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(function: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+            return call(function, *args, **kwargs)
+
+        return changed
+
+    with patches.SCRIPTED.on(changing):
+        yield
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """While on, what ``torch.compile`` made runs as the plain function that it was made of.
+
+    The compiler takes seconds to import. If it is not there yet, nothing has been compiled; a forward that compiles a part
+    of itself has been run by planning before it runs here.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode under which nothing is compiled. All modes of ours are of this kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mw_stances: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Any:
+        stance = uncompiled()
+        stance.__enter__()
+        self._mw_stances.append(stance)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._mw_stances.pop().__exit__(None, None, None)
+
+
+Segment = Callable[..., Any]
+Again = Callable[[Segment, tuple[Any, ...]], tuple[Segment, tuple[Any, ...]]]
+Plain = Callable[[Any], tuple[Any, Callable[[Any], Any]]]
+
+
+@contextmanager
+def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]:
+    """While on, for a checkpointed ``function(*args)``, what is kept and run again is ``again(*kept)``.
+
+    ``again, kept = handler(function, args)``, before the function runs first. The reentrant kind is a custom Function: it
+    keeps ``args``, unless ``plain`` says what to do with results that a custom Function cannot give. Then it keeps
+    ``kept``, also runs ``again`` the first time, and gives ``back(results)``, for ``results, back = plain(again(*kept))``.
+    """
+
+    def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(function: Segment, *args: Any, **kwargs: Any) -> Any:
+            fixed = patches.CHECKPOINT.positional - 1  # before the arguments of the segment
+            again, kept = handler(function, args[fixed:])
+            return make(again, *args[:fixed], *kept, **kwargs)
+
+        return made
+
+    def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def applied(function: Segment, preserve: Any, *args: Any) -> Any:
+            again, kept = handler(function, args)
+            if plain is None:
+                runs = iter([function])
+                return apply(lambda *given: next(runs, again)(*given), preserve, *args)
+            first: list[Callable[[Any], Any]] = []
+
+            def run(*given: Any) -> Any:
+                results, back = plain(again(*given))
+                first.append(back)
+                return results
+
+            found = apply(run, preserve, *kept)
+            back = first[0]
+            first.clear()
+            return back(found)
+
+        return applied
+
+    with patches.CHECKPOINT.on(by_generator), patches.REENTRANT.on(reentrant):
+        yield
+
+
+class Checkpoints(Protocol):
+    """What is told of a model's own checkpoints."""
+
+    def checkpoint_begins(self) -> bool:
+        """Whether what a checkpointed function computes may be dropped, and be computed again in a backward."""
+
+    def checkpoint_returns(self) -> None:
+        """The function of a reentrant checkpoint has returned; autograd makes of that what the checkpoint gives."""
+
+    def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
+        """The function has returned; if the checkpoint gives other tensors than that, what it returned, and what is given."""
+
+
+@contextmanager
+def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
+    """While on, ``told`` decides of each checkpoint whether it is one: if not, its function is called, and nothing else."""
+
+    def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if told.checkpoint_begins():
+                yield from make(*args, **kwargs)
+            else:
+                yield
+            told.checkpoint_ends()
+
+        return made
+
+    def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def applied(function: Segment, preserve: Any, *args: Any) -> Any:
+            if told.checkpoint_begins():
+                runs = [function]  # left to be told of: it is run again in a backward
+                returned: list[Any] = []
+
+                def run(*given: Any) -> Any:
+                    if not runs:
+                        return function(*given)
+                    returned.append(runs.pop()(*given))
+                    told.checkpoint_returns()
+                    return returned[0]
+
+                result = apply(run, preserve, *args)
+                told.checkpoint_ends(returned, result)
+                returned.clear()
+                return result
+            # Of this kind a result has no graph if nothing that is handed over has.
+            with torch.set_grad_enabled(
+                any(isinstance(x, Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+            ):
+                result = function(*args)
+            told.checkpoint_ends()
+            return result
+
+        return applied
+
+    with patches.CHECKPOINT.on(by_generator), patches.REENTRANT.on(reentrant):
+        yield

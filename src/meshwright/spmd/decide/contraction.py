@@ -1,0 +1,257 @@
+"""Products that sum over shared dims: linear, matmul, bmm, addmm, einsum … by one rule, ``contract``.
+
+Every operand's dims have labels, as in einsum. Work is cut along one label:
+
+    the label is in the result            the result is cut there; operands without it enter the sharded work whole
+    the label is summed over              the result is a partial sum
+
+So a weight sharded by column (its output dim) wants a whole input and gives a sharded output; one sharded by row (its
+input dim) wants an input cut the same way and gives a partial sum (Megatron-LM, arXiv 1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
+from meshwright.spmd.decide.pointwise import Aligner
+from meshwright.spmd.decide.registry import decider, named
+from meshwright.spmd.decision import (
+    GATHER,
+    Answer,
+    Body,
+    Choice,
+    Decision,
+    Need,
+    given,
+    matching,
+    need,
+    varying,
+    whole,
+)
+from meshwright.spmd.signature import Call, Operand, is_undecided
+
+Labels = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What operands of a product must be, and what comes out.
+
+    Attributes:
+        uses: one for each operand.
+        out: the layout of the result; ``REPLICATE`` if nothing is cut.
+    """
+
+    uses: list[Any]
+    out: Layout
+    choices: tuple[Choice, ...] = ()
+    roles: tuple[tuple[int, str], ...] = ()
+
+    def decision(
+        self, run: Callable[..., Any], *more: Any, choices: tuple[Choice, ...] = (), **kwargs: Any
+    ) -> Decision:
+        """``run`` of the operands and ``more`` arguments."""
+        return Decision(run, (*self.uses, *more), kwargs, self.out, choices=self.choices + choices, roles=self.roles)
+
+
+def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Product:
+    """A product cut along one label."""
+    choices = tuple(c for i in range(len(operands)) if (c := _choice(i, operands, labels, out)) is not None)
+    label, pieces = _cut_label(operands, labels, out)
+    if label is None:
+        return Product([whole(x) for x in operands], REPLICATE, choices)
+    uses = [
+        need(x, Shard(list(names).index(label), pieces)) if label in names else varying(x)
+        for x, names in zip(operands, labels, strict=True)
+    ]
+    roles = [
+        (x.index, "row" if label not in out else "batch" if sum(label in other for other in labels) > 1 else "column")
+        for x, names in zip(operands, labels, strict=True)
+        if isinstance(x.layout, Shard) and names[x.layout.dim] == label
+    ]
+    return Product(uses, Shard(list(out).index(label), pieces) if label in out else PARTIAL, choices, tuple(roles))
+
+
+def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Choice | None:
+    """How an undecided parameter among the operands may be cut to fit the others."""
+    p, mine = operands[i], list(labels[i])
+    if not is_undecided(p):
+        return None
+    summed = [label for label in mine if label not in out]
+    others = [(x, names) for j, (x, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
+    own = [label for label in mine if label in out and not any(label in names for _, names in others)]
+    matches = (
+        x.layout.on(mine.index(names[x.layout.dim]))
+        for x, names in others
+        if isinstance(x.layout, Shard) and names[x.layout.dim] in mine
+    )
+    return Choice(
+        p.index,
+        column=mine.index(own[0]) if own and len(mine) > 1 else None,
+        match=next(matches, None),
+        row=mine.index(summed[0]) if summed else None,
+    )
+
+
+def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
+    """The label to cut along: a parameter's cut first (weights do not move), then a summed label that all operands
+    are cut along, then the largest operand's."""
+    found = []
+    for x, names in zip(operands, labels, strict=True):
+        layout = x.layout
+        if not isinstance(layout, Shard):
+            continue
+        label = names[layout.dim]
+        holders = [y.layout for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
+        agreed = label not in out and all(isinstance(h, Shard) and h.pieces == layout.pieces for h in holders)
+        found.append(((x.parameter, agreed, x.numel()), label, layout.pieces))
+    return max(found, key=lambda entry: entry[0])[1:] if found else (None, None)
+
+
+@decider("linear")
+def linear(call: Call) -> Answer:
+    names = named("input weight bias", call.args, call.kwargs)
+    x, weight, bias = names["input"], names["weight"], names.get("bias")
+    lead = list(range(x.dim() - 1))
+    ends = ["o", "i"] if weight.dim() == 2 else ["i"]
+    out = [*lead, *ends[:-1]]
+    product = contract([x, weight], [[*lead, "i"], ends], out)
+    use, choices = local_bias(bias, product.out, len(out) - 1)  # in one kernel with the product, as on one device
+    return product.decision(torch.nn.functional.linear, use, choices=choices)
+
+
+def local_bias(bias: Any, layout: Layout, dim: int) -> tuple[Any, tuple[Choice, ...]]:
+    """A bias over one dim of a product, to be added to a local one: cut like it; to a partial sum by one rank only."""
+    if isinstance(layout, Partial):
+        return need(bias, Need.SUMMAND), ()
+    if not isinstance(layout, Shard):
+        return whole(bias), ()
+    if layout.dim != dim:
+        return varying(bias), ()
+    return need(bias, layout.on(0)), matching(bias, layout.on(0))
+
+
+@decider("addmm", "baddbmm", "addbmm", "addmv")
+def addmm(call: Call) -> Answer:
+    if len(call.args) > 3 or call.name in ("addbmm", "addmv"):
+        return GATHER
+    first, second = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
+    names = named(f"input {first} {second}", call.args, call.kwargs)
+    base, x, weight = names.pop("input"), names.pop(first), names.pop(second)
+    lead = ["b"] if first == "batch1" else []
+    product = contract([x, weight], [[*lead, 0, "i"], [*lead, "i", "o"]], [*lead, 0, "o"])
+    use, choices = _local_base(base, product.out, len(lead) + 2)
+    decision = product.decision(call.func, choices=choices, **names)
+    return replace(decision, args=(use, *decision.args))
+
+
+def _local_base(base: Any, layout: Layout, rank: int) -> tuple[Any, tuple[Choice, ...]]:
+    """What is added to a product of ``rank`` dims, to be added to a local one: as ``local_bias``, of any shape."""
+    if not isinstance(layout, Shard):
+        return local_bias(base, layout, rank - 1)
+    align = Aligner(layout, rank)
+    return align(base), tuple(align.choices)
+
+
+@decider("matmul", "mm", "bmm", "mv", "dot", "__matmul__", "__rmatmul__", "inner")
+def matmul(call: Call) -> Answer:
+    if call.kwargs or len(call.args) != 2 or call.name == "inner":
+        return GATHER
+    a, b = call.args if call.name != "__rmatmul__" else call.args[::-1]
+    left = [*_batch(a, b), "m", "i"][-a.dim() :] if a.dim() > 1 else ["i"]
+    right = [*_batch(b, a), "i", "o"][-b.dim() :] if b.dim() > 1 else ["i"]
+    if any(isinstance(x.layout, Shard) and _spread(names[x.layout.dim]) for x, names in ((a, left), (b, right))):
+        return GATHER
+    lead = max(_batch(a, b), _batch(b, a), key=len)
+    merged = [n if (n := _named(left, right, k)) is not None else k for k in lead]
+    out = [*merged, *(["m"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
+    # The very function: autocast casts a matmul, and leaves a dot as it is.
+    run = torch.matmul if call.name == "__rmatmul__" else call.func
+    return contract([a, b], [left, right], out).decision(run)
+
+
+def _batch(x: Operand, other: Operand) -> list[Any]:
+    """Labels of batch dims, counted from the right; a dim of size 1 that broadcasts has a label of its own."""
+    count = max(x.dim() - 2, 0)
+    labels: list[Any] = []
+    for place in range(count, 0, -1):
+        mine = x.shape[x.dim() - 2 - place]
+        theirs = other.shape[other.dim() - 2 - place] if other.dim() - 2 >= place else mine
+        labels.append(("one", id(x), place) if mine == 1 != theirs else ("batch", place))
+    return labels
+
+
+def _spread(label: Any) -> bool:
+    """Whether a label is that of a batch dim of size 1 that broadcasts."""
+    return isinstance(label, tuple) and label[0] == "one"
+
+
+def _named(left: Labels, right: Labels, label: Any) -> Any:
+    """The label that a batch dim has in the result: the one that does not broadcast."""
+    return ("batch", label[-1]) if isinstance(label, tuple) else None
+
+
+@decider("einsum")
+def einsum(call: Call) -> Answer:
+    equation, *operands = call.args
+    if not isinstance(equation, str):
+        return GATHER
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    equation = equation.replace(" ", "")
+    inputs, arrow, out = equation.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(operands):
+        return GATHER
+    labels = [_terms(term, x.dim()) for term, x in zip(terms, operands, strict=True)]
+    if any(names is None or len(set(names)) != len(names) for names in labels):
+        return GATHER
+    every = [n for names in labels if names for n in names]
+    dots = max(([n for n in names or [] if isinstance(n, tuple)] for names in labels), key=len)
+    if arrow:
+        target = [n for part in out.replace("...", ".") for n in (dots if part == "." else [part])]
+    else:
+        target = [*dots, *sorted(n for n in set(every) - set(dots) if every.count(n) == 1)]
+    if len(operands) == 1 and len(target) == len(labels[0] or ()):
+        return Body(Tensor.permute, (given(operands[0]), [(labels[0] or []).index(name) for name in target]), {})
+    if _sizes_differ(labels, operands) or _another_way(labels, operands, target):
+        return GATHER
+    product = contract(operands, labels, target)  # type: ignore[arg-type]
+    return replace(product.decision(torch.einsum), args=(equation, *product.uses))
+
+
+def _terms(term: str, rank: int) -> list[Any] | None:
+    named = term.replace("...", "")
+    if not named.isalpha() and named:
+        return None
+    dots = [("dot", i) for i in range(rank - len(named), 0, -1)]
+    at = term.find("...")
+    return list(named) if at < 0 else [*term[:at], *dots, *term[at + 3 :]]
+
+
+def _another_way(labels: list[Any], operands: list[Any], out: Labels) -> bool:
+    """Whether some rank's einsum might take another way than the whole one, which ends in another type.
+
+    Torch multiplies and adds up where a summed dim has size 1, and calls ``bmm`` elsewhere: autocast casts the second.
+    """
+    if not any(x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) for x in operands):
+        return False
+    cuts = [(x.layout, names) for x, names in zip(operands, labels, strict=True)]
+    summed = [cut for cut, names in cuts if isinstance(cut, Shard) and names[cut.dim] not in out]
+    return any(1 in (cut.size, *cut.locals) for cut in summed)
+
+
+def _sizes_differ(labels: list[Any], operands: list[Any]) -> bool:
+    """Whether a label stands for dims that broadcast: then it is not one dim."""
+    sizes: dict[Any, int] = {}
+    for names, x in zip(labels, operands, strict=True):
+        for name, size in zip(names, x.shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                return True
+    return False

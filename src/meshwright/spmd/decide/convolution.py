@@ -1,0 +1,86 @@
+"""Convolutions cut over channels: by output channel (column), by input channel (row), or by group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import functional
+
+from meshwright.layout import Shard
+from meshwright.spmd.decide.contraction import contract, local_bias
+from meshwright.spmd.decide.pointwise import of_each
+from meshwright.spmd.decide.registry import decider, named
+from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, held, matching, need, varying
+from meshwright.spmd.signature import Call, Operand, layout_of
+
+
+@decider("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def convolution(call: Call) -> Answer:
+    transposed = "transpose" in call.name
+    tail = "output_padding groups dilation" if transposed else "dilation groups"
+    names = named(f"input weight bias stride padding {tail}", call.args, call.kwargs)
+    x, weight, bias, groups = names.pop("input"), names.pop("weight"), names.pop("bias", None), names.pop("groups", 1)
+    if any(isinstance(t.layout, Shard) and 0 in t.layout.locals for t in (x, weight)):
+        return GATHER  # torch refuses a convolution without channels, or gives it another shape
+    space = weight.dim() - 2
+    lead = list(range(x.dim() - space - 1))
+    if isinstance(x.layout, Shard) and x.layout.dim > len(lead):
+        return GATHER  # space is cut: borders would have to be exchanged
+    if isinstance(weight.layout, Shard) and weight.layout.dim > 1:
+        return GATHER  # so would they where the kernel is
+    if groups != 1:
+        return _grouped(call, x, weight, bias, groups, names, len(lead))
+    spots = [f"s{i}" for i in range(space)]
+    ends = ["i", "o"] if transposed else ["o", "i"]
+    labels: list[list[Any]] = [[*lead, "i", *spots], [*ends, *(f"k{i}" for i in range(space))]]
+    product = contract([x, weight], labels, [*lead, "o", *spots])
+    use, choices = local_bias(bias, product.out, len(lead))
+    return product.decision(getattr(functional, call.name), use, choices=choices, groups=1, **names)
+
+
+def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, names: Any, channel: int) -> Answer:
+    """Channels cut between groups: each rank has some groups whole. Rows of the batch cut: local."""
+    layout, run = x.layout, getattr(functional, call.name)
+    if isinstance(layout, Shard) and layout.dim < channel:
+        return Decision(run, (held(x), varying(weight), varying(bias)), {"groups": groups, **names}, layout)
+    if not isinstance(layout, Shard) or layout.parts != 1:
+        return GATHER
+    width = x.shape[channel] // groups
+    if any(n % width for n in layout.pieces[0]):
+        return Gather(Units(x.index, groups))
+    counts = tuple(n // width for n in layout.pieces[0])  # groups that each rank has
+    of_weight = Shard(0, (tuple(n * (weight.shape[0] // groups) for n in counts),))
+    outputs = weight.shape[1] if "transpose" in call.name else weight.shape[0] // groups
+    of_result = Shard(channel, (tuple(n * outputs for n in counts),))
+    if 0 in counts:  # the same answer on every rank
+        return GATHER
+    args = (held(x), need(weight, of_weight), need(bias, of_result.on(0)))
+    choices = (*matching(weight, of_weight), *matching(bias, of_result.on(0)))
+    return Decision(run, args, {"groups": counts[call.rank], **names}, of_result, choices=choices)
+
+
+@decider("max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+      "adaptive_max_pool1d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "upsample", "pad", "pixel_shuffle",
+      "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "instance_norm", "local_response_norm")  # fmt: skip
+def over_space(call: Call) -> Answer:
+    """Functions of the last dims alone: local where rows or channels are cut."""
+    args, kwargs, name = call.args, call.kwargs, call.name
+    x = args[0] if args else kwargs.get("input")
+    layout = layout_of(x)
+    if not isinstance(x, Operand) or not isinstance(layout, Shard) or name in _MIXES:
+        return GATHER
+    if 0 in layout.locals:  # most refuse a tensor without elements; the same answer on every rank
+        return GATHER
+    if layout.dim >= x.dim() - _space(call, x) or len(call.operands) > 1:
+        return GATHER
+    return of_each(call, held, layout)
+
+
+def _space(call: Call, x: Operand) -> int:
+    """How many of the last dims a function works on."""
+    if call.name == "pad":
+        return len(call.args[1] if len(call.args) > 1 else call.kwargs["pad"]) // 2
+    return next((int(c) for c in call.name if c.isdigit()), x.dim() - 2)
+
+
+_MIXES = {"instance_norm", "local_response_norm", "pixel_shuffle"}

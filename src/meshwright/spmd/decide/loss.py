@@ -1,0 +1,163 @@
+"""Losses on cut predictions.
+
+Cross entropy with the logits cut over the classes never gathers them: the maximum, the sum of exponentials and the
+target's logit are each one all-reduce of a number a row (Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.layout import PARTIAL, REPLICATE, Shard
+from meshwright.spmd import redistribute
+from meshwright.spmd.comm import Axis
+from meshwright.spmd.decide.reduction import exponentials
+from meshwright.spmd.decide.registry import decider, named
+from meshwright.spmd.decide.types import result_type, wide
+from meshwright.spmd.decision import GATHER, Answer, Body, Decision, given, held, need, whole
+from meshwright.spmd.signature import Call, Operand, layout_of
+
+ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
+
+
+@decider("cross_entropy")  # not of torch._C._nn.cross_entropy_loss: other arguments
+def cross_entropy(call: Call) -> Answer:
+    names = named(ORDER, call.args, call.kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
+    x, target, weight, reduction = names["input"], names["target"], names.get("weight"), names["reduction"]
+    layout = layout_of(x)
+    old_style = names.get("size_average") is not None or names.get("reduce") is not None
+    if not isinstance(layout, Shard) or old_style or target.is_floating_point() or x.dim() < 2:
+        return GATHER
+    dtype, ignore = _result_type(call.func, x), names["ignore_index"]
+    if layout.dim == 1:
+        if layout.parts != 1 or weight is not None or names["label_smoothing"]:
+            return GATHER
+        start = sum(layout.pieces[0][: call.rank])
+        return Decision(_of_vocabulary, (held(x), whole(target), start, ignore, reduction, dtype), {}, axis=True)
+    dim = layout.dim if layout.dim == 0 else layout.dim - 1
+    options = {"ignore_index": ignore, "label_smoothing": names["label_smoothing"], "weight": whole(weight)}
+    if reduction == "none":
+        return Decision(
+            functional.cross_entropy,
+            (held(x), need(target, layout.on(dim))),
+            {**options, "reduction": "none"},
+            layout.on(dim),
+        )
+    args = (held(x), whole(target), layout.on(dim), reduction, dtype)
+    if dtype == wide(dtype):
+        return Decision(_of_rows, args, options, PARTIAL, axis=True)
+    return Decision(_of_rows_rounded, args, options, REPLICATE, axis=True)
+
+
+def _result_type(func: Any, x: Operand) -> torch.dtype:
+    return result_type(lambda one: func(one.flatten()[None], torch.zeros(1, dtype=torch.long, device=x.device)), x)
+
+
+def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean divides by: the number (or the weights) of the labels that count."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return (weight[torch.where(valid, target, 0)] * valid).sum()
+
+
+def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / count if reduction == "mean" else losses.sum()
+
+
+def _of_vocabulary(
+    axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int, reduction: str, dtype: torch.dtype
+) -> Tensor:
+    """The loss of logits of which this rank has the classes from ``start``."""
+    losses = vocabulary_losses(axis, x, target, start, ignore_index)
+    return _reduced(losses, reduction, _denominator(target, None, ignore_index)).to(dtype)
+
+
+def vocabulary_losses(axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int) -> Tensor:
+    """The loss of each row, in the wide type; ``x``: this rank's classes, at dim 1 of shape (rows, classes, …)."""
+    shifted, sums = exponentials(axis, x, 1)
+    local = target.unsqueeze(1) - start
+    mine = (local >= 0) & (local < x.size(1))
+    if x.size(1):
+        picked = shifted.gather(1, local.clamp(0, x.size(1) - 1)) * mine
+    else:
+        picked = shifted.sum(1, keepdim=True)
+    losses = (sums.log() - redistribute.all_reduce(picked, axis)).squeeze(1)
+    return torch.where(target == ignore_index, torch.zeros_like(losses), losses)
+
+
+def _of_rows(
+    axis: Axis,
+    x: Tensor,
+    target: Tensor,
+    own: Shard,
+    reduction: str,
+    dtype: torch.dtype,
+    *,
+    weight: Any,
+    **options: Any,
+) -> Tensor:
+    """This rank's summand of the loss of logits that are cut over rows (or over a dim after the classes), in the wide type.
+
+    ``target``, ``weight``: whole; ``own``: the cut of the target.
+    """
+    count = _denominator(target, weight, options["ignore_index"])
+    target = own.take(target, axis.rank)
+    losses = functional.cross_entropy(x, target, weight=weight, reduction="none", **options)
+    total = losses.sum(dtype=wide(losses.dtype))
+    return total / count if reduction == "mean" else total
+
+
+def _of_rows_rounded(
+    axis: Axis, x: Tensor, target: Tensor, own: Shard, reduction: str, dtype: Any, **options: Any
+) -> Tensor:
+    """The same, whole: it is rounded once."""
+    return redistribute.all_reduce(_of_rows(axis, x, target, own, reduction, dtype, **options), axis).to(dtype)
+
+
+_ELEMENTWISE = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+poisson_nll_loss
+""".split()
+
+
+@decider(*_ELEMENTWISE)
+def elementwise(call: Call) -> Answer:
+    """Losses of each element: the elements as a pointwise function, then the mean or sum over all."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    options = {k: v for k, v in kwargs.items() if not isinstance(v, Operand)}
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, Operand)}
+    reduction = options.pop("reduction", "mean")
+    old_style = options.get("size_average") is not None or options.get("reduce") is not None
+    if not isinstance(func, FunctionType):
+        return GATHER  # a builtin: its reduction is a number
+    if old_style or len(args) > 2 or not all(isinstance(a, Operand) for a in args) or reduction == "batchmean":
+        return GATHER
+    if "weight" in tensors and not call.name.startswith("binary"):
+        return GATHER  # their mean is over the weights
+    if len({tuple(t.shape) for t in call.operands}) > 1:
+        return GATHER
+    cuts = [t.layout for t in call.operands if isinstance(t.layout, Shard)]
+    if not cuts:
+        return GATHER
+    if reduction != "none":
+        return Body(
+            _reduced_losses,
+            (func, reduction, *map(given, args)),
+            {**options, **{k: given(v) for k, v in tensors.items()}},
+        )
+    named_uses = {k: need(v, cuts[0]) for k, v in tensors.items()}
+    uses = tuple(need(a, cuts[0]) for a in args)
+    return Decision(func, uses, {**options, **named_uses, "reduction": "none"}, cuts[0])
+
+
+def _reduced_losses(func: Any, reduction: str, *args: Any, **options: Any) -> Tensor:
+    each: Tensor = func(*args, **options, reduction="none")
+    return each.mean() if reduction == "mean" else each.sum()

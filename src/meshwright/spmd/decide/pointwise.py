@@ -1,0 +1,284 @@
+"""Functions of each element, with broadcasting: local wherever one operand is cut.
+
+The other operands are brought to the same cut: those that have the sharded dim take their slice, those that broadcast over
+it enter the sharded work whole. Sums stay lazy: partial ± partial is partial, and so is partial times a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
+from meshwright.spmd.decide.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider
+from meshwright.spmd.decide.types import like_here
+from meshwright.spmd.decision import (
+    GATHER,
+    Answer,
+    Body,
+    Choice,
+    Decision,
+    given,
+    held,
+    matching,
+    need,
+    plain,
+    varying,
+    whole,
+)
+from meshwright.spmd.signature import Call, Operand, is_undecided
+from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import functions, writes
+
+_UNARY = """
+abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan sinh cosh tanh
+asin acos atan asinh acosh atanh sigmoid logit erf erfc erfinv floor ceil round trunc frac sign sgn reciprocal isnan
+isinf isfinite isneginf isposinf logical_not bitwise_not relu relu6 gelu silu mish elu celu selu leaky_relu softplus
+softsign tanhshrink hardtanh hardswish hardsigmoid logsigmoid hardshrink softshrink threshold nan_to_num clamp clip
+clamp_min clamp_max to float double half bfloat16 int long short bool byte type type_as clone contiguous detach
+zeros_like ones_like full_like empty_like conj angle real imag sinc digamma lgamma i0 deg2rad rad2deg
+view_as_real view_as_complex cpu cuda data resolve_conj resolve_neg alias fill zero
+""".split()
+_BINARY = """
+add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum
+fmax fmin eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or
+logical_xor bitwise_and bitwise_or bitwise_xor atan2 hypot where masked_fill lerp addcmul addcdiv rsub xlogy
+heaviside copysign  isclose logaddexp nextafter polar complex  __and__ __or__ __xor__ __rpow__ __rdiv__
+__rtruediv__ __radd__ __rmul__ __rsub__ __rfloordiv__ __rmod__ __add__ __sub__ __mul__ __truediv__ __floordiv__
+__mod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ __invert__ __pos__ __rand__ __ror__
+__rxor__
+""".split()
+_IN_PLACE = "iadd isub imul itruediv ifloordiv ipow iand ior ixor imod".split()
+_NAMES = [*_UNARY, *_BINARY, *(f"__{n}__" for n in _IN_PLACE)]
+
+# view_as_real, view_as_complex and as_real pairs change the number of dims at the end: the sharded dim keeps its number.
+_FROM_THE_FRONT = {f for n in ("view_as_real", "view_as_complex") for f in functions(n)}
+
+_ADDITIVE = {
+    f
+    for n in "add sub subtract __add__ __sub__ __radd__ __rsub__ rsub add_ sub_ __iadd__ __isub__".split()
+    for f in functions(n)
+}
+_SCALING = {
+    f
+    for n in "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ mul_ div_ __imul__ __itruediv__".split()
+    for f in functions(n)
+}
+_COPYING = {
+    f
+    for n in "clone contiguous detach neg negative __neg__ __pos__ positive requires_grad_ data alias".split()
+    for f in functions(n)
+}
+
+
+@decider(*_NAMES, *(f"{n}_" for n in _UNARY + _BINARY))
+def pointwise(call: Call) -> Answer:
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if writes(func, args, kwargs):
+        return _in_place(call)
+    if func in _MOVING:
+        return _moved(call)
+    if func in _CONTIGUOUS:
+        return _contiguous(call)
+    if func in _WHERE and len(args) + len(kwargs) == 1:
+        return GATHER  # the numbers of elements
+    tensors = call.operands
+    if any(isinstance(t.layout, Partial) for t in tensors) and _linear(call):
+        return of_each(call, held, PARTIAL)
+    target = cut_of_result(tensors, func)
+    if target is None:
+        if func in _COPYING and (parameter := _copied_parameter(call)) is not None:
+            return parameter
+        return of_each(call, plain, REPLICATE)
+    if func in _FROM_THE_FRONT:
+        if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
+            return GATHER  # the real and the imaginary parts are on different ranks
+        return of_each(call, held, target)
+    align = Aligner(target, rank_of(tensors))
+    return of_each(call, align, target, align.choices)
+
+
+def of_each(call: Call, change: Callable[[Any], Any], out: Layout, choices: Sequence[Choice] = ()) -> Decision:
+    """The function itself, of ``change`` of each argument."""
+    args, kwargs = tuple(map(change, call.args)), {k: change(v) for k, v in call.kwargs.items()}
+    return Decision(call.func, args, kwargs, out, choices=tuple(choices))
+
+
+def _moved(call: Call) -> Answer:
+    """Another type, device or order of memory: the tensor itself, if it is so already."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    x = args[0]
+    if isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Operand):
+        # Of the other tensor only dtype and device count, not its shape or layout.
+        named = {**dict(zip(("non_blocking", "copy"), args[2:], strict=False)), **kwargs}
+        named.pop("other", None)
+        return Body(Tensor.to, (given(x),), {"dtype": other.dtype, "device": other.device, **named})
+    if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
+        named = {k: v for k, v in kwargs.items() if k != "memory_format"}
+        return Body(_moved_and_laid, (func, memory_format, given(x), *args[1:]), named)
+    if isinstance(x.layout, Shard):
+        return of_each(call, held, x.layout)
+    tried = like_here(func, x, *args[1:], **kwargs)
+    if tried is None:
+        return of_each(call, held, REPLICATE)  # ``type()`` says a type's name
+    if tried == (x.dtype, x.device) and not kwargs.get("copy"):
+        return replace(of_each(call, held, REPLICATE), itself=x.index)
+    return _copied_parameter(call) or of_each(call, plain, REPLICATE)
+
+
+def _moved_and_laid(func: Any, memory_format: torch.memory_format, *args: Any, **kwargs: Any) -> Tensor:
+    x = func(*args, **kwargs)
+    return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
+
+
+def _contiguous(call: Call) -> Answer:
+    """The tensor itself, if its memory on one device is in that order; else a copy."""
+    x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    if memory_format and memory_format[0] != torch.contiguous_format:
+        return Body(_moved_and_laid, (_identity, *memory_format, given(x)), {})
+    if x.spec.usual:
+        return Decision(_identity, (held(x),), {}, itself=x.index)
+    copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
+    assert isinstance(copied, Decision)
+    return replace(copied, kwargs={"memory_format": torch.contiguous_format})
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+_WHERE = set(functions("where"))
+_CONTIGUOUS = set(functions("contiguous"))
+_MOVING = {
+    f
+    for n in "to float double half bfloat16 int long short bool byte type type_as cpu cuda".split()
+    for f in functions(n)
+}
+
+
+class Aligner:
+    """What each operand of an elementwise function must be for a result with the cut ``target``, which has ``rank`` dims.
+
+    ``choices``: of the undecided parameters that it was asked for.
+    """
+
+    def __init__(self, target: Shard, rank: int) -> None:
+        self.target, self.rank = target, rank
+        self.choices: list[Choice] = []
+
+    def __call__(self, x: Any) -> Any:
+        if not isinstance(x, Operand):
+            return x
+        dim = self.target.dim - (self.rank - x.dim())
+        if dim < 0 or x.shape[dim] == 1 != self.target.size:
+            return varying(x)
+        layout = self.target.on(dim)
+        self.choices += matching(x, layout)
+        return need(x, layout)
+
+
+def cut_of_result(tensors: Sequence[Operand], func: Any) -> Shard | None:
+    """The cut of the result: that of the largest sharded operand, as a dim of the broadcast shape."""
+    rank, best, size = rank_of(tensors), None, -1
+    for x in tensors:
+        layout = x.layout
+        if isinstance(layout, Shard) and x.numel() > size:
+            dim = layout.dim + (0 if func in _FROM_THE_FRONT else rank - x.dim())
+            if layout.size == 1 and torch.broadcast_shapes(*[t.shape for t in tensors])[dim] != 1:
+                continue  # it is spread over a dim of the others
+            best, size = layout.on(dim), x.numel()
+    return best
+
+
+def rank_of(tensors: Sequence[Operand]) -> int:
+    """The number of dims of the broadcast shape."""
+    return max(t.dim() for t in tensors)
+
+
+# Other functions that give, of a sum, the sum of what they give of each summand, and that can alias.
+_LINEAR_ALIASES = {
+    f for n in "conj resolve_conj resolve_neg view_as_real view_as_complex".split() for f in functions(n)
+} | {getattr(Tensor, n).__get__ for n in ("real", "imag")}
+
+
+def _linear(call: Call) -> bool:
+    """Whether the result, for partial operands, is the sum over ranks of what each computes from its summands."""
+    func, args, tensors = call.func, call.args, call.operands
+    if func in _COPYING or func in _LINEAR_ALIASES:
+        return True
+    if func in _ADDITIVE:  # a number added on every rank would count once a rank
+        both = all(isinstance(a, Operand) for a in args[:2])
+        return both and all(isinstance(t.layout, Partial) for t in tensors)
+    return func in _SCALING and len(tensors) == 1 and args[0] is tensors[0] and "rounding_mode" not in call.kwargs
+
+
+def _copied_parameter(call: Call) -> Decision | None:
+    """A copy or cast of an undecided parameter is still that parameter."""
+    x: Any = call.args[0] if call.args else None
+    if not is_undecided(x):
+        return None
+    decision = of_each(call, whole, REPLICATE)
+    return replace(decision, follows=(x.index, tuple(range(x.dim()))))
+
+
+def _in_place(call: Call) -> Answer:
+    """The written tensor keeps its layout: the others come to it."""
+    target = call.args[0]
+    layout = target.layout
+    choices: Sequence[Choice] = ()
+    if isinstance(layout, Partial):
+        if not _linear(call):
+            return GATHER
+        decision = of_each(call, held, layout)
+    elif isinstance(layout, Shard):
+        align = Aligner(layout, target.dim())
+        decision = of_each(call, lambda x: held(x) if x is target else align(x), layout)
+        choices = align.choices
+    else:
+        decision = of_each(call, lambda x: held(x) if x is target else whole(x), layout)
+    return replace(decision, choices=tuple(choices), itself=target.index, writes=True)
+
+
+@decider("requires_grad_")
+def requires_grad_(call: Call) -> Answer:
+    """Of a parameter it is the parameter that is asked, so that no decision is kept."""
+    x = call.args[0]
+    return replace(of_each(call, held, REPLICATE), itself=x.index, kept=False)
+
+
+@decider("copy_", "fill_", "zero_")
+def copy_(call: Call) -> Answer:
+    return _in_place(call)
+
+
+def _of_view(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Facts of memory: those of one device, which the global tensor knows."""
+    return getattr(GlobalTensor, func.__name__)(*args, **kwargs)
+
+
+def _of_local(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Facts of autograd, in which the wrapper and the local tensor differ."""
+    return func(args[0]._mw_local, *args[1:], **kwargs)
+
+
+for _name in ("requires_grad", "is_leaf", "grad_fn", "_version", "output_nr"):
+    ANSWERS[getattr(Tensor, _name).__get__] = _of_local
+for _name in ("stride", "is_contiguous", "storage_offset", "data_ptr"):
+    ANSWERS[getattr(Tensor, _name)] = _of_view
+for _name in ("real", "imag", "data"):
+    DECIDERS[getattr(Tensor, _name).__get__] = pointwise
+_COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)
+
+
+@decider("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+def new(call: Call) -> Answer:
+    """A fresh tensor of a given shape: whole. The value to fill it with may be the global tensor, and not the tensor."""
+    x = call.args[0]
+    return of_each(call, lambda y: held(y) if y is x else whole(y), REPLICATE)
+
+
+ELEMENTWISE.update(func for func, its_decider in DECIDERS.items() if its_decider is pointwise)

@@ -1,0 +1,54 @@
+"""Tables looked up by index: sharded by rows (the vocabulary), a partial sum comes out; sharded by columns, a cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.layout import PARTIAL, Shard
+from meshwright.spmd.decide.registry import decider, named
+from meshwright.spmd.decision import GATHER, Answer, Choice, Decision, held, varying, whole
+from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of
+
+
+@decider("embedding")
+def embedding(call: Call) -> Answer:
+    order = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    first = call.args[0] if call.args else None
+    if isinstance(first, Operand) and first.dtype.is_floating_point:  # torch.embedding(weight, indices, …)
+        order = "weight input padding_idx scale_grad_by_freq sparse"
+    names = named(order, call.args, call.kwargs)
+    names["input"] = names.pop("indices", names.get("input"))
+    if names.get("max_norm") is not None or names.get("scale_grad_by_freq") or names.get("sparse"):
+        return GATHER
+    index, weight, padding = names["input"], names["weight"], names.get("padding_idx")
+    layout, run = layout_of(weight), functional.embedding
+    if padding is not None and padding < 0:
+        padding = padding + weight.shape[0] if call.func is run else None
+    choices = (Choice(weight.index, table=True),) if is_undecided(weight) else ()
+    if not isinstance(layout, Shard):
+        if not isinstance(index.layout, Shard):
+            return Decision(run, (whole(index), whole(weight), padding), {}, choices=choices)
+        return Decision(run, (held(index), varying(weight), padding), {}, index.layout, choices=choices)
+    if layout.dim == 1:
+        roles = ((weight.index, "column"),)
+        return Decision(run, (whole(index), held(weight), padding), {}, layout.on(index.dim()), roles=roles)
+    if layout.parts != 1:
+        return GATHER
+    start = sum(layout.pieces[0][: call.rank])
+    args = (whole(index), held(weight), start, padding)
+    return Decision(_rows, args, {}, PARTIAL, roles=((weight.index, "row"),))
+
+
+def _rows(index: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
+    """This rank's rows, from ``start``, where the index names one; zeros elsewhere."""
+    local = index - start
+    mine = (local >= 0) & (local < weight.size(0))
+    if not weight.size(0):  # a row to look at: torch refuses a table without rows
+        weight = torch.cat([weight, weight.new_zeros(1, weight.size(1))])
+    local = torch.where(mine, local, torch.zeros_like(local))
+    found = functional.embedding(local, weight)
+    if padding is not None:  # the padding row is read but gets no gradient
+        found = torch.where((index == padding).unsqueeze(-1), found.detach(), found)
+    return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))

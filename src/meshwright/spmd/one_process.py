@@ -1,0 +1,263 @@
+"""A model sees one process: what its own code learns from ``torch.distributed``.
+
+A model computes as on one device, and Meshwright does the communication. But a model's own code may ask for the world
+itself: ``if dist.is_initialized(): dist.all_reduce(statistics)``, or split its experts over the ranks. Under
+``one_process`` such code gets the answers of a process that is alone:
+
+    is_initialized()    False
+    get_world_size()    1
+    get_rank()          0
+    any collective, any function that makes or reads a process group    PlanError, with the line that calls it
+    dist.group.WORLD    None
+    a group that the model was handed    its size is 1, its rank 0, a collective of it a PlanError
+    os.environ, os.getenv    RANK, GROUP_RANK and ROLE_RANK are "0", WORLD_SIZE and the like "1", if they are set
+
+LOCAL_RANK stays what it is: it says which device is this process's, not what the model computes. Not answered: what code in C++
+asks of a group or of the environment, a ``DeviceMesh`` that the model was handed, private parts of ``torch.distributed``, and
+whatever the model has read before (when its file was imported).
+
+Callers in ``torch.distributed`` and in Meshwright still reach the functions themselves: FSDP2 works as ever. Only the
+thread that entered is affected, and the threads in which autograd runs its backward.
+
+A model may have taken a name before (``from torch.distributed import get_rank``). So the function objects themselves are
+changed, for the time of a forward: each gets the code of a stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+import meshwright
+from meshwright.errors import Finding, PlanError, source_place
+from meshwright.private import autograd_local, set_autograd_local
+from meshwright.spmd import patches
+from meshwright.spmd.patches import CodePatch, MethodPatch
+
+_ANSWERS: dict[str, Any] = {
+    "is_initialized": False,
+    "is_torchelastic_launched": False,
+    "get_world_size": 1,
+    "get_rank": 0,
+}
+
+# What a launcher tells a process of the others, where it has told it.
+_ENVIRONMENT = {
+    **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
+}
+
+# Methods of a process group: what they answer, and those that are collectives.
+_OF_A_GROUP = {"size": 1, "rank": 0}
+_COLLECTIVES = frozenset(
+    "broadcast allreduce allreduce_coalesced reduce allgather all_gather_single _allgather_base allgather_coalesced \
+    all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single \
+    _reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base \
+    alltoall send recv recv_anysource barrier monitored_barrier split_group merge_remote_group".split()
+)
+
+# What these say of a process does not depend on other processes.
+_THE_SAME = frozenset(
+    "is_backend_available is_gloo_available is_mpi_available is_nccl_available is_ucc_available is_xccl_available \
+    get_node_local_rank get_default_backend_for_device supports_complex".split()
+)
+
+# Modules whose functions are collectives. Of the last ones, a model that uses one has imported it.
+_MODULES = (
+    distributed_c10d.__name__,
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+)
+
+_IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
+
+_KEY = "meshwright.one_process"
+_LOCK = threading.Lock()
+_StandIn = CodePatch | MethodPatch
+
+
+@dataclass
+class _Alone:
+    """One block of ``one_process``. ``refused``: the errors that code of the model got within it."""
+
+    refused: list[PlanError] = field(default_factory=list)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """While on, the model's own code sees one process. Blocks may nest; the outermost counts.
+
+    Raises:
+        PlanError: the model's code called a collective, or made a process group. At the end of the block as well, if
+            somebody else caught the error that the model got.
+    """
+    if autograd_local(_KEY) is not None:
+        yield
+        return
+    alone = _Alone()
+    with _LOCK:
+        _PATCHES.enter(_new_stand_ins())
+    set_autograd_local(_KEY, alone)
+    try:
+        yield
+    except Exception as error:
+        if alone.refused and not isinstance(error, PlanError):
+            raise alone.refused[0] from error
+        raise
+    finally:
+        set_autograd_local(_KEY, None)
+        _PATCHES.leave()
+    if alone.refused:
+        raise alone.refused[0]
+
+
+_PATCHES = patches.Together()  # of the process: torch's functions are
+_KNOWN: set[str] = set()  # modules whose functions have stand-ins
+
+
+def _new_stand_ins() -> list[_StandIn]:
+    """The stand-ins for functions of modules that a model has imported since."""
+    new: list[_StandIn] = []
+    for module in _MODULES:
+        if module in sys.modules and module not in _KNOWN:
+            _KNOWN.add(module)
+            new += [_stand_in(f, answer) for f, answer in _functions(module)]
+            if module == distributed_c10d.__name__:
+                new += [*_methods(), _environment()]
+    return new
+
+
+def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
+    """The functions of a module of torch's that get a stand-in, and what this answers a caller."""
+    if module == distributed_c10d.__name__:
+        yield vars(type(dist.group))["WORLD"].fget, lambda caller: None
+        yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
+        yield device_mesh.DeviceMesh.__init__, _refusal("DeviceMesh")
+        yield torch.nn.parallel.DistributedDataParallel.__init__, _refusal("DistributedDataParallel")
+    names = distributed_c10d.__all__ if module == distributed_c10d.__name__ else sorted(vars(sys.modules[module]))
+    for name in names:
+        function = getattr(sys.modules[module], name)
+        if type(function) is not FunctionType or function.__module__ != module or name[0] == "_" or name in _THE_SAME:
+            continue
+        shown = f"{module.removesuffix('.distributed_c10d')}.{name}"
+        yield function, partial(_answer, name) if name in _ANSWERS else _refusal(shown)
+
+
+def _methods() -> Iterator[MethodPatch]:
+    """The stand-ins for methods of process groups."""
+    for name in (*_OF_A_GROUP, *sorted(_COLLECTIVES)):
+        itself = vars(dist.ProcessGroup).get(name)
+        if itself is not None:
+            answer = (
+                partial(_of_a_group, name)
+                if name in _OF_A_GROUP
+                else _refusal(f"torch.distributed.ProcessGroup.{name}")
+            )
+            yield MethodPatch(dist.ProcessGroup, name, (itself, _method(getattr(dist.ProcessGroup, name), answer)))
+
+
+def _of_a_group(name: str, caller: FrameType) -> int:
+    return _OF_A_GROUP[name]
+
+
+def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return itself(self, *args, **kwargs)
+        return answer(caller)
+
+    return method
+
+
+def _environment() -> CodePatch:
+    """The stand-in for the look-up in ``os.environ``, on which ``os.getenv`` and ``os.environ.get`` rest."""
+    function: Any = type(os.environ).__getitem__
+    itself = FunctionType(function.__code__, function.__globals__)
+    of_the_mapping = {f.__code__.co_filename for f in (function, os.getenv, Mapping.get)}
+
+    def asked(environ: Any, key: str) -> str:
+        value: str = itself(environ, key)
+        if key not in _ENVIRONMENT or autograd_local(_KEY) is None:
+            return value
+        caller: FrameType | None = sys._getframe(2)
+        while caller is not None and caller.f_code.co_filename in of_the_mapping:
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return value
+        return _ENVIRONMENT[key]
+
+    return _standing_in(function, asked)
+
+
+def _answer(name: str, caller: FrameType) -> Any:
+    return _ANSWERS[name]
+
+
+@functools.cache
+def _refusal(name: str) -> Callable[[FrameType], Any]:
+    def refuse(caller: FrameType) -> Any:
+        line = source_place(caller.f_code.co_filename, caller.f_lineno)
+        finding = Finding(
+            where=f"the model's {line}",
+            given=f"{name}(…), called by the model's own code",
+            required="a model that computes as one process does: Meshwright does all communication, and the model sees "
+            "all rows and whole tensors",
+            fix=f"if dist.is_initialized() and dist.get_world_size() > 1:  # False for the model's code\n    {name}(…)",
+        )
+        error = PlanError([finding], "this model")
+        autograd_local(_KEY).refused.append(error)
+        raise error
+
+    return refuse
+
+
+def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> CodePatch:
+    """A function whose code asks who calls it: the model gets ``answer``, others what the function gives."""
+    itself = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    itself.__kwdefaults__ = function.__kwdefaults__
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # of the function that this stands in for
+        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+            return itself(*args, **kwargs)
+        return answer(caller)
+
+    return _standing_in(function, asked)
+
+
+def _standing_in(function: FunctionType, asked: Callable[..., Any]) -> CodePatch:
+    code = _open.__code__ if function.__closure__ is None else _closed(None).__code__
+    keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
+    return CodePatch(function, (function.__code__, code), (function.__kwdefaults__, keywords))
+
+
+# A function's new code must have as many free variables as its own: none, or, of torch's logged functions, one.
+
+
+def _open(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
+    return _mw_asked(*args, **kwargs)
+
+
+def _closed(func: Any) -> Any:
+    def closed(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
+        return _mw_asked(*args, **kwargs) if func else None
+
+    return closed
+
+
+__all__ = ["one_process"]

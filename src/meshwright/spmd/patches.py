@@ -1,0 +1,237 @@
+"""Every patch of torch that this package makes: what, why, until when. No other file replaces a part of torch.
+
+    Patch      an attribute of one of torch's modules or classes; ``on`` for as long as somebody needs it. It is replaced when
+               the first one begins to need it and put back when the last one has ended; between these two, whoever begins
+               or ends changes what the replacement does, and not torch.
+    CodePatch  the code of a Python function: whoever took the function by its name before gets the replacement as well
+    MethodPatch  a method of a class in C++
+    set_on     an attribute of one object of torch's, which goes with the object
+
+``TABLE`` has a line for each. ``tests/view/test_patches.py`` looks at all of torch before, during and after a forward: what
+differs during it stands in the table, and nothing differs after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._functorch import eager_transforms, vmap
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function → what is called in its place."""
+
+_LOCK = threading.RLock()
+
+
+class Line(NamedTuple):
+    """One line of the table: what is replaced, why, and until when."""
+
+    what: str
+    why: str
+    until: str
+
+
+TABLE: list[Line] = []
+
+FORWARD = "the end of a forward, or of a backward that runs parts of it again"
+
+
+class Patch:
+    """An attribute of torch's that is ours while somebody needs it.
+
+    Args:
+        place: the module or class.
+        name: the attribute: a function; of a class a method, which gets its object, or a class method (``of_class``).
+    """
+
+    def __init__(self, place: Any, name: str, why: str, *, of_class: bool = False) -> None:
+        self.place, self.name, self._of_class = place, name, of_class
+        where = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
+        TABLE.append(Line(f"{where}.{name}", why, FORWARD))
+        self._own: Any = None
+        self._changes: list[Change] = []
+        self._plain: Callable[..., Any] = getattr(place, name)
+        self._now = self._plain
+
+    @contextmanager
+    def on(self, change: Change) -> Iterator[None]:
+        """While on, the attribute is ``change`` of what it was. Contexts nest; the last is asked first."""
+        with _LOCK:
+            if not self._changes:
+                self._begin()
+            self._changes.append(change)
+            self._compose()
+        try:
+            yield
+        finally:
+            with _LOCK:
+                last = max(i for i, other in enumerate(self._changes) if other is change)
+                del self._changes[last]
+                self._compose()
+                if not self._changes:
+                    self._end()
+
+    @functools.cached_property
+    def positional(self) -> int:
+        """How many arguments the function has that may be given by place."""
+        kinds = [p.kind for p in signature(self._plain).parameters.values()]
+        return sum(kind is kind.POSITIONAL_OR_KEYWORD for kind in kinds)
+
+    def _begin(self) -> None:
+        self._own = vars(self.place).get(self.name)
+        self._plain = self._inherited() if self._of_class else getattr(self.place, self.name)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return self._now(*args, **kwargs)
+
+        setattr(self.place, self.name, classmethod(patched) if self._of_class else patched)
+
+    def _end(self) -> None:
+        if self._own is None:
+            delattr(self.place, self.name)
+        else:
+            setattr(self.place, self.name, self._own)
+
+    def _compose(self) -> None:
+        now = self._plain
+        for change in self._changes:
+            now = change(now)
+        self._now = now
+
+    def _inherited(self) -> Callable[..., Any]:
+        """A class method as a function of the class."""
+        if self._own is not None:
+            function: Callable[..., Any] = self._own.__func__
+            return function
+        place, name = self.place, self.name
+        return lambda cls, *args, **kwargs: getattr(super(place, cls), name)(*args, **kwargs)
+
+
+# There is no public hook for what goes round torch functions, so that no function mode sees it:
+CUSTOM_FUNCTION = Patch(
+    torch.autograd.function._SingleLevelFunction,  # where ``Function.apply``, kept by a model, ends up
+    "apply",
+    "custom autograd functions get whole tensors; to a walk, one is one event",
+    of_class=True,
+)
+VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
+GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get whole tensors")
+JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets whole tensors")
+SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", "a scripted function gets whole tensors")
+CHECKPOINT = Patch(
+    checkpoint,
+    "_checkpoint_without_reentrant_generator",
+    "what a checkpoint keeps and runs again is ours to say: local tensors, names, events",
+)
+REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoints of the reentrant kind")
+
+
+# --- what a model sees of torch.distributed ---------------------------------------------------------------------------
+
+TABLE.append(
+    Line(
+        "functions of torch.distributed (code), methods of ProcessGroup, os.environ's look-up (code)",
+        "a model's own code sees one process (oneprocess.py)",
+        "no thread builds, plans or runs a model any more",
+    )
+)
+
+
+@dataclass(frozen=True)
+class CodePatch:
+    """A function, with its own code and the code that it has in between.
+
+    Attributes:
+        keywords: the defaults of its keyword-only arguments, without and with what the other code needs.
+    """
+
+    function: FunctionType
+    codes: tuple[CodeType, CodeType]
+    keywords: tuple[dict[str, Any] | None, dict[str, Any]]
+
+    def put(self, which: int) -> None:
+        """0: the function itself; 1: the other. In another thread the function may begin at any moment: the keyword
+        that the other code needs is there before it, and goes after it."""
+        if which:
+            self.function.__kwdefaults__ = self.keywords[1]
+        self.function.__code__ = self.codes[which]
+        if not which:
+            self.function.__kwdefaults__ = self.keywords[0]
+
+
+@dataclass(frozen=True)
+class MethodPatch:
+    """A method of a class in C++, which has no Python code: the method itself, and what stands in for it."""
+
+    place: Any
+    name: str
+    methods: tuple[Any, Any]
+
+    def put(self, which: int) -> None:
+        """0: the method itself; 1: the stand-in."""
+        setattr(self.place, self.name, self.methods[which])
+
+
+class Together:
+    """Patches that are in place while at least one thread needs them."""
+
+    def __init__(self) -> None:
+        self._within, self._made = 0, list[CodePatch | MethodPatch]()
+
+    def enter(self, more: Iterable[CodePatch | MethodPatch] = ()) -> None:
+        """``more``: patches that have been made since."""
+        with _LOCK:
+            new = list(more)
+            self._made += new
+            self._within += 1
+            for patch in self._made if self._within == 1 else new:
+                patch.put(1)
+
+    def leave(self) -> None:
+        with _LOCK:
+            self._within -= 1
+            if not self._within:
+                for patch in self._made:
+                    patch.put(0)
+
+
+# --- objects of torch's -----------------------------------------------------------------------------------------------
+
+TABLE += [
+    Line(
+        "FSDP2's parameter groups: post_backward",
+        "gradients that no row of a rank asked for are filled in before a unit is reduced (runtime/weights/fsdp.py)",
+        "the job has gone",
+    ),
+    Line(
+        "the class that FSDP2 gives a module: its name",
+        "models look up what is known of a class by its name (runtime/weights/fsdp.py)",
+        "the job has gone",
+    ),
+]
+
+
+def set_on(owner: Any, name: str, value: Any) -> None:
+    """Gives one object of torch's another attribute."""
+    setattr(owner, name, value)
+
+
+@contextmanager
+def class_name_kept(module: nn.Module) -> Iterator[None]:
+    """FSDP2 gives a module another class. By its name it is the one before: models look up what is known of a class so
+    (transformers, which of its outputs to collect)."""
+    before = type(module)
+    yield
+    for name in ("__name__", "__qualname__", "__module__"):
+        set_on(type(module), name, getattr(before, name))

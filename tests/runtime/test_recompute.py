@@ -1,0 +1,157 @@
+"""Recompute leaves a model as it would be without: what a forward changes is changed once, and read as the first time."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.generators import Generators, seed_all
+from meshwright.runtime.weights.recompute import recompute
+from meshwright.workers.pool import LocalWorkers
+
+
+class Block(nn.Module):
+    """Reads, and then changes, all kinds of state; and writes to its input."""
+
+    def __init__(self, does: tuple[str, ...]) -> None:
+        super().__init__()
+        self.does = does
+        self.up, self.down, self.norm = nn.Linear(6, 12), nn.Linear(12, 6), nn.BatchNorm1d(6)
+        self.register_buffer("code", torch.ones(6))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.calls, self.history, self.recent = 0, [], [torch.zeros(6)]
+        self.notes = SimpleNamespace(scale=1.0, table={"last": None})
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "write to its input" in self.does:
+            x.mul_(1.1)
+        scale = random.random() if "draw" in self.does else self.notes.scale
+        out = self.norm(x + scale * self.down(torch.tanh(self.up(x) * (1 + self.calls))) + self.code + self.recent[0])
+        with torch.no_grad():
+            self.code.data.lerp_(out.mean(0), 0.3)
+            if "assign" in self.does:
+                self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+            self.recent[0] = self.recent[0] + self.mean
+            self.seen += 1
+        self.calls += 1
+        self.history.append(self.calls)
+        self.notes.scale *= 0.5
+        self.notes.table["last"] = out.detach()
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, *does: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block(does) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(x).pow(2).mean()
+
+
+def rows() -> Tensor:
+    return torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    return [
+        (b.calls, list(b.history), b.notes.scale, *map(torch.Tensor.tolist, (*b.recent, b.notes.table["last"])))
+        for b in model.blocks
+    ]
+
+
+def trained(build: Any, plan: dict[str, Any]) -> dict[str, Any]:
+    """Three steps; gradients are those of the last."""
+    job = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    mine = rows().chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    seed_all(3)
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(3):
+        optimizer.zero_grad()
+        found["losses"].append(job.step(mine).item())
+        found["gradients"] = {line.name: g for line, g in job.whole_gradients()}
+        optimizer.step()
+    found["state"] = {**job.full_state_dict(), **{n: b for n, b in job.whole_buffers() if b is not None}}
+    if job.pipeline is None:
+        found["attributes"] = attributes(job.module)
+    return found
+
+
+def by_hand(build: Any) -> dict[str, Any]:
+    seed_all(0)
+    model = build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seed_all(3)
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(rows())
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["gradients"] = {n: p.grad for n, p in model.named_parameters()}
+        optimizer.step()
+    found["state"] = {**model.state_dict(), **dict(model.named_buffers())}
+    found["attributes"] = attributes(model)
+    return found
+
+
+LAYOUTS = {
+    "tp": (partial(Model, "assign", "draw", "write to its input"), {"mesh": {"tp": 2}, "recompute": "blocks"}),
+    "sharded": (partial(Model, "assign"), {"mesh": {"dp_shard": 2}, "recompute": "blocks"}),
+    "stages": (Model, {"mesh": {"pp": 2}, "recompute": "blocks"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_forward_changes_is_changed_once_and_read_as_the_first_time(layout: str, workers: LocalWorkers) -> None:
+    build, plan = LAYOUTS[layout]
+    found, expected = workers.run(trained, build, plan, ranks=2)[0], by_hand(build)
+    for key in found:
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+class Later(nn.Module):
+    """Writes to its input from its second forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.ones(6)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(x.mul_(2) if self.calls > 1 else x + self.scale)
+
+
+def test_an_input_that_is_written_later_only_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Later())
+    recompute(model, ["1"], Generators(torch.device("cpu")))
+    x = rows().float()
+    model(x).mean().backward()
+    with pytest.raises(RuntimeError, match="1 cannot be made again: it writes to its input in this forward"):
+        model(x)
+
+
+def test_an_input_that_is_written_after_the_forward_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    recompute(model, ["1"], Generators(torch.device("cpu")))
+    x = model[0](rows().float())
+    out = model[1](x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="its input was written to after its forward"):
+        out.mean().backward()

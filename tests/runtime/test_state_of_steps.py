@@ -1,0 +1,140 @@
+"""A step leaves on modules what one forward of all its rows leaves on one device, into however many microbatches it is
+divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.generators import seed_all
+from meshwright.workers.pool import LocalWorkers
+
+
+class Counting(nn.Module):
+    """State that follows from nothing of the batch, which the forward reads: buffers written in place and assigned, a Python
+    number, a list, a parameter that is the average of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last = nn.Linear(6, 1)
+        self.register_buffer("seen", torch.ones(6))
+        self.register_buffer("assigned", torch.tensor(0.5))
+        self.register_buffer("steps", torch.tensor(0))
+        self.late = nn.ModuleList([nn.Identity()])
+        self.late.register_buffer("seen", torch.ones(1))
+        self.number, self.history = 0, [1.0]
+        self.average = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(0.1 * self.steps)
+        self.steps += 1
+        self.number += 1
+        self.history.append(self.history[-1] * 0.5)
+        h = torch.tanh(self.first(x)) * self.seen + self.number + self.history[-1]
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(self.first.bias, alpha=0.5)
+        h = h + self.average
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        self.assigned = self.assigned * 0.5 + 1
+        self.late.seen.mul_(0.9).add_(0.2)
+        return (self.last(h) * self.late.seen + self.assigned).square().mean()
+
+
+class Hooked(nn.Module):
+    """Registers hooks in its first forward, which collect what its blocks give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last, self.is_hooked = nn.Linear(6, 1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, args, given: self.given.append(given))
+            self.is_hooked = True
+        self.given: list[Tensor] = []
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        given, self.given = self.given, []
+        return (self.last(h).square() + sum((i + 1) * t.sum(1) for i, t in enumerate(given))[:, None]).mean()
+
+
+class Statistics(nn.Module):
+    """State that follows from rows, and a count of forwards beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(0.1)
+        return self.last(torch.tanh(self.norm(self.first(x)))).square().mean()
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(12, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+Found = tuple[list[float], dict[str, Tensor | None], Any]
+
+
+def after_three_steps(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[Found]:
+    found: list[Found] = []
+    for build, plan in cases:
+        job = mw.parallelize(build, plan, batch=rows(0), dtype=torch.float64)
+        optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+        mesh, losses = job.recipe.mesh, []
+        for step in range(3):
+            losses.append(job.step(rows(step).chunk(mesh.data_size)[mesh.data_index(job.rank)]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {line.name: value for line, value in job.whole_parameters()} | dict(job.whole_buffers())
+        found.append((losses, values, [getattr(job.module, name, None) for name in ("number", "history")]))
+    return found
+
+
+def one_device(build: Callable[[], nn.Module]) -> Found:
+    seed_all(0)
+    model = build().double()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        loss = model(rows(step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return losses, values, [getattr(model, name, None) for name in ("number", "history")]
+
+
+PLANS: list[dict[str, Any]] = [
+    {"mesh": "pp=2", "microbatches": 3},
+    {"mesh": "pp=2", "microbatches": 4, "schedule": "interleaved"},
+    {"mesh": "dp_shard=2", "microbatches": 3},
+    {"mesh": "tp=2", "microbatches": 3, "recompute": "blocks"},
+]
+
+
+@pytest.mark.parametrize(("build", "plans"), [(Counting, PLANS), (Hooked, PLANS[2:]), (Statistics, PLANS)])
+def test_state_is_that_of_one_forward_a_step(
+    workers: LocalWorkers, build: Callable[[], nn.Module], plans: list[dict[str, Any]]
+) -> None:
+    for plan, (losses, values, numbers) in zip(
+        plans, workers.run(after_three_steps, [(build, plan) for plan in plans], ranks=2)[0], strict=True
+    ):
+        expected = one_device(build)
+        assert losses == pytest.approx(expected[0], rel=1e-10), plan
+        assert values.keys() == expected[1].keys()
+        for name, value in expected[1].items():
+            torch.testing.assert_close(values[name], value.detach(), rtol=1e-10, atol=1e-12, msg=f"{name} {plan}")
+        assert numbers == expected[2], plan
