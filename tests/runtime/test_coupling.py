@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
@@ -228,6 +229,26 @@ class Averages(Keeping):
         return x - before, 0.0
 
 
+@dataclass(slots=True)
+class Mean:
+    value: Tensor
+    count: int = 0
+
+
+class AveragesInObject(Averages):
+    """The average is an attribute of a plain object, in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.averages = [Mean(torch.zeros(WIDTH))]
+
+    def mixed(self, x):
+        kept = self.averages[0]
+        before, kept.value = kept.value, 0.9 * kept.value + 0.1 * x.detach().mean((0, 1))
+        kept.count += len(x)
+        return x - before, 0.0
+
+
 class Remembers(Keeping):
     """Computes with the activations of the forward before."""
 
@@ -252,9 +273,10 @@ def kept_after_steps(builds, plan):
 
 @pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "tp=2", "microbatches": 2}], ids=str)
 def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, workers):
-    found = workers.run(kept_after_steps, [Counts, Averages, Remembers], plan, ranks=2)[0]
-    assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled"]
+    found = workers.run(kept_after_steps, [Counts, Averages, Remembers, AveragesInObject], plan, ranks=2)[0]
+    assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled", "coupled"]
     assert "inner.rows" in found[0][1] and "means" in found[0][1] and "steps" not in found[0][1]
     assert "attributes of its modules (mean)" in found[1][1] and "attributes of its modules" in found[2][1]
+    assert "attributes of its modules (averages.0.count, averages.0.value)" in found[3][1]
     for _, _, losses, expected in found:
         assert losses == pytest.approx(expected, rel=1e-9)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +173,99 @@ class HooksInItsFirstForward(nn.Module):
         return (x + self.seen[0] * 2 + self.seen[1] * 3).pow(2).mean()
 
 
+class Stats:
+    """The mean of activations, and how many there were."""
+
+    def __init__(self) -> None:
+        self.mean, self.seen = torch.zeros(4, dtype=torch.float64), 0
+
+    def take(self, x: Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.seen += len(x)
+
+
+class Measuring(nn.Module):
+    def __init__(self, stats: Any) -> None:
+        super().__init__()
+        self.fc, self.stats = nn.Linear(4, 4), stats
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x + self.stats.mean)
+        self.stats.take(h)
+        return torch.tanh(h)
+
+
+class Measures(nn.Module):
+    """Blocks with a plain object each, or one for all, which is read at the end too."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        every = Stats()
+        self.blocks = nn.ModuleList(Measuring(every if shared else Stats()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+class MeasuresAll(Measures):
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().forward(x)
+        self.blocks[0].stats.take(loss.expand(1, 4))
+        return loss
+
+
+class Strange:
+    """An object that must not be asked anything; it is in itself."""
+
+    def __init__(self) -> None:
+        self.me, self.lock, self.log = self, threading.Lock(), logging.getLogger("strange")
+        self.table, self.numbers = {str(i): i for i in range(1000)}, list(range(1000))
+
+    @property
+    def told(self) -> Any:
+        raise AssertionError("a property was read")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+    def _never(self, *args: Any) -> Any:
+        raise AssertionError("a method was called")
+
+    __eq__ = __bool__ = __len__ = __iter__ = __copy__ = _never  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Holding(nn.Module):
+    """An object that cannot be of another class for a while, and one that is not to be touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.strange = nn.Linear(4, 4), Strange()
+        self.plain = SimpleNamespace(mean=torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = self.plain
+        h = self.fc(x) + plain.mean
+        plain.mean = plain.mean + h.detach().mean(0)
+        return torch.tanh(h)
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holding() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
 def trained(build: Any, plan: Any) -> list[float]:
     job, losses = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64), []
     optimizer = torch.optim.SGD(job.parameters(), 0.1)
@@ -178,9 +275,15 @@ def trained(build: Any, plan: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("build", [RemembersWithin, HooksInItsFirstForward])
-def test_a_module_begins_with_what_its_last_forward_left_in_its_own_stage(build: Any, workers: LocalWorkers) -> None:
-    found = workers.run(trained, build, {"mesh": "pp=2", "microbatches": 1}, ranks=2, timeout=60)
+@pytest.mark.parametrize(
+    ("build", "microbatches"),
+    [(RemembersWithin, 1), (HooksInItsFirstForward, 1), (partial(Measures, False), 2), (partial(Measures, True), 1),
+     (Holds, 1)],
+)  # fmt: skip
+def test_a_module_begins_with_what_its_last_forward_left_in_its_own_stage(
+    build: Any, microbatches: int, workers: LocalWorkers
+) -> None:
+    found = workers.run(trained, build, {"mesh": "pp=2", "microbatches": microbatches}, ranks=2, timeout=60)
     seed_all(0)
     model, expected = build().double(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -196,6 +299,21 @@ def test_a_model_whose_next_forward_goes_another_way_is_one_error_before_anythin
     with pytest.raises(mw.PlanError, match=r"test_modulestate.py:\d+, in the model(.|\n)*left in last") as raised:
         mw.make_recipe(RemembersItself, "pp=2", rows().float())
     assert len(raised.value.findings) == 1
+
+
+def test_an_object_that_all_stages_would_change_is_one_error_before_anything_starts() -> None:
+    made: list[Any] = []
+
+    def build() -> nn.Module:
+        made.append(MeasuresAll())
+        return made[-1]
+
+    with pytest.raises(
+        mw.PlanError, match=r"blocks.0.stats.mean is kept for the next forward \(.*test_modulestate.py:\d+"
+    ):
+        mw.make_recipe(build, "pp=2", rows().float())
+    kept = made[-1].blocks[0].stats
+    assert type(kept) is Stats and kept.seen == 0 and not kept.mean.is_meta and not kept.mean.any()
 
 
 def test_planning_leaves_no_hooks() -> None:

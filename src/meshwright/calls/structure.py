@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container
-from typing import Any
+import sys
+from collections import deque
+from collections.abc import Callable, Container, Iterator, MutableMapping
+from types import MemberDescriptorType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from meshwright.private import pytree
 
 _DEPTH = 6  # how far into plain objects to look
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (dict, set, frozenset, *_SEQUENCES)
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice))
 
 
@@ -24,15 +30,15 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(fn, value, _DEPTH)
 
 
-def _map(fn: Callable[[Tensor], Any], value: Any, depth: int) -> Any:
+def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
     kind = type(value)
     if kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
-        return kind([_map(fn, item, depth) for item in value])
+        return kind([_map(fn, item, depth, around) for item in value])
     if kind is dict:
-        return {key: _map(fn, item, depth) for key, item in value.items()}
-    return value if kind in _PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth), value)
+        return {key: _map(fn, item, depth, around) for key, item in value.items()}
+    return value if kind in _PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth, around), value)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -42,23 +48,26 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
-def _list(value: Any, found: list[Tensor], depth: int) -> None:
+def _list(value: Any, found: list[Tensor], depth: int, around: tuple[int, ...] = ()) -> None:
+    """``around``: ids of the objects that ``value`` is within, which may be in a circle."""
     if isinstance(value, Tensor):
         found.append(value)
     elif (kind := type(value)) is tuple or kind is list:
         for item in value:
-            _list(item, found, depth)
+            if type(item) not in _PLAIN:
+                _list(item, found, depth, around)
     elif kind is dict:
         for item in value.values():
-            _list(item, found, depth)
+            if type(item) not in _PLAIN:
+                _list(item, found, depth, around)
     elif kind not in _PLAIN:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
-            elif depth and not isinstance(leaf, (nn.Module, type)) and hasattr(leaf, "__dict__"):
+            elif depth and _is_object(leaf) and id(leaf) not in around:
                 for item in list(vars(leaf).values()):
                     if _may_hold(item):
-                        _list(item, found, depth - 1)
+                        _list(item, found, depth - 1, (*around, id(leaf)))
 
 
 def as_it_is(value: Any, kept: Container[int]) -> Any:
@@ -109,15 +118,134 @@ def lists_in(value: Any) -> list[list[Any]]:
     return found
 
 
-def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
+# --- plain objects that modules hold ------------------------------------------------------------------------------------
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of a class that comes with the model, and may be its state: no module, no tensor; nothing of
+    torch, of ours or of Python's own, a logger or a lock say."""
+    return (
+        type(value) not in _PLAIN
+        and not isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS))
+        and _seen_of(value).of_the_model
+    )
+
+
+class _Kind(NamedTuple):
+    """What is asked of a class."""
+
+    of_the_model: bool  # and its objects have attributes
+    slots: frozenset[str]  # the attributes that they have by ``__slots__``
+
+
+_KINDS = WeakKeyDictionary[type, _Kind]()  # of what has been seen, as this is asked of each attribute of each module
+
+
+def _seen_of(value: Any) -> _Kind:
+    kind = type(value)
+    if (found := _KINDS.get(kind)) is None:
+        members = (item for base in kind.__mro__ for item in vars(base).items())
+        slots = frozenset(n for n, m in members if isinstance(m, MemberDescriptorType) and n != "__dict__")
+        package = str(kind.__module__).partition(".")[0]
+        own = package not in ("torch", "meshwright") and (package == "types" or package not in sys.stdlib_module_names)
+        found = _KINDS[kind] = _Kind(own and (bool(slots) or kind.__dictoffset__ != 0), slots)
+    return found
+
+
+def attributes_in(value: Any) -> MutableMapping[str, Any]:
+    """The attributes of an object, which can be set and deleted there; no property and no method of its own is called."""
+    slots = _seen_of(value).slots
+    return _Attributes(value, slots) if slots else vars(value)
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """Attributes of an object of which some are in ``__slots__``."""
+
+    def __init__(self, of: Any, slots: frozenset[str]) -> None:
+        self._of, self._slots = of, slots
+        self._others: dict[str, Any] = getattr(of, "__dict__", {})
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._slots:
+            return self._others[key]
+        try:
+            return object.__getattribute__(self._of, key)
+        except AttributeError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._slots:
+            object.__setattr__(self._of, key, value)
+        else:
+            self._others[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key in self._slots:
+            object.__delattr__(self._of, key)
+        else:
+            del self._others[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*(key for key in sorted(self._slots) if key in self), *self._others])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, key: object) -> bool:
+        return hasattr(self._of, str(key)) if key in self._slots else key in self._others
+
+
+def plain_objects(name: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Every plain object within an attribute's value, in containers and objects too, each once: (its name from that of the
+    attribute on, the object).
+
+    Args:
+        seen: ids of what has been looked into; gets those that are.
+    """
+    if type(value) in _PLAIN or not depth or id(value) in seen:
+        return
+    if is_plain_object(value):
+        yield name, value
+        parts: list[tuple[Any, Any]] = list(attributes_in(value).items())
+    elif isinstance(value, dict):
+        parts = list(value.items())
+    elif isinstance(value, _SEQUENCES):
+        parts = list(enumerate(value))
+    else:
+        return
+    seen.add(id(value))
+    for key, part in parts:
+        if type(part) not in _PLAIN:
+            yield from plain_objects(f"{name}.{key}", part, seen, depth - 1)
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[Any, str] | None:
+    """What has an attribute of a module, or one of a plain object within it (``stats.mean``): the module or the object, and its
+    own attribute's name. None if the object is no longer there."""
+    if "." not in name or name in vars(module):
+        return module, name
+    for key, value in list(vars(module).items()):
+        if name.startswith(f"{key}."):
+            for inner, found in plain_objects(key, value, set()):
+                own = name[len(inner) + 1 :]
+                if name.startswith(f"{inner}.") and "." not in own:
+                    return found, own
+    return None
+
+
+def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int, around: tuple[int, ...]) -> Any:
     if isinstance(leaf, Tensor):
         return fn(leaf)
-    if depth and not isinstance(leaf, (nn.Module, type)) and hasattr(leaf, "__dict__"):
+    if depth and _is_object(leaf) and id(leaf) not in around:
         for key, item in list(vars(leaf).items()):
-            new = _map(fn, item, depth - 1) if _may_hold(item) else item
+            new = _map(fn, item, depth - 1, (*around, id(leaf))) if _may_hold(item) else item
             if any(a is not b for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(item), strict=True)):
                 object.__setattr__(leaf, key, new)
     return leaf
+
+
+def _is_object(leaf: Any) -> bool:
+    return type(leaf).__dictoffset__ != 0 and not isinstance(leaf, (nn.Module, type))
 
 
 def _may_hold(item: Any) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.calls.structure import tensors_of
+from meshwright.calls.structure import attributes_in, owner_of, tensors_of
 from meshwright.graph import Path, Segment
 from meshwright.private import pytree, storage_of
 from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, followed_checkpoints
@@ -46,7 +46,8 @@ def memory_of(t: Tensor) -> int:
 
 
 Slot = tuple[str, str]
-"""Where a module keeps something: the module's name, and the name of its buffer or attribute."""
+"""Where a module keeps something: the module's name, and the name of its buffer or attribute, or of an attribute of a plain
+object within one (``stats.mean``)."""
 
 
 def kept_in(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
@@ -57,12 +58,10 @@ def kept_in(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
 def held_in(model: nn.Module, slot: Slot) -> Any:
     """What is kept in a slot now, or None. The attribute is not asked for: whoever watches attributes is told of the
     model's own uses alone."""
-    path, name = slot
-    attributes = vars(model.get_submodule(path))
-    return next(
-        (table[name] for table in (attributes, attributes["_buffers"], attributes["_parameters"]) if name in table),
-        None,
-    )
+    owner, name = owner_of(model.get_submodule(slot[0]), slot[1]) or (model, "")
+    attributes = attributes_in(owner)
+    tables = (attributes, *(attributes[of] for of in ("_buffers", "_parameters") if isinstance(owner, nn.Module)))
+    return next((table[name] for table in tables if name in table), None)
 
 
 @dataclass

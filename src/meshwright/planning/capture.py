@@ -475,7 +475,7 @@ class Recorder(Tracer):
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
             if touched.used and self.uses.carries(slot):
                 slots[slot] = touched
-            if touched.changed and isinstance(self._kept[slot], Tensor):
+            if touched.changed and self._is_watched_tensor(slot):
                 # (Once another was set in its place, who asks for the attribute has that.)
                 asked = [at for at, is_set in uses if not is_set and any(was_set for _, was_set in uses)]
                 within = (p for p in {*touched.used, *asked} if p < len(graph.events))
@@ -502,6 +502,10 @@ class Recorder(Tracer):
         values = self._kept[slot], held_in(self._model, slot)
         return all(v is None or isinstance(v, Tensor) for v in values) and self.uses.within(slot, call)
 
+    def _is_watched_tensor(self, slot: Slot) -> bool:
+        """Whether a slot held a tensor, and all its uses are told: what else there is, Python may use at other times."""
+        return isinstance(self._kept[slot], Tensor) and slot not in self.uses.within_others
+
     def _holds_values(self, slot: Slot) -> bool:
         return any(self.known(t) for t in kept_in(self._model, [slot]))
 
@@ -511,11 +515,13 @@ class Recorder(Tracer):
         for memory in self._carried[slot]:
             found.used += self._touched.get(memory, Touches()).used
             found.changed += self._touched.get(memory, Touches()).changed
-        if isinstance(self._kept[slot], Tensor):
+        if self._is_watched_tensor(slot):
             found.changed += [max(0, count - 1) for count, is_set in uses if is_set]
         elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
             found.used += [uses[0][0] - 1]
             found.changed += [uses[-1][0]]
+            if slot in self.uses.within_others:
+                found.changed += [self.graph.calls[path].stop for path in self.uses.calls[slot]]
         found.used = sorted({*found.used, *found.changed})
         return found
 

@@ -22,7 +22,7 @@ tensor of the memory another number (``Event.renamed``), so that the stage in wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.calls.structure import tensors_of
+from meshwright.calls.structure import attributes_in, is_plain_object, owner_of, plain_objects, tensors_of
 from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
 from meshwright.errors import Findings, PlanError
@@ -127,21 +127,24 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_
 
 
 class Kept:
-    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, and hooks of forwards,
-    which a model may register in its first forward."""
+    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, attributes of the plain
+    objects within them, and hooks of forwards, which a model may register in its first forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
-        self._before = {slot: _Content.of(value) for slot, value in _slots(model)}
+        self._tables = [
+            (table, {key: ((path, f"{within}{key}"), _Content.of(table[key])) for key in _own(table)})
+            for path, within, table in _tables(model)
+        ]
+        self._before = {slot: content for _, before in self._tables for slot, content in before.values()}
 
     def changed(self, written: Iterable[int]) -> list[Slot]:
         """The slots that hold something else now, or whose memory is among what was written."""
-        memories, now = set(written), dict(_slots(self._model))
+        memories = set(written)
         return [
-            slot for slot, content in self._before.items()
-            if slot not in now or not content.same(now[slot])
+            slot for table, before in self._tables for key, (slot, content) in before.items()
+            if key not in table or not content.same(table[key])
             or any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
         ]  # fmt: skip
 
@@ -163,15 +166,13 @@ class Kept:
             if table.keys() != before.keys():
                 table.clear()
                 table.update(before)
-        for slot, value in list(_slots(self._model)):
-            content, (path, name) = self._before.get(slot), slot
-            where = next(t for t in _tables(self._model.get_submodule(path)) if name in t)
-            if content is None:
-                del where[name]
-                continue
-            content.put_back()
-            if value is not content.value:
-                where[name] = content.value
+        for table, before in self._tables:
+            for key in [key for key in _own(table) if key not in before]:
+                del table[key]
+            for key, (_, content) in before.items():
+                content.put_back()
+                if key not in table or table[key] is not content.value:
+                    table[key] = content.value
 
 
 def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -189,21 +190,26 @@ def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[
     return again
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[Slot, Any]]:
+def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, Any]]]:
+    """Where modules have attributes and buffers, those that are None too, which there is no public way to see or to put back as
+    they were; and where the plain objects within attributes have theirs, each object once: (the module's name, what names
+    there begin with, the table)."""
+    seen: set[int] = set()
     for path, module in model.named_modules():
-        for table in _tables(module):
-            for name in [name for name in table if name not in _OF_TORCH]:
-                yield (path, name), table[name]
+        yield path, "", vars(module)
+        yield path, "", module._buffers
+        for key in _own(vars(module)):
+            for name, found in plain_objects(key, vars(module)[key], seen):
+                yield path, f"{name}.", attributes_in(found)
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module has its attributes and buffers, those that are None too, which there is no public way to see or to put
-    back as they were."""
-    return vars(module), module._buffers
+def _own(table: MutableMapping[str, Any]) -> list[str]:
+    return [key for key in table if key not in _OF_TORCH] if "_parameters" in table else list(table)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [] if isinstance(value, nn.Module) or callable(value) else tensors_of(value)
+    held = not isinstance(value, nn.Module) and (is_plain_object(value) or not callable(value))
+    return tensors_of(value) if held else []
 
 
 def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
@@ -232,53 +238,100 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
 
 
 class AttributeUses:
-    """When attributes are read and set: for the time of a ``with``, their modules are of classes that tell."""
+    """When attributes are read and set: for the time of a ``with``, the modules and objects that have them are of classes that
+    tell.
+
+    Attributes:
+        found: of each attribute its uses, in order: (events so far, whether it was set).
+        calls: the calls in which it was used.
+        within_others: attributes of objects that cannot tell.
+
+    Of an object whose class cannot be changed (``types.SimpleNamespace``) it is told when a module's attribute is read that it
+    is within; what is done with it then is not.
+    """
 
     def __init__(
         self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
     ) -> None:
         self._model, self._now, self._where = model, now, where
         self.found: dict[Slot, list[tuple[int, bool]]] = {slot: [] for slot in slots}
-        self._calls: dict[Slot, set[Path]] = {slot: set() for slot in self.found}
+        self.calls: dict[Slot, set[Path]] = {slot: set() for slot in self.found}
+        self.within_others: set[Slot] = set()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notes (events so far, whether it was set) for each use of a slot."""
-        before = []
+        before: list[tuple[Any, type]] = []
         try:
-            for path in {path for path, _ in self.found}:
-                module = self._model.get_submodule(path)
-                before.append((module, type(module)))
-                names = frozenset(name for p, name in self.found if p == path)
-                module.__class__ = self._telling(path, type(module), names)
+            for owner, slots in self._owners():
+                before.append((owner, type(owner)))
+                object.__setattr__(owner, "__class__", self._telling(type(owner), slots))
             yield
         finally:
-            for module, cls in before:
-                module.__class__ = cls
+            for owner, cls in before:
+                object.__setattr__(owner, "__class__", cls)
 
-    def _telling(self, path: str, cls: Any, names: frozenset[str]) -> type:
+    def _owners(self) -> list[tuple[Any, dict[str, list[Slot]]]]:
+        """What has the attributes, and will tell of them: (the module or object, its attribute → what is told of it)."""
+        owners: dict[int, tuple[Any, dict[str, list[Slot]]]] = {}
+        silent: dict[int, list[Slot]] = {}
+        for slot in self.found:
+            if (owned := owner_of(self._model.get_submodule(slot[0]), slot[1])) is not None:
+                owner, name = owned
+                if _can_tell(owner):
+                    owners.setdefault(id(owner), (owner, {}))[1].setdefault(name, []).append(slot)
+                else:
+                    silent.setdefault(id(owner), []).append(slot)
+        self.within_others = {slot for slots in silent.values() for slot in slots}
+        for module in self._model.modules() if silent else ():
+            for name in _own(vars(module)):
+                told = [s for _, o in plain_objects(name, vars(module)[name], set()) for s in silent.get(id(o), ())]
+                if told:
+                    owners.setdefault(id(module), (module, {}))[1].setdefault(name, []).extend(told)
+        return list(owners.values())
+
+    def _telling(self, cls: Any, slots: Mapping[str, Sequence[Slot]]) -> type:
         def note(name: str, is_set: bool) -> None:
-            if name in names:
-                self.found[path, name].append((self._now(), is_set))
-                self._calls[path, name].add(self._where())
+            for slot in slots.get(name, ()):
+                self.found[slot].append((self._now(), is_set))
+                self.calls[slot].add(self._where())
 
-        def get(module: Any, name: str) -> Any:
+        def get(owner: Any, name: str) -> Any:
             note(name, False)
-            return cls.__getattribute__(module, name)
+            return cls.__getattribute__(owner, name)
 
-        def put(module: Any, name: str, value: Any) -> None:
+        def put(owner: Any, name: str, value: Any) -> None:
             note(name, True)
-            cls.__setattr__(module, name, value)
+            cls.__setattr__(owner, name, value)
 
-        return type(cls.__name__, (cls,), {"__getattribute__": get, "__setattr__": put, "__module__": cls.__module__})
+        return _like(cls, {"__getattribute__": get, "__setattr__": put})
 
     def within(self, slot: Slot, call: Path) -> bool:
         """Whether the slot was used in a call alone."""
-        return all(path[: len(call)] == call for path in self._calls[slot])
+        return all(path[: len(call)] == call for path in self.calls[slot])
 
     def carries(self, slot: Slot) -> bool:
         """Whether what the slot held before may be used: it was not set first of all."""
         return not self.found[slot] or not self.found[slot][0][1]
+
+
+def _can_tell(owner: Any) -> bool:
+    """Whether an object can be of another class for a while."""
+    if isinstance(owner, nn.Module):
+        return True
+    cls = type(owner)
+    try:
+        object.__setattr__(owner, "__class__", _like(cls, {}))
+        object.__setattr__(owner, "__class__", cls)
+    except Exception:  # whatever a class may say to having a subclass
+        return False
+    return True
+
+
+def _like(cls: Any, methods: Mapping[str, Any]) -> type:
+    """A class whose objects are laid out as those of ``cls``."""
+    own = {} if issubclass(cls, nn.Module) else {"__slots__": ()}
+    return type(cls)(cls.__name__, (cls,), {**own, **methods, "__module__": cls.__module__})
 
 
 # --- what is kept together --------------------------------------------------------------------------------------------

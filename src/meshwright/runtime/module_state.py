@@ -6,9 +6,8 @@ Parameters, submodules and other hooks are not part of it: these are the optimiz
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
+from meshwright.calls.structure import attributes_in, is_plain_object
 from meshwright.private import without_modes
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import whole
@@ -30,7 +30,7 @@ _HOOKS = (
     "_forward_pre_hooks",
 )  # a model may register some in its first forward, and note that it has
 _DEPTH = 4  # how far into containers and plain objects to look
-_Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_Holder = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class ModuleState:
@@ -103,7 +103,7 @@ def make_whole(module: nn.Module) -> None:
     noteworthy = (within for within in module.modules() if not _is_plain(within))
     for holder in (holder for within in noteworthy for holder in _of_module(within, seen)):
         if any(map(_has_view, _values(holder))):
-            if isinstance(holder, dict):
+            if isinstance(holder, MutableMapping):
                 internal = _INTERNAL if "_parameters" in holder else ()
                 holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
             elif not isinstance(holder, set):  # a set holds no global tensors: they are not hashable
@@ -176,22 +176,16 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
         if any(isinstance(item, nn.Parameter) for item in items):
             return  # as recurrent modules hold them: FSDP2 puts others in their place while they are gathered
         yield value
-    elif hasattr(value, "__dict__") and not callable(value) and _of_the_model(type(value)):
-        items = list(vars(value).values())
-        yield vars(value)
+    elif is_plain_object(value):
+        items = list(attributes_in(value).values())
+        yield attributes_in(value)
     seen.add(id(value))
     for item in items:
         yield from _within(item, seen, depth - 1)
 
 
-def _of_the_model(kind: type) -> bool:
-    """Whether objects of a class may be state of a model: not torch's, ours or Python's own, a logger say."""
-    package = kind.__module__.partition(".")[0]
-    return package not in ("torch", "meshwright") and (package == "types" or package not in sys.stdlib_module_names)
-
-
 def _values(holder: _Holder) -> list[Any]:
-    if isinstance(holder, dict):
+    if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
         return [value for key, value in holder.items() if key not in internal]
     return list(holder)
@@ -199,7 +193,7 @@ def _values(holder: _Holder) -> list[Any]:
 
 def content_of(holder: _Holder) -> Any:
     """What a container holds, for ``fill``."""
-    return dict(holder) if isinstance(holder, dict) else list(holder)
+    return dict(holder) if isinstance(holder, MutableMapping) else list(holder)
 
 
 def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
@@ -213,7 +207,7 @@ def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingPr
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return copies.get(id(value), value)
 
-    if isinstance(holder, dict):
+    if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
         for key in [k for k in holder if k not in content and k not in internal]:
             del holder[key]

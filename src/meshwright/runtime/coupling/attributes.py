@@ -1,4 +1,5 @@
-"""Plain attributes of modules that a forward changes: numbers, tensors, containers of them, which are no buffers.
+"""Plain attributes that a forward changes, of modules and of plain objects that modules hold (``self.stats.mean``): numbers,
+tensors, containers of them, which are no buffers.
 
 A step of several microbatches leaves what its first microbatch left. On one device it would be what the whole batch leaves
 (``self.rows += len(x)``, the average of an activation). So the trial of rows (runtime/coupling/trial.py) compares what
@@ -11,7 +12,7 @@ a forward of all rows leaves with what a part leaves:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.calls.placeholder import Placeholder
-from meshwright.calls.structure import tensors_of
+from meshwright.calls.structure import attributes_in, owner_of, plain_objects, tensors_of
 from meshwright.private import version, without_modes
 from meshwright.runtime.module_state import attributes_of, is_state
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 Name = tuple[str, str]
-"""A module, and its attribute."""
+"""A module, and its attribute, or that of an object within one (``stats.mean``)."""
 
 VALUES, ROWS = "values", "rows"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -36,16 +37,25 @@ _CLOSE = 1e-6  # relative: by how much rounding may make numbers differ
 
 def marks(model: nn.Module) -> dict[Name, Any]:
     """For each attribute something that differs once the attribute has been changed."""
-    return {(path, key): _mark(value) for path, module in model.named_modules() for key, value in attributes_of(module)}
+    return {name: _mark(value) for name, value in _attributes(model)}
 
 
 def changed(model: nn.Module, before: Mapping[Name, Any]) -> dict[Name, Any]:
     """A copy of each attribute that has been changed since its ``marks`` were taken, and that is on this rank."""
-    now = ((path, key, value) for path, module in model.named_modules() for key, value in attributes_of(module))
-    new = (((path, key), value) for path, key, value in now if before.get((path, key), ...) != _mark(value))
+    new = ((name, value) for name, value in _attributes(model) if before.get(name, ...) != _mark(value))
     return {
         name: copied(value) for name, value in new if not any(isinstance(t, Placeholder) for t in tensors_of(value))
     }
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
+    """Every attribute of modules, and of the plain objects within each: of an object that several hold, once."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, value in list(attributes_of(module)):
+            yield (path, key), value
+            for name, found in plain_objects(key, value, seen):
+                yield from (((path, f"{name}.{own}"), inner) for own, inner in list(attributes_in(found).items()))
 
 
 def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name, str]:
@@ -58,7 +68,8 @@ def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name,
 def put(model: nn.Module, values: Mapping[Name, Any]) -> None:
     """Puts copies of values into attributes."""
     for (path, key), value in values.items():
-        vars(model.get_submodule(path))[key] = copied(value)
+        if (owner := owner_of(model.get_submodule(path), key)) is not None:
+            attributes_in(owner[0])[owner[1]] = copied(value)
 
 
 def copied(value: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.interpreter import Crossing, StageInterpreter, StageProgram, crossings
 from meshwright.calls.placeholder import PathError
-from meshwright.calls.structure import map_tensors
+from meshwright.calls.structure import attributes_in, map_tensors, owner_of
 from meshwright.calls.tracer import Forwards, held_in, kept_in
 from meshwright.chance import generators_in, host_seeded, set_state_of, state_of
 from meshwright.errors import ReplicaError
@@ -628,7 +628,11 @@ def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
     finally:
         for slot, value, content in before:
             if held_in(model, slot) is not value:
-                setattr(model.get_submodule(slot[0]), slot[1], value)
+                owner = owner_of(model.get_submodule(slot[0]), slot[1])
+                if owner is not None and isinstance(owner[0], nn.Module):
+                    setattr(*owner, value)
+                elif owner is not None:
+                    attributes_in(owner[0])[owner[1]] = value
             if content is not None:
                 fill(value, content)
 
