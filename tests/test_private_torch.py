@@ -61,6 +61,7 @@ from meshwright.private import (
 from meshwright.runtime import groups
 from meshwright.runtime.rows.microbatches import BACKWARD
 from meshwright.runtime.weights import fsdp
+from meshwright.spmd import patches
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     followed_checkpoints,
@@ -532,7 +533,13 @@ def test_nothing_is_compiled_under_a_mode_of_ours_by_the_compilers_stance() -> N
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    with Passing(), Passing():
+    first, second = Passing(), Passing()
+    with first, second:
+        function(torch.ones(2))
+    assert not compilations
+    patches.UNCOMPILED.enter()  # in a thread, whose modes begin and end in any order with those of another
+    with Passing():
+        patches.UNCOMPILED.leave()
         function(torch.ones(2))
     assert not compilations
     function(torch.ones(2))

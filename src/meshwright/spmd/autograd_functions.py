@@ -14,9 +14,8 @@ compiled for one function of torch it reuses for another. While a mode of ours i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -105,34 +104,16 @@ def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         yield
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """While on, what ``torch.compile`` made runs as the plain function that it was made of.
-
-    The compiler takes seconds to import. If it is not there yet, nothing has been compiled; a forward that compiles a part
-    of itself has been run by planning before it runs here.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 class FunctionMode(TorchFunctionMode):
     """A function mode under which nothing is compiled. All modes of ours are of this kind."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._mw_stances: list[AbstractContextManager[None]] = []
-
     def __enter__(self) -> Any:
-        stance = uncompiled()
-        stance.__enter__()
-        self._mw_stances.append(stance)
+        patches.UNCOMPILED.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._mw_stances.pop().__exit__(None, None, None)
+        patches.UNCOMPILED.leave()
 
 
 Segment = Callable[..., Any]

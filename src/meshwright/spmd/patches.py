@@ -14,9 +14,10 @@ differs during it stands in the table, and nothing differs after it.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from types import CodeType, FunctionType
@@ -181,6 +182,45 @@ class MethodPatch:
     def put(self, which: int) -> None:
         """0: the method itself; 1: the stand-in."""
         setattr(self.place, self.name, self.methods[which])
+
+
+class Stance:
+    """The compiler's stance, which is one of the process: while somebody needs it, what ``torch.compile`` made runs as the
+    plain function that it was made of. Modes of several threads begin and end in any order: the first begins it and the
+    last ends it.
+
+    The compiler takes seconds to import. If it is not there yet, nothing has been compiled; a forward that compiles a part
+    of itself has been run by planning before it runs here.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._stance: AbstractContextManager[None] | None = None
+
+    def enter(self) -> None:
+        with _LOCK:
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._users += 1
+
+    def leave(self) -> None:
+        with _LOCK:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+UNCOMPILED = Stance()
 
 
 class Together:

@@ -46,8 +46,8 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share, Shares
 from meshwright.runtime.rows.microbatches import BACKWARD, called, weighed
 from meshwright.schedule import TRANSFERS, Action, Schedule, make_schedule, with_transfers
+from meshwright.spmd import patches
 from meshwright.spmd.alias import laid
-from meshwright.spmd.autograd_functions import uncompiled
 from meshwright.spmd.dispatcher import whole
 from meshwright.spmd.mode import SpmdMode
 from meshwright.watch.timer import CommunicationTimer
@@ -191,7 +191,7 @@ class Pipeline:
 
     def view(self) -> Any:
         """The view over tp, for a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
-        return uncompiled() if self._view is None else self._view.on()
+        return patches.UNCOMPILED.on() if self._view is None else self._view.on()
 
     def program(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
         """The forward for a microbatch of these shapes.
