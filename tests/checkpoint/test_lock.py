@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -119,6 +120,16 @@ def test_who_was_taken_for_dead_is_told(tmp_path):
     assert (tmp_path / LOCK).read_bytes() == locks._text(holder, 3), (
         "a lock that is another's stays, and so does its text"
     )
+
+
+def test_a_lock_that_another_looks_at_is_released(tmp_path):
+    """Who found a dead holder a moment ago has the file locked while it sees that another has taken it over."""
+    lock = hold(tmp_path)
+    with open(lock.path, "r+") as looking:
+        fcntl.flock(looking, fcntl.LOCK_EX)
+        threading.Timer(0.2, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        lock.release()
+        assert not lock.path.exists()
 
 
 def test_of_many_that_find_a_dead_holder_one_holds_the_folder(tmp_path, monkeypatch):

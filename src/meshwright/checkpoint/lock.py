@@ -33,6 +33,7 @@ LOCK = ".lock"
 PATIENCE = 60.0  # seconds to wait for a holder that lives, and to look at the count of one that may not
 _BEAT = 5.0  # seconds from one count to the next
 _LOOK = 0.2  # seconds between two looks at a lock
+_MOMENT = 5.0  # seconds to wait for others that only look at the file
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class Lock:
         if self._file is None or self._released.is_set():
             return
         self._released.set()
-        with contextlib.suppress(OSError, CheckpointError), _alone(self.path) as is_it:
+        # Who finds the lock of a dead holder before this one's may look at the file just now: only for a moment.
+        with contextlib.suppress(OSError, CheckpointError), _alone(self.path, patience=_MOMENT) as is_it:
             if is_it:
                 self.check()
                 self.path.unlink()
@@ -226,25 +228,36 @@ def _break(path: Path, holder: Holder | None, text: str) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """For the time of a block nobody else removes the file that this path names. False if somebody else does, or there is
-    none. Without this, one who found a dead holder a moment ago would remove the lock of who has taken it over since."""
+def _alone(path: Path, patience: float = 0.0) -> Iterator[bool]:
+    """For the time of a block nobody else removes the file that this path names. False if somebody else does for more than
+    ``patience`` seconds, or there is none. Without this, one who found a dead holder a moment ago would remove the lock of who
+    has taken it over since."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         yield False
         return
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:  # a file system that has no such locks
-            pass
+        until = time.monotonic() + patience
+        while not _locked(file):
+            if time.monotonic() >= until:
+                yield False
+                return
+            time.sleep(0.01)
         yield _is_named(path, file)
     finally:
         os.close(file)
+
+
+def _locked(file: int) -> bool:
+    """Whether nobody else has the file's lock; on a file system that has no such locks, nobody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _is_named(path: Path, file: int) -> bool:
