@@ -206,6 +206,21 @@ def test_forked_workers_share_what_is_imported_and_spawned_ones_nothing() -> Non
         local_workers(1, start_method="forkserver")  # type: ignore[arg-type]
 
 
+IN_THE_SERVER = """
+import os, sys
+from meshwright.workers.pool import local_workers
+with local_workers(1, start_method="fork", threads=4) as pool:
+    assert "torch" not in sys.modules
+    pool.run(os.getpid)
+    server = f"/proc/{pool._server.process.pid}"
+    print("libtorch" in open(f"{server}/maps").read(), len(os.listdir(f"{server}/task")))
+"""
+
+
+def test_what_forks_workers_has_torch_and_one_thread_whatever_its_pool_has_imported() -> None:
+    assert python("-c", IN_THE_SERVER) == ["True 1"]
+
+
 def test_workers_end_with_the_process_that_forked_them_and_the_pool_starts_anew() -> None:
     with local_workers(2, start_method="fork") as pool:
         before = pool.run(os.getpid)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -175,10 +176,9 @@ def _imported() -> list[str]:
 def main(descriptor: int, names: list[str]) -> None:
     """Be the server of a pool, at the other end of a socket; in each fork of it, be a worker."""
     pool = socket.socket(fileno=descriptor)
-
-    for name in names:
+    for name in ("torch.distributed", *names):
         with contextlib.suppress(Exception):  # a worker that needs it says what is wrong
-            __import__(name)
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays shared between workers
     _say(pool, "up")
