@@ -1,9 +1,9 @@
 """What one rank holds of a tensor along one mesh axis.
 
-    REPLICATE       all of it
-    Cut         a slice along one tensor dim; of each fused block, where the dim is several blocks (a fused QKV)
+    REPLICATE   all of it
+    Shard       a slice along one tensor dim; of each fused block, where the dim is several blocks (a fused QKV)
     PARTIAL     a summand: the tensor is the sum over the axis
-    REMOTE   nothing: the value lives on other ranks
+    REMOTE      nothing: the value lives on other ranks
 
 A layout is a value: it names no process group and no rank, so that a picture of a hypothetical one can be drawn.
 """

@@ -1,7 +1,7 @@
 """What stands for a value in the model's hands where the value itself is not, or not whole; and what may be asked of it.
 
-    Elsewhere    other ranks have it
-    Rows         a branch made it, of which each data rank has some rows: this rank its ``rows``
+    RemoteTensor    other ranks have it
+    RowShard        a branch made it, of which each data rank has some rows: this rank its ``rows``
 
 Both have the shape and type that the value has on one device, and nothing else: what the model makes of its shape is the
 same on every rank. A function that takes one is an event of the walk, which puts the value in its place, where it is here.

@@ -444,7 +444,7 @@ class Planner:
                 self.not_worth([x], _AT_ONCE)
 
     def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:
-        """sharded global tensors are gathered for a function."""
+        """Sharded global tensors are gathered for a function."""
         cut_ones = [x for x in views if isinstance(x._mw_layout, Shard)]
         if cut_ones:
             place = self.dispatcher.place(user)

@@ -1,6 +1,6 @@
 """``SpmdMode``: while it is on, the model's code sees whole tensors and each rank works on its part.
 
-It catches what the global tensor class alone cannot: functions that are called with a parameter (a DTensor at rest, or, in
+It catches what the class ``GlobalTensor`` alone cannot: functions that are called with a parameter (a DTensor at rest, or, in
 planning, a meta tensor) and no global tensor. The parameter's local part takes its place. Everything else passes untouched.
 """
 
@@ -94,7 +94,7 @@ class SpmdMode(FunctionMode):
         return dispatcher.call(func, args, kwargs)
 
     def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
-        """sharded global tensors are made whole for ``user``, which is no torch function."""
+        """Sharded global tensors are made whole for ``user``, which is no torch function."""
         dispatcher.gathered(user)
 
     def _special(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,9 +5,10 @@
                or ends changes what the replacement does, and not torch.
     CodePatch  the code of a Python function: whoever took the function by its name before gets the replacement as well
     MethodPatch  a method of a class in C++
+    Stance     the compiler's stance, which is a setting and no part of torch
     set_on     an attribute of one object of torch's, which goes with the object
 
-``TABLE`` has a line for each. ``tests/view/test_patches.py`` looks at all of torch before, during and after a forward: what
+``TABLE`` has a line for each. ``tests/spmd/test_patches.py`` looks at all of torch before, during and after a forward: what
 differs during it stands in the table, and nothing differs after it.
 """
 
@@ -143,7 +144,7 @@ REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoin
 TABLE.append(
     Line(
         "functions of torch.distributed (code), methods of ProcessGroup, os.environ's look-up (code)",
-        "a model's own code sees one process (oneprocess.py)",
+        "a model's own code sees one process (one_process.py)",
         "no thread builds, plans or runs a model any more",
     )
 )

@@ -1,14 +1,14 @@
 """The moves between layouts, each with its conjugate as backward.
 
     forward                                              backward                           function
-    a whole tensor enters sharded work: nothing moves        all-reduce of its gradient         enter
-    Partial → Replicate: all-reduce                          nothing moves                      reduce
-    Partial → Shard: reduce-scatter                        all-gather                         reduce_scatter
-    Shard → Replicate, used whole: all-gather                  take my slice                      gather
-    Shard → Replicate, used in sharded work: all-gather            reduce-scatter                     gather_enter
-    Replicate → Shard: take my slice                           all-gather                         take
-    Shard → Shard of another dim: all-to-all                 all-to-all                         exchange
-    Replicate → Partial: the first rank keeps it             nothing moves                      hold
+    a whole tensor enters sharded work: nothing moves    all-reduce of its gradient         copy_in
+    Partial → Replicate: all-reduce                      nothing moves                      all_reduce
+    Partial → Shard: reduce-scatter                      all-gather                         reduce_scatter
+    Shard → Replicate, used whole: all-gather            keep my slice                      all_gather
+    Shard → Replicate, used in sharded work: all-gather  reduce-scatter                     all_gather_in
+    Replicate → Shard: keep my slice                     all-gather                         keep_slice
+    Shard → Shard of another dim: all-to-all             all-to-all                         all_to_all
+    Replicate → Partial: the first rank keeps it         nothing moves                      keep_first
 
 "Whole, with a whole gradient" is what the rest of torch calls a tensor; "used in sharded work" means that every rank uses
 it for its part only, so that its gradient is a sum over ranks. This is the type theory of local SPMD code (invariant,

@@ -10,7 +10,7 @@
 Torch says most of this itself: in the schemas of its operators (alias annotations, mutable arguments) and in their
 tags (``inplace``, ``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). It is asked for the
 operator of a function's name, in any overload. What it does not say stands here by name, with the reason.
-``tests/view/test_torch_functions.py`` compares both with the torch that is installed: a function that neither knows,
+``tests/spmd/test_torch_functions.py`` compares both with the torch that is installed: a function that neither knows,
 and a name here that torch has come to know, fail there.
 
 In which type a function computes under autocast is asked of torch with a tensor of one element

@@ -8,9 +8,9 @@
 
 All ranks of the place around a region take part in both. None waits for an all-to-all where it begins: what others send has
 its memory from then on, and is waited for where something takes it first: a value (calls/interpreter.py), or a gradient
-(``Gate``). Every fork is tied to the
-join by an anchor, so that on every rank the backward of the join comes before that of the forks, whatever the rank made of
-the values: autograd runs in the opposite order of the forward, and so all ranks meet in the same collectives.
+(``Gate``). Every fork is tied to the join by an anchor, so that on every rank the backward of the join comes before that of
+the forks, whatever the rank made of the values: autograd runs in the opposite order of the forward, and so all ranks meet
+in the same collectives.
 """
 
 from __future__ import annotations
