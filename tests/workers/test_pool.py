@@ -233,6 +233,19 @@ def test_workers_end_with_the_process_that_forked_them_and_the_pool_starts_anew(
     assert wait_until_gone([*after, server], timeout=0) == []
 
 
+def test_a_server_that_dies_before_it_forks_is_told_and_the_pool_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_workers(2, start_method="fork") as pool:
+        pool.run(os.getpid, ranks=1)
+        assert pool._server is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(type(pool._server), "alive", True)  # as it was a moment ago
+            os.kill(pool._server.process.pid, signal.SIGKILL)
+            pool._server.process.wait()
+            with pytest.raises(WorkerError, match="did not start"):
+                pool.run(os.getpid)
+        assert len(pool.run(os.getpid)) == 2
+
+
 def test_a_server_that_cannot_start_is_told_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_workers(2, start_method="fork") as pool:
         with monkeypatch.context() as patched:

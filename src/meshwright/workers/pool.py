@@ -218,8 +218,13 @@ class LocalWorkers:
 
     def _add(self, count: int) -> None:
         for rank in range(count):
-            if rank not in self._children:
+            if rank in self._children:
+                continue
+            try:
                 self._children[rank] = WorkerProcess(rank, self._threads, self._server)
+            except OSError as error:  # no more processes or memory; or what forks them has just died
+                output = "" if self._server is None else tail_of(self._server.log)
+                raise WorkerError(rank, f"worker {rank} did not start: {error}", output) from error
 
     def _await_server(self, server: ForkServer, deadline: float) -> None:
         while not server.up:
