@@ -22,6 +22,11 @@ def is_of_model(file: str) -> bool:
     return not file.startswith(_NOT_THE_MODEL)
 
 
+def called_by_model() -> bool:
+    """Whether the function that asks, the caller of this one, was called by the model's own code."""
+    return is_of_model(sys._getframe(2).f_code.co_filename)
+
+
 def model_line() -> str:
     """The model's source line that is being run; empty outside of one."""
     frame: FrameType | None = sys._getframe(1)

@@ -63,8 +63,12 @@ class Draws:
 def host_drawn(model: nn.Module | None = None) -> tuple[Any, ...]:
     """Differs from what it was before if numbers of Python's or NumPy's generator were drawn. ``model``: or of those that its
     modules hold."""
-    held = [pickle.dumps(g) for g in generators_in(model) if not isinstance(g, torch.Generator)]
-    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", held
+    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", held_drawn(model)
+
+
+def held_drawn(model: nn.Module | None) -> list[bytes]:
+    """Differs from what it was before if numbers were drawn from a generator of Python's or NumPy's that a module holds."""
+    return [pickle.dumps(g) for g in generators_in(model) if not isinstance(g, torch.Generator)]
 
 
 def numpy_words() -> bytes:

@@ -149,6 +149,7 @@ class Call:
         grown: what it appended to lists that it was given.
         acts: whether it reads a value, on which what it does next may follow.
         leaf: whether the module has no modules within.
+        draws_host: whether it drew random numbers of Python's or NumPy's, or may do so on another way.
     """
 
     module: str
@@ -165,6 +166,7 @@ class Call:
     grown: tuple[Grown, ...] = ()
     acts: bool = False
     leaf: bool = False
+    draws_host: bool = False
 
 
 ROOT: Path = (("", 0),)
@@ -206,6 +208,8 @@ class ModelGraph:
         cuts: where the stages of a pipeline begin, from the second on; None if it cannot be cut so that each has what it takes.
         resized: whether values are of another length than what calls and events gave when they were recorded.
         draws: whether the forward drew random numbers of Python's or NumPy's.
+        draws_held: whether it drew some from a generator that a module holds, whose numbers go on from forward to forward: then
+            every stage follows the forward to its end.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -225,6 +229,7 @@ class ModelGraph:
     spans: list[Span] = field(default_factory=list)
     resized: bool = False
     draws: bool = False
+    draws_held: bool = False
     segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
     cuts: tuple[int, ...] | None = None
 
@@ -320,4 +325,4 @@ class ModelGraph:
 
 def spelled(path: Path) -> str:
     """A path as text: module names, with ``#n`` for a later call of the same module."""
-    return " › ".join(name + (f"#{n}" if n else "") for name, n in path) or "the model"
+    return " › ".join(name + (f"#{n}" if n else "") for name, n in path if name) or "the model"

@@ -167,7 +167,43 @@ class RootsGenerator(nn.Module):
         return x.pow(2).mean()
 
 
+HOST: dict[str, Callable[[], Any]] = {
+    "Python's": lambda: random.Random(3),
+    "NumPy's": lambda: np.random.default_rng(3),
+    "NumPy's old": lambda: np.random.RandomState(3),
+}
+
+
+class Scaled(nn.Module):
+    """Scales by a number from a generator of the host's; ``acting``: if a value says so."""
+
+    def __init__(self, own: Any, acting: bool = False) -> None:
+        super().__init__()
+        self.fc, self.own, self.acting = nn.Linear(6, 6), own, acting
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.fc(x))
+        if self.acting and (h.sum() > 100).item():
+            return h
+        return h * (1 + self.own.uniform(0, 1))
+
+
+class SharedHostGenerator(nn.Module):
+    """Blocks and the model's own forward draw from one generator of the host's, which each copy makes anew."""
+
+    def __init__(self, of: str, acting: bool = False) -> None:
+        super().__init__()
+        self.own = HOST[of]()
+        self.blocks = nn.ModuleList(Scaled(self.own, acting and i == 1) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean() * (1 + self.own.uniform(0, 1))
+
+
 MODELS = {draw: functools.partial(SharedGenerator, draw) for draw in DRAWS} | {"by the root": RootsGenerator}
+MODELS |= {of: functools.partial(SharedHostGenerator, of) for of in HOST}
 LAYOUTS = [
     {"mesh": "pp=2", "microbatches": 1},
     {"mesh": "pp=2,tp=2", "microbatches": 1},
@@ -211,6 +247,11 @@ def test_stages_draw_from_one_generator_what_one_device_draws(model: str, plan: 
 def test_what_draws_as_values_decide_from_one_generator_is_in_one_stage() -> None:
     recipe = mw.make_recipe(MODELS["as values decide"], "pp=2", rows().float())
     assert any({f"blocks.{i}" for i in range(4)} <= set(stage.modules) for stage in recipe.stages)
+
+
+def test_a_generator_of_the_hosts_is_told_from_which_values_decide_how_often_it_is_drawn() -> None:
+    with pytest.raises(mw.PlanError, match="how many random numbers blocks.1 draws may follow from a value"):
+        mw.make_recipe(functools.partial(SharedHostGenerator, "Python's", acting=True), "pp=2", rows().float())
 
 
 class SeveralActs(nn.Module):

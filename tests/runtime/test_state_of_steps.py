@@ -4,6 +4,7 @@ divided."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,38 @@ class Statistics(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x)))).square().mean()
 
 
+class Made(nn.Module):
+    """State that its first forward makes: the mean of what block 2 gave, which the next forward adds to the batch, or to what
+    block 0 gives."""
+
+    def __init__(self, way: str, *, to_batch: bool = False) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.way, self.to_batch = way, to_batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros, x = torch.zeros(6, dtype=x.dtype), x.repeat(1, 2)[:, :6]
+        h = torch.tanh(self.first(x + self.earlier(zeros) if self.to_batch else x))
+        for i, block in enumerate(self.blocks):
+            h = torch.tanh(block(h))
+            if i == 0 and not self.to_batch:
+                h = h + self.earlier(zeros)
+            if i == 2:
+                self.last = h.detach().mean(0)
+        return h.square().mean()
+
+    def earlier(self, zeros: Tensor) -> Tensor:
+        if self.way == "getattr":
+            return getattr(self, "last", zeros)
+        if self.way == "hasattr":
+            return self.last if hasattr(self, "last") else zeros
+        if self.way == "vars":
+            return vars(self).get("last", zeros)
+        if not hasattr(self, "last"):
+            self.register_buffer("last", zeros, persistent=False)
+        return self.last
+
+
 def rows(step: int) -> Tensor:
     return torch.randn(12, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
@@ -138,3 +171,17 @@ def test_state_is_that_of_one_forward_a_step(
         for name, value in expected[1].items():
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-10, atol=1e-12, msg=f"{name} {plan}")
         assert numbers == expected[2], plan
+
+
+@pytest.mark.parametrize("way", ["getattr", "hasattr", "vars", "register_buffer"])
+def test_state_that_a_forward_makes_is_in_one_stage(workers: LocalWorkers, way: str) -> None:
+    build = partial(Made, way)
+    losses, *_ = workers.run(after_three_steps, [(build, {"mesh": "pp=2", "microbatches": 1})], ranks=2)[0][0]
+    assert losses == pytest.approx(one_device(build)[0], rel=1e-10)
+    assert any({"blocks.1", "blocks.2"} <= set(stage.modules) for stage in mw.make_recipe(build, "pp=2", rows(0).float()).stages)
+
+
+@pytest.mark.parametrize("way", ["getattr", "hasattr", "vars", "register_buffer"])
+def test_state_that_a_forward_makes_and_that_changes_what_follows_from_the_batch_is_an_error(way: str) -> None:
+    with pytest.raises(mw.PlanError, match="another way than the one before it, for what that left in last"):
+        mw.make_recipe(partial(Made, way, to_batch=True), "pp=2", rows(0).float())

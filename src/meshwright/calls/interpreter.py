@@ -181,7 +181,8 @@ class StageProgram:
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
         # What modules keep for the next forward is changed by the stage whose event that follows.
         changes = [p for p in graph.changes.values() if self.start <= p < self.stop]
-        self.last_change = max([*changes, *self.along], default=-1)
+        end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
+        self.last_change = max([*changes, *self.along, *end], default=-1)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: ((streams or {})[call.module], self._taken(call))

@@ -8,12 +8,15 @@
     2  Memory that follows from the batch alone, which every stage has, is a value from the first write of an event on. Its
        other names were not sent with it: they are met in the stage of that write.
     3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
-       changes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
+       changes or makes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
        has it; others are sent what they take of it later in the forward.
     4  What a checkpoint of the model's own computes again, if it changes such memory: it does so twice, on one device as well.
     5  A ``torch.Generator`` of the model's own, from which several places of the forward draw: each rank has a copy, and draws
        along with other stages (``StageProgram.along``). Where it cannot, all that draws from it is in one stage: if how many
        numbers are drawn follows from values, or if a checkpoint of the model's own draws them again.
+    6  Random numbers of Python's and NumPy's: every stage runs the Python that draws them, if a module holds the generator to
+       the forward's end. A call that acts on a value is run by its stage alone: if it may draw, no cut is made after it, and
+       none at all if a module holds the generator.
 
 What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
 tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
@@ -30,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.blame import called_by_model
 from meshwright.calls.structure import attributes_in, is_plain_object, owner_of, plain_objects, tensors_of
 from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
@@ -134,23 +138,32 @@ class Kept:
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
         self._tables = [
-            (table, {key: ((path, f"{within}{key}"), _Content.of(table[key])) for key in _own(table)})
+            (table, (path, within), {key: _Content.of(table[key]) for key in _own(table)})
             for path, within, table in _tables(model)
         ]
-        self._before = {slot: content for _, before in self._tables for slot, content in before.values()}
+        self._before = {
+            (path, f"{within}{key}"): content for _, (path, within), before in self._tables for key, content in before.items()
+        }
 
     def changed(self, written: Iterable[int]) -> list[Slot]:
-        """The slots that hold something else now, or whose memory is among what was written."""
+        """The slots that hold something else now, that there are only now, or whose memory is among what was written."""
         memories = set(written)
+
+        def differs(content: _Content | None, table: MutableMapping[str, Any], key: str) -> bool:
+            if content is None or key not in table or not content.same(table[key]):
+                return True
+            return any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
+
         return [
-            slot for table, before in self._tables for key, (slot, content) in before.items()
-            if key not in table or not content.same(table[key])
-            or any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
-        ]  # fmt: skip
+            (path, f"{within}{key}")
+            for table, (path, within), before in self._tables
+            for key in dict.fromkeys((*before, *_own(table)))
+            if differs(before.get(key), table, key)
+        ]
 
     def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of some slots that held no tensor: Python may act on what they hold (``if self.last is not None``)."""
-        return [slot for slot in slots if slot in self._before and not isinstance(self._before[slot].value, Tensor)]
+        """Those of some slots that held no tensor, or were not there: Python may act on that (``if self.last is not None``)."""
+        return [s for s in slots if s not in self._before or not isinstance(self._before[s].value, Tensor)]
 
     def memories(self) -> set[int]:
         """The memory of tensors that were kept. They are put back, values too."""
@@ -166,10 +179,10 @@ class Kept:
             if table.keys() != before.keys():
                 table.clear()
                 table.update(before)
-        for table, before in self._tables:
+        for table, _, before in self._tables:
             for key in [key for key in _own(table) if key not in before]:
                 del table[key]
-            for key, (_, content) in before.items():
+            for key, content in before.items():
                 content.put_back()
                 if key not in table or table[key] is not content.value:
                     table[key] = content.value
@@ -244,7 +257,7 @@ class AttributeUses:
     Attributes:
         found: of each attribute its uses, in order: (events so far, whether it was set).
         calls: the calls in which it was used.
-        within_others: attributes of objects that cannot tell.
+        within_others: attributes of objects that cannot tell, or whose ``__dict__`` the model has asked for.
 
     Of an object whose class cannot be changed (``types.SimpleNamespace``) it is told when a module's attribute is read that it
     is within; what is done with it then is not.
@@ -297,6 +310,10 @@ class AttributeUses:
                 self.calls[slot].add(self._where())
 
         def get(owner: Any, name: str) -> Any:
+            if name == "__dict__" and called_by_model():  # what is done with it is not told
+                self.within_others.update(slot for told in slots.values() for slot in told)
+                for any_of_them in slots:
+                    note(any_of_them, False)
             note(name, False)
             return cls.__getattribute__(owner, name)
 
@@ -363,6 +380,7 @@ def keep_together(
     graph.spans += _names_of_written_memory(graph, at_end)
     graph.spans += _left_unseen(graph)
     graph.spans += _drawn_from_one_generator(graph)
+    graph.spans += _drawn_as_values_decide(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
@@ -500,6 +518,16 @@ def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:
             if event.reads and event.inputs and event.path != ROOT and r < positions[-1]:
                 start = graph.calls[event.path].start
                 yield _span(graph, [start, r], f"{spelled(event.path)} reads a value before a generator is drawn from")
+
+
+def _drawn_as_values_decide(graph: ModelGraph) -> Iterator[Span]:
+    """A call that reads a value runs on its stage alone: another does not know how many numbers of the host's it drew. What
+    follows draws on from there; so does the next forward, if a module holds the generator."""
+    for call in graph.calls.values():
+        if call.acts and call.draws_host and call.path != ROOT:
+            first = 0 if graph.draws_held else call.start
+            why = f"how many random numbers {spelled(call.path)} draws may follow from a value that it reads"
+            yield _span(graph, [first, len(graph.events) - 1], why)
 
 
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:
