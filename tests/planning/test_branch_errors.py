@@ -143,6 +143,42 @@ class Shared(models.Averages):
         return {"loss": torch.nn.functional.mse_loss(self.head(h.tanh()), y)}
 
 
+class Leaving(models.MLP):
+    """Leaves what it gave for the next forward, in an attribute that its first forward makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.given = h.detach().mean(0)
+        return h
+
+
+class Reading(models.Toy):
+    """The model around takes what its first branch has left: of the forward before, or of this one."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.block_a, self.where = Leaving(), where
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.stem(x)
+        if self.where == "before":
+            h = h + getattr(self.block_a, "given", torch.zeros(models.DIM))
+        h = self.block_a(h) + self.block_b(h)
+        if self.where == "after":
+            h = h + self.block_a.given
+        if self.where == "its own":
+            h, self.seen = h + getattr(self, "seen", 0), h.detach().mean(0)
+        return {"loss": torch.nn.functional.mse_loss(self.head(h), y)}
+
+
+def test_an_attribute_that_a_branch_makes_is_used_by_that_branch_alone_in_the_next_forward() -> None:
+    plan = models.beside(1, 1)
+    with pytest.raises(mw.PlanError, match=r"block_a\.given"):
+        mw.make_recipe(functools.partial(Reading, "before"), plan, models.rows())
+    for where in ("after", "its own"):
+        assert mw.make_recipe(functools.partial(Reading, where), plan, models.rows()).branches
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_buffer_that_a_branch_changes_is_used_by_that_branch_alone(mesh: dict[str, int]) -> None:
     plan = {**models.beside(1, 1), "mesh": mesh}

@@ -250,7 +250,7 @@ def test_what_draws_as_values_decide_from_one_generator_is_in_one_stage() -> Non
 
 
 def test_a_generator_of_the_hosts_is_told_from_which_values_decide_how_often_it_is_drawn() -> None:
-    with pytest.raises(mw.PlanError, match="how many random numbers blocks.1 draws may follow from a value"):
+    with pytest.raises(mw.PlanError, match=r"how many random numbers blocks\.1 draws may follow from a value"):
         mw.make_recipe(functools.partial(SharedHostGenerator, "Python's", acting=True), "pp=2", rows().float())
 
 

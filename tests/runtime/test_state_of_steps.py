@@ -178,7 +178,10 @@ def test_state_that_a_forward_makes_is_in_one_stage(workers: LocalWorkers, way: 
     build = partial(Made, way)
     losses, *_ = workers.run(after_three_steps, [(build, {"mesh": "pp=2", "microbatches": 1})], ranks=2)[0][0]
     assert losses == pytest.approx(one_device(build)[0], rel=1e-10)
-    assert any({"blocks.1", "blocks.2"} <= set(stage.modules) for stage in mw.make_recipe(build, "pp=2", rows(0).float()).stages)
+    assert any(
+        {"blocks.1", "blocks.2"} <= set(stage.modules)
+        for stage in mw.make_recipe(build, "pp=2", rows(0).float()).stages
+    )
 
 
 @pytest.mark.parametrize("way", ["getattr", "hasattr", "vars", "register_buffer"])

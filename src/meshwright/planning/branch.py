@@ -316,7 +316,8 @@ def _check_kept(placed: Placed, places: Submeshes, graph: ModelGraph, findings: 
         event = followed.events[position]
         findings.add(
             where=f"{module}.{name}" if module else name,
-            given=f"a buffer that a forward changes on {places[branch].on}, and that is used elsewhere too ({_where(event)})",
+            given=f"a buffer or attribute that a forward changes on {places[branch].on}, and that is used elsewhere too "
+            f"({_where(event)})",
             required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
             fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
         )

@@ -23,6 +23,7 @@ from meshwright.planning.memory import (
     Kept,
     Memory,
     Touches,
+    Use,
     contents,
     keep_together,
     path_of_sizes,
@@ -479,11 +480,9 @@ class Recorder(Tracer):
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
             if touched.used and self.uses.carries(slot):
                 slots[slot] = touched
-            if touched.changed and self._is_watched_tensor(slot):
-                # (Once another was set in its place, who asks for the attribute has that.)
-                asked = [at for at, is_set in uses if not is_set and any(was_set for _, was_set in uses)]
-                within = (p for p in {*touched.used, *asked} if p < len(graph.events))
-                graph.kept[slot] = tuple(sorted(within)), tuple(touched.changed)
+            lasts = self._is_watched_tensor(slot) or self.uses.carries(slot)
+            if touched.changed and lasts and isinstance(held_in(self._model, slot), Tensor):
+                graph.kept[slot] = self._uses_of_tensor(slot, uses, touched)
         # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
         graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
         carried = {m for slot in slots for m in self._carried[slot]}
@@ -510,22 +509,44 @@ class Recorder(Tracer):
         """Whether a slot held a tensor, and all its uses are told: what else there is, Python may use at other times."""
         return isinstance(self._kept[slot], Tensor) and slot not in self.uses.within_others
 
+    def _uses_of_tensor(self, slot: Slot, uses: list[Use], touched: Touches) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The events at which a slot that holds a tensor in the end is used, and at which it is changed."""
+        events = self.graph.events
+        if slot in self.uses.within_others:
+            return tuple(p for p in touched.used if p < len(events)), tuple(touched.changed)
+        of_memory = touched if self._is_watched_tensor(slot) else Touches()
+        is_set = [self._event_beside(use) for use in uses if use.is_set]
+        # (Once another was set in its place, who asks for the attribute has that.)
+        asked = [self._event_beside(use) for use in uses if not use.is_set] if is_set else []
+        changed = {*of_memory.changed, *is_set}
+        return tuple(sorted({*of_memory.used, *changed, *asked})), tuple(sorted(changed))
+
+    def _event_beside(self, use: Use) -> int:
+        """The event nearest to a use of an attribute, of the call that uses it: one of another call may be another rank's."""
+        call = self.graph.calls.get(use.path)
+        inside = (
+            range(call.start, call.stop) if call is not None and use.path != ROOT else range(len(self.graph.events))
+        )
+        own = [p for p in inside if self.graph.events[p].path == use.path] or list(inside) or [use.events]
+        at = use.events - use.is_set
+        return min(own, key=lambda p: (abs(p - at), p))
+
     def _holds_values(self, slot: Slot) -> bool:
         return any(self.known(t) for t in kept_in(self._model, [slot]))
 
-    def _touches_of(self, slot: Slot, uses: list[tuple[int, bool]]) -> Touches:
+    def _touches_of(self, slot: Slot, uses: list[Use]) -> Touches:
         """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
         found = Touches()
         for memory in self._carried[slot]:
             found.used += self._touched.get(memory, Touches()).used
             found.changed += self._touched.get(memory, Touches()).changed
         if self._is_watched_tensor(slot):
-            found.changed += [max(0, count - 1) for count, is_set in uses if is_set]
+            found.changed += [max(0, use.events - 1) for use in uses if use.is_set]
         elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
-            found.used += [uses[0][0] - 1]
-            found.changed += [uses[-1][0]]
+            found.used += [uses[0].events - 1]
+            found.changed += [uses[-1].events]
             if slot in self.uses.within_others:
-                found.changed += [self.graph.calls[path].stop for path in self.uses.calls[slot]]
+                found.changed += [self.graph.calls[use.path].stop for use in uses]
         found.used = sorted({*found.used, *found.changed})
         return found
 

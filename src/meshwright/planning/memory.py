@@ -8,8 +8,8 @@
     2  Memory that follows from the batch alone, which every stage has, is a value from the first write of an event on. Its
        other names were not sent with it: they are met in the stage of that write.
     3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
-       changes or makes it and the next one begins with it: from its first use to its last change all is in one stage. That stage alone
-       has it; others are sent what they take of it later in the forward.
+       changes or makes it and the next one begins with it: from its first use to its last change all is in one stage. That
+       stage alone has it; others are sent what they take of it later in the forward.
     4  What a checkpoint of the model's own computes again, if it changes such memory: it does so twice, on one device as well.
     5  A ``torch.Generator`` of the model's own, from which several places of the forward draw: each rank has a copy, and draws
        along with other stages (``StageProgram.along``). Where it cannot, all that draws from it is in one stage: if how many
@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,9 @@ class Kept:
             for path, within, table in _tables(model)
         ]
         self._before = {
-            (path, f"{within}{key}"): content for _, (path, within), before in self._tables for key, content in before.items()
+            (path, f"{within}{key}"): content
+            for _, (path, within), before in self._tables
+            for key, content in before.items()
         }
 
     def changed(self, written: Iterable[int]) -> list[Slot]:
@@ -250,13 +252,20 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
     return found
 
 
+class Use(NamedTuple):
+    """Of an attribute: how many events there had been, whether it was set, and the call whose forward did it."""
+
+    events: int
+    is_set: bool
+    path: Path
+
+
 class AttributeUses:
     """When attributes are read and set: for the time of a ``with``, the modules and objects that have them are of classes that
     tell.
 
     Attributes:
-        found: of each attribute its uses, in order: (events so far, whether it was set).
-        calls: the calls in which it was used.
+        found: of each attribute its uses, in order.
         within_others: attributes of objects that cannot tell, or whose ``__dict__`` the model has asked for.
 
     Of an object whose class cannot be changed (``types.SimpleNamespace``) it is told when a module's attribute is read that it
@@ -267,13 +276,12 @@ class AttributeUses:
         self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
     ) -> None:
         self._model, self._now, self._where = model, now, where
-        self.found: dict[Slot, list[tuple[int, bool]]] = {slot: [] for slot in slots}
-        self.calls: dict[Slot, set[Path]] = {slot: set() for slot in self.found}
+        self.found: dict[Slot, list[Use]] = {slot: [] for slot in slots}
         self.within_others: set[Slot] = set()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes (events so far, whether it was set) for each use of a slot."""
+        """Notes each use of a slot."""
         before: list[tuple[Any, type]] = []
         try:
             for owner, slots in self._owners():
@@ -306,8 +314,7 @@ class AttributeUses:
     def _telling(self, cls: Any, slots: Mapping[str, Sequence[Slot]]) -> type:
         def note(name: str, is_set: bool) -> None:
             for slot in slots.get(name, ()):
-                self.found[slot].append((self._now(), is_set))
-                self.calls[slot].add(self._where())
+                self.found[slot].append(Use(self._now(), is_set, self._where()))
 
         def get(owner: Any, name: str) -> Any:
             if name == "__dict__" and called_by_model():  # what is done with it is not told
@@ -325,11 +332,11 @@ class AttributeUses:
 
     def within(self, slot: Slot, call: Path) -> bool:
         """Whether the slot was used in a call alone."""
-        return all(path[: len(call)] == call for path in self.calls[slot])
+        return all(use.path[: len(call)] == call for use in self.found[slot])
 
     def carries(self, slot: Slot) -> bool:
         """Whether what the slot held before may be used: it was not set first of all."""
-        return not self.found[slot] or not self.found[slot][0][1]
+        return not self.found[slot] or not self.found[slot][0].is_set
 
 
 def _can_tell(owner: Any) -> bool:
