@@ -87,7 +87,7 @@ USES = {
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
     "planning/memory.py": "_buffers",
-    "planning/resolve.py": "_tp_plan",  # of transformers
+    "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _unsharded_param",

@@ -21,7 +21,7 @@ from meshwright.api import Planned
 from meshwright.calls.tracer import Forwards
 from meshwright.generators import Generators
 from meshwright.plan import Plan
-from meshwright.planning import resolve
+from meshwright.planning.passes import stages as planned
 from meshwright.private import pytree
 from meshwright.runtime.pipeline import stages as at_work
 from meshwright.runtime.pipeline.stages import Pipeline, _Step
@@ -101,12 +101,12 @@ def in_one_process(ranks: int) -> Iterator[None]:
 @contextmanager
 def cut_at(choose: Callable[[Sequence[int]], list[int]]) -> Iterator[None]:
     """For the time of a ``with``, stages begin where ``choose`` says, of the positions where they may begin."""
-    before = resolve.choose_cuts
-    resolve.choose_cuts = lambda graph, places, stages, sizes, pinned: choose(places) or None  # type: ignore[assignment]
+    before = planned.choose_cuts
+    planned.choose_cuts = lambda graph, places, stages, sizes, pinned: choose(places) or None  # type: ignore[assignment]
     try:
         yield
     finally:
-        resolve.choose_cuts = before
+        planned.choose_cuts = before
 
 
 @dataclass

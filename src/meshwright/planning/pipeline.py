@@ -222,6 +222,12 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
     return tuple(found)
 
 
+def parted_modules(graph: ModelGraph, stages: Sequence[Stage]) -> set[str]:
+    """The modules of which a call has events in several stages."""
+    cuts = [graph.positions[s.first] for s in stages[1:]]
+    return {c.module for c in graph.calls.values() if c.module and any(c.start < cut < c.stop for cut in cuts)}
+
+
 def no_cuts(findings: Findings, graph: ModelGraph, places: Submeshes, stages: int, ranks: int, pinned: bool) -> None:
     """Says that a model cannot be cut into so many stages, on ranks of which each has several perhaps, and where it can be."""
     possible = [_name(graph, b) for b in places.anywhere]

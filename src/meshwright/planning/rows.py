@@ -37,6 +37,12 @@ _SHAPED = frozenset(
 )
 
 
+def rows_of(batch: Any) -> int | None:
+    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    sizes = [t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    return sizes[0] if sizes else None
+
+
 def rows_of_batch(graph: ModelGraph) -> int | None:
     """Of the batch that was recorded."""
     sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]

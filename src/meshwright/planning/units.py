@@ -67,7 +67,6 @@ class Uses:
         written: parameters that were written.
         called: units that ran.
         differentiates: whether the forward asked for gradients itself.
-        draws: whether it drew random numbers that can decide what it calls: Python's, NumPy's, or torch's that it reads.
     """
 
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
@@ -78,7 +77,7 @@ class Uses:
         self.seen: set[str] = set()
         self.called: set[str] = set()
         self.written: set[str] = set()
-        self.differentiates = self.draws = False
+        self.differentiates = False
         self.candidates = candidates
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
         for name, module in candidates.items():

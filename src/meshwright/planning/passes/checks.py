@@ -1,0 +1,65 @@
+"""What is wrong with a plan before the forward runs; and the pass that ends planning if something is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.errors import Finding, Findings
+from meshwright.planning.draft import Draft
+from meshwright.planning.rows import rows_of
+
+
+def stop_if_wrong(draft: Draft) -> Draft:
+    """Raises a PlanError with all that was found until here."""
+    findings = Findings()
+    findings.extend(draft.findings)
+    findings.raise_if_any()
+    return draft
+
+
+def check_rows(draft: Draft) -> Draft:
+    """Each data rank needs a row for each microbatch."""
+    rows, ranks, microbatches = rows_of(draft.batch), draft.plan.mesh.data_size, draft.plan.microbatches or 1
+    if not draft.whole_batch or rows is None or rows >= ranks * microbatches:
+        return draft
+    finding = Finding(
+        where="batch",
+        given=f"{rows} rows",
+        required=f"at least one row for each of {ranks} data ranks × {microbatches} microbatches",
+        fix=f"a batch of {ranks * microbatches} rows or a multiple",
+    )
+    return draft.wrong([finding])
+
+
+def check_tp(draft: Draft) -> Draft:
+    """No dim has shards for more ranks than it has elements."""
+    mesh, size = draft.plan.mesh, draft.plan.mesh.axis_size("tp")
+    largest = max((max(p.shape, default=0) for p, _ in draft.names.parameters.values()), default=0)
+    if size <= max(largest, 1):
+        return draft
+    finding = Finding(
+        where="mesh.tp",
+        given=f"tp={size}, larger than every dim that could be cut: the largest dim of a parameter is {largest}",
+        required=f"tp of at most {largest}",
+        fix=f"mesh: {{dp_shard: {mesh.size}}}",
+    )
+    return draft.wrong([finding])
+
+
+def check_scripted(draft: Draft) -> Draft:
+    """A scripted module's parameters cannot be replaced by parts of them."""
+    scripted = (name for name, module in draft.model.named_modules() if _is_scripted(module))
+    return draft.wrong(
+        Finding(
+            where=f"the model's {name or 'root'}",
+            given="a module of torch.jit.script or trace, with parameters of its own",
+            required="a module in Python",
+            fix="build the model without torch.jit",
+        )
+        for name in scripted
+    )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None

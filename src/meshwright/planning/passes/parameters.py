@@ -1,0 +1,96 @@
+"""A line of the recipe for each parameter: its shards, its unit, its stages and places, and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from meshwright.errors import Finding
+from meshwright.layout import REPLICATE
+from meshwright.planning.draft import Draft
+from meshwright.recipe import ParameterRecipe, Unit
+
+_HALF = ("bfloat16", "float16")
+
+
+def keep_written(draft: Draft) -> Draft:
+    """Parameters that the forward writes stay out of their units."""
+    written = draft.uses.written if draft.uses is not None else set()
+    names = f"{', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}"
+    told = [f"the forward writes {names}: whole on every data rank"] if draft.plan.mesh.data_size > 1 else []
+    return replace(draft, loose=dict.fromkeys(written, "")).noted(told if written else [])
+
+
+def keep_other_types(draft: Draft) -> Draft:
+    """Trainable parameters that are not of the type that most of their unit has stay out of it: FSDP2 reduces the gradients
+    of a unit as one tensor. In a half type it would also cast them, which nothing else does."""
+    precision = draft.plan.precision
+    if draft.data == 1 and precision not in _HALF:
+        return draft
+    others = _of_other_types(draft)
+    if not others or precision not in _HALF:
+        return replace(draft, loose={**draft.loose, **others})
+    told = ", ".join(f"{name} ({why})" for name, why in [*others.items()][:3])
+    finding = Finding(
+        where="precision",
+        given=f"{precision}, with {told}{' …' * (len(others) > 3)}",
+        required="parameters of one type in each unit, which FSDP2 casts",
+        fix="precision: float32",
+    )
+    return draft.wrong([finding])
+
+
+def _of_other_types(draft: Draft) -> dict[str, str]:
+    """Parameter → its type, and the one that most of its unit has."""
+    owners, sizes = _owners(draft), defaultdict[str, Counter[torch.dtype]](Counter)
+    trained = {n: p for n, (p, _) in draft.names.parameters.items() if p.requires_grad and p.dim()}
+    for p in trained.values():
+        sizes[owners[id(p)]][p.dtype] += p.numel()
+    most = {unit: types.most_common(1)[0][0] for unit, types in sizes.items()}
+    return {
+        name: f"{_spelled(p.dtype)} in a unit of {_spelled(most[owners[id(p)]])}"
+        for name, p in trained.items() if p.dtype != most[owners[id(p)]]
+    }  # fmt: skip
+
+
+def parameter_lines(draft: Draft) -> tuple[ParameterRecipe, ...]:
+    """The recipe of each parameter."""
+    owners, units = _owners(draft), {u.name: u for u in draft.units}
+    return tuple(
+        _line(draft, name, p, aliases, units[owners[id(p)]]) for name, (p, aliases) in draft.names.parameters.items()
+    )
+
+
+def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], unit: Unit) -> ParameterRecipe:
+    cuts, places = draft.cuts, draft.branches.home(name)
+    is_loose = not p.dim() or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
+    reason = (cuts.reasons.get(name, "") if cuts is not None else "") or draft.loose.get(name, "")
+    return ParameterRecipe(
+        name=name,
+        shape=tuple(p.shape),
+        dtype=_spelled(p.dtype),
+        requires_grad=p.requires_grad,
+        aliases=aliases,
+        tp=cuts.layouts.get(name, REPLICATE) if cuts is not None and len(places) == 1 else REPLICATE,
+        data="loose" if is_loose else unit.data,
+        unit=unit.name,
+        stages=draft.homes[name],
+        places=places,
+        reason="used in several places" if len(places) > 1 else reason,
+    )
+
+
+def _owners(draft: Draft) -> dict[int, str]:
+    """``id(parameter)`` → the unit that gathers it: the innermost that holds every place of it, as FSDP2 assigns."""
+    modules, owners = dict(draft.model.named_modules()), dict[int, str]()
+    for unit in draft.units:
+        for p in modules[unit.name].parameters():
+            owners.setdefault(id(p), unit.name)
+    return owners
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,48 @@
+"""Modules whose activations are not kept, but computed again in the backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.planning.draft import Draft
+from meshwright.planning.pipeline import parted_modules
+from meshwright.planning.units import called_modules
+
+
+def choose_recompute(draft: Draft) -> Draft:
+    """The modules that the plan says; of a container that is never called, the modules in it."""
+    modules, every = dict(draft.model.named_modules()), draft.plan.recompute == "blocks"
+    blocks = [b for b in draft.blocks if every and draft.entry(b).recompute != "none"]
+    named = [
+        inner for name, entry in draft.entries.items() if name in modules and entry.recompute == "block"
+        for inner in (called_modules(name, modules[name]) if name else ())
+    ]  # fmt: skip
+    return replace(draft, recompute=tuple(dict.fromkeys([*blocks, *named])))
+
+
+def recompute_in_stages(draft: Draft) -> Draft:
+    """Without modules that a cut goes through, and those into whose calls a stage looks, for what they change outside: what is
+    run again is not looked into."""
+    if draft.graph is None or not draft.stages:
+        return draft
+    followed = {c.module for c in draft.graph.calls.values() if c.visible}
+    notes = (
+        f"{r} is not recomputed: its stage follows what it changes outside" for r in draft.recompute if r in followed
+    )
+    kept = followed | parted_modules(draft.graph, draft.stages)
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in kept)).noted(notes)
+
+
+def recompute_in_branches(draft: Draft) -> Draft:
+    """Without modules in which branches part or meet, or which use a parameter that several places use."""
+    graph, branches = draft.graph, draft.branches
+    if graph is None or branches.regions is None:
+        return draft
+    shared = {name for name in draft.names.parameters if len(branches.home(name)) > 1}
+    parted = {
+        c.module for c in graph.calls.values()
+        if len(set(branches.regions.places[c.start : c.stop])) > 1
+        or any(shared & set(e.parameters) for e in graph.events[c.start : c.stop])
+    }  # fmt: skip
+    notes = (f"{r} keeps its activations: branches part or meet in it" for r in draft.recompute if r in parted)
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in parted)).noted(notes)

@@ -1,0 +1,120 @@
+"""Shards over tp: found by running the model's own forward (planning/tensor.py), for the trunk and for each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.blame import is_ours
+from meshwright.calls.sequence import cutting_inputs
+from meshwright.chance import Draws
+from meshwright.errors import Finding
+from meshwright.planning.branch import Branches
+from meshwright.planning.draft import Draft, Run
+from meshwright.planning.memory import undisturbed
+from meshwright.planning.passes.styles import model_styles, said_styles
+from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
+from meshwright.planning.units import Uses
+
+
+def shard_over_tp(draft: Draft) -> Draft:
+    """The shards over tp, and where the forward uses each parameter; a branch's over its own tp."""
+    of_model, unknown = model_styles(draft.model, draft.names)
+    styles, draws = said_styles(draft, of_model), Draws(draft.model)
+    modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, draws.noted(draft.run))
+    uses = Uses(draft.model, {u.name: modules[u.name] for u in draft.units if u.name})
+    try:
+        cuts = _trunk_cuts(draft, run, styles, uses)
+    except Exception as error:  # whatever a model may raise on tensors without values
+        if is_ours(error):
+            raise
+        return _as_said(draft, styles, error, unknown)
+    drawn = draws.of_host or (cuts.reads > 0 and draws.of_torch)
+    notes = [*unknown, *_same_work(draft, cuts), *_unused(draft, uses)]
+    return replace(
+        draft,
+        cuts=_branch_cuts(draft, run, styles, cuts),
+        uses=uses,
+        drawn=drawn,
+        notes=(*notes, *draft.notes),  # what is sharded is told before what runs at the same time
+    )
+
+
+def check_refused(draft: Draft) -> Draft:
+    """What the plan says of a parameter's shards must leave each rank a piece."""
+    refused = draft.cuts.refused if draft.cuts is not None else {}
+    return draft.wrong(
+        Finding(
+            where=f"modules, what is said of {name}",
+            given=f"a sharded over tp of a parameter of shape {tuple(draft.names.parameters[name][0].shape)}: {reason}",
+            required="at least one piece for each rank of tp",
+            fix=f"{name}: {{tp: replicate}}",
+        )
+        for name, reason in refused.items()
+    )
+
+
+def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> Cuts:
+    """The shards outside branches, over all of tp."""
+    blocks = [draft.model.get_submodule(name) for name in draft.sequence]
+    return infer_cuts(
+        draft.model,
+        run,
+        axis="tp",
+        size=draft.plan.mesh.axis_size("tp"),
+        styles=_styles_in(0, styles, draft.branches),
+        names=_ids(draft),
+        seeds=(lambda dispatcher: cutting_inputs(dispatcher, blocks)) if blocks else None,
+        uses=uses,
+    )
+
+
+def _as_said(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
+    """The shards that the plan names, and no others: the forward raised an error on tensors without values."""
+    size = draft.plan.mesh.axis_size("tp")
+    note = (
+        f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
+        "over tp is cut what the plan names, and nothing else"
+    )
+    cuts = cuts_as_said(draft.model, size=size, styles=styles, names=_ids(draft)) if size > 1 else None
+    return replace(draft, cuts=cuts, notes=(*unknown, note, *draft.notes))
+
+
+def _same_work(draft: Draft, cuts: Cuts) -> list[str]:
+    """A note if tp has several ranks, and nothing is sharded over them."""
+    size, branches = draft.plan.mesh.axis_size("tp"), draft.branches
+    if size == 1 or cuts.layouts:
+        return []
+    reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
+    what = "no parameter outside branches" if branches.places else "no parameter"
+    return [f"{what} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])]
+
+
+def _unused(draft: Draft, uses: Uses) -> list[str]:
+    return [f"{name} is not used by the forward" for name in draft.names.parameters if name not in uses.seen]
+
+
+def _branch_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: Cuts) -> Cuts:
+    """The shards of the trunk, with those of each branch over its own tp axis."""
+    layouts, reasons, refused = dict(trunk.layouts), dict(trunk.reasons), dict(trunk.refused)
+    for number, place in enumerate(draft.branches.places, 1):
+        inside = [n for n in draft.names.parameters if draft.branches.home(n) == (number,)]
+        if place.tp == 1:
+            reasons |= dict.fromkeys(inside, "its place has no tp axis")
+            continue
+        alone = _styles_in(number, styles, draft.branches)
+        cuts = infer_cuts(draft.model, run, axis="tp", size=place.tp, styles=alone, names=_ids(draft))
+        layouts |= {n: cuts.layouts[n] for n in inside if n in cuts.layouts}
+        reasons |= {n: cuts.reasons[n] for n in inside if n in cuts.reasons}
+        refused |= {n: cuts.refused[n] for n in inside if n in cuts.refused}
+    return replace(trunk, layouts=layouts, reasons=reasons, refused=refused)
+
+
+def _styles_in(place: int, styles: Mapping[str, Style], branches: Branches) -> dict[str, Style]:
+    """The styles of a place's own parameters; those of others stay whole."""
+    other = Style("replicate", forced=True, reason="used in another place")
+    return {name: style if branches.home(name) == (place,) else other for name, style in styles.items()}
+
+
+def _ids(draft: Draft) -> dict[int, str]:
+    return {id(p): name for name, (p, _) in draft.names.parameters.items()}

@@ -1,0 +1,156 @@
+"""Stages of the pipeline: where the program is cut, and which stages use each parameter and buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.errors import Finding, Findings
+from meshwright.graph import ModelGraph
+from meshwright.planning.branch import buffer_place
+from meshwright.planning.draft import Draft, Names
+from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
+
+Pinned = Mapping[int, frozenset[int]]
+"""Position of an event → the stages it may be on."""
+
+
+def cut_into_stages(draft: Draft) -> Draft:
+    """The stages, and those that use each parameter.
+
+    Raises:
+        PlanError: the program has no such cuts.
+    """
+    graph, ranks = draft.graph, draft.plan.mesh.axis_size("pp")
+    if graph is None or ranks == 1:
+        return replace(draft, homes=dict.fromkeys(draft.names.parameters, (0,)))
+    count = ranks * (draft.plan.stages_per_rank or (2 if draft.plan.schedule == "interleaved" else 1))
+    cuts = _cuts(draft, graph, count, _pinned(draft, graph, count))
+    return replace(
+        draft,
+        stages=make_stages(graph, cuts, {name: p.shape for name, (p, _) in draft.names.parameters.items()}),
+        homes=_homes(graph, cuts, draft.names),
+    )
+
+
+def _pinned(draft: Draft, graph: ModelGraph, count: int) -> Pinned:
+    """Positions of events of modules that the plan places → the stages they may be on."""
+    findings, pinned, ranks = Findings(), dict[int, frozenset[int]](), draft.plan.mesh.axis_size("pp")
+    for name, entry in draft.entries.items():
+        if entry.pp_rank is None:
+            continue
+        if entry.pp_rank >= ranks:
+            findings.add(
+                where=f"modules.{name}.on",
+                given=f"pp[{entry.pp_rank}]",
+                required=f"a rank of pp={ranks}, from 0 to {ranks - 1}",
+                fix=f"on: pp[{ranks - 1}]",
+            )
+            continue
+        stages = frozenset(range(entry.pp_rank, count, ranks))
+        for call in graph.calls.values():
+            if call.module == name:
+                pinned |= {p: pinned.get(p, stages) & stages for p in range(call.start, call.stop)}
+    findings.raise_if_any()
+    return pinned
+
+
+def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[int]:
+    """The positions at which stages 1, 2 … begin: between blocks, or anywhere if these are too few."""
+    regions, sizes = draft.branches.regions, _bytes(draft.names)
+    places = cut_places(graph, draft.blocks, regions.spans if regions is not None else ())
+    for among in (places.between_blocks, places.anywhere):
+        cuts = choose_cuts(graph, among, count, sizes, pinned)
+        if cuts is not None:
+            return cuts
+    findings = Findings()
+    no_cuts(findings, graph, places, count, draft.plan.mesh.axis_size("pp"), bool(pinned))
+    raise findings.error()
+
+
+def _bytes(names: Names) -> dict[str, int]:
+    return {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
+
+
+def _homes(graph: ModelGraph, cuts: Sequence[int], names: Names) -> dict[str, tuple[int, ...]]:
+    """Parameter → the stages that use it; one that this forward does not use stays where its module runs."""
+    used = {name: tuple(sorted({stage_of(cuts, p) for p in positions})) for name, positions in graph.uses.items()}
+    for event in graph.events:
+        if event.reads and not event.inputs:
+            used |= dict.fromkeys(event.parameters, tuple(range(len(cuts) + 1)))
+    running = _running(graph, cuts)
+    return {**used, **{name: _beside(name, graph, running) for name in names.parameters if name not in used}}
+
+
+def _running(graph: ModelGraph, cuts: Sequence[int]) -> dict[str, set[int]]:
+    """Module → the stages on which it runs."""
+    running: dict[str, set[int]] = {}
+    for call in graph.calls.values():
+        # If values of the batch decide the path, another may use a parameter wherever its module runs.
+        last = max(call.start, call.stop - 1) if graph.of_this_batch else call.start
+        running.setdefault(call.module, set()).update(range(stage_of(cuts, call.start), stage_of(cuts, last) + 1))
+    for event in graph.events:  # what a value decides about runs where it is read
+        if event.reads and event.inputs:
+            module = event.path[-1][0] if event.path else ""
+            running[module] = {stage_of(cuts, graph.positions[event.path, event.index])}
+    return running
+
+
+def _beside(name: str, graph: ModelGraph, running: Mapping[str, set[int]]) -> tuple[int, ...]:
+    """The stages of a parameter that the forward does not use: of the innermost module around it that runs."""
+    scopes = [name[:i] for i, c in enumerate(name) if c == "."]
+    scope = next((s for s in (*reversed(scopes), "") if s in running), None)
+    if scope is None:
+        return (0,)
+    return tuple(sorted(running[scope])) if scope or graph.of_this_batch else (min(running[scope]),)
+
+
+def choose_schedule(draft: Draft) -> Draft:
+    """The plan's schedule, or another if the forward takes gradients itself."""
+    inner = [e for e in draft.graph.events if e.function in ("grad", "backward")] if draft.graph is not None else []
+    if not draft.stages or draft.plan.schedule != "zero_bubble" or not inner:
+        return replace(draft, schedule=draft.plan.schedule)
+    why = f"the forward takes gradients itself ({inner[0].line}), which cannot wait"
+    return replace(draft, schedule="1f1b").noted([f"schedule: 1f1b, not zero_bubble: {why}"])
+
+
+def tell_shared(draft: Draft) -> Draft:
+    """Says which parameters several stages hold."""
+    names = [name for name, stages in draft.homes.items() if len(stages) > 1]
+    if not names:
+        return draft
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return draft.noted([f"held by several stages, their gradients summed: {', '.join(names[:3])}{more}"])
+
+
+def check_shared(draft: Draft) -> Draft:
+    """What several stages share stands on the same ranks of each."""
+    shared = (name for name, stages in draft.homes.items() if len(stages) > 1 and draft.branches.home(name) != (0,))
+    return draft.wrong(
+        Finding(
+            where=f"the model's {name}",
+            given="a parameter of a branch that several stages of the pipeline use",
+            required="parameters of branches that one stage uses",
+            fix="leave out on: for the module that uses it",
+        )
+        for name in shared
+    )
+
+
+def place_buffers(draft: Draft) -> Draft:
+    """For each buffer, the stage that changes it, else the last that takes it, or the first that runs its module; its place."""
+    graph, branches = draft.graph, draft.branches
+    if graph is None:
+        return draft
+    cuts = [graph.positions[s.first] for s in draft.stages[1:]]
+    stages = {name: stage_of(cuts, p) for p, event in enumerate(graph.events) for name in event.buffers}
+    stages |= {f"{m}.{n}" if m else n: stage_of(cuts, p) for (m, n), p in graph.changes.items()}
+    runs: dict[str, int] = {}
+    for call in graph.calls.values():
+        runs.setdefault(call.module, stage_of(cuts, call.start))
+    names = (name for name, _ in draft.model.named_buffers())
+    buffers = (
+        (name, stages.get(name, runs.get(name.rpartition(".")[0], 0)), buffer_place(name, graph, branches))
+        for name in names
+    )
+    return replace(draft, buffers=tuple(buffers))

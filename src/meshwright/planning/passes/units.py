@@ -1,0 +1,141 @@
+"""Units: which modules FSDP2 gathers at once, innermost first and the root last.
+
+They are chosen from repeated blocks and what the plan names. Then those go that FSDP2 could not gather and free at the right
+time: its hooks stand at the beginning and the end of a unit's forward, and at the gradient of what that gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from meshwright.blame import is_ours
+from meshwright.chance import WAYS, drawing
+from meshwright.graph import Call, ModelGraph
+from meshwright.plan import Entry
+from meshwright.planning.branch import place_of
+from meshwright.planning.draft import Draft
+from meshwright.planning.memory import undisturbed
+from meshwright.planning.pipeline import parted_modules
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.units import Uses, called_modules, repeated_blocks
+from meshwright.recipe import Unit
+from meshwright.submesh import Submeshes, trunk
+
+
+def find_blocks(draft: Draft) -> Draft:
+    """The layers of the model."""
+    return replace(draft, blocks=repeated_blocks(draft.model))
+
+
+def choose_units(draft: Draft) -> Draft:
+    """The repeated blocks and what the plan names.
+
+    A module that stands in a place of its own is a unit, as a unit lives on one mesh. What the plan says of a container
+    that is never called is said of the modules in it.
+    """
+    modules, placed = dict(draft.model.named_modules()), draft.branches.placed
+    chosen = {name: _following(unit, draft.entries) for name, unit in _named(draft, modules).items()}
+    chosen |= {n: Unit(n) for n in placed if n and n not in chosen}
+    held = [u for u in chosen.values() if any(True for _ in modules[u.name].parameters())]
+    inner = (replace(u, place=place_of(u.name, placed)[0]) for u in sorted(held, key=lambda u: -u.name.count(".")))
+    return replace(draft, units=(*inner, Unit("", draft.entry("").dp or "shard")))
+
+
+def _named(draft: Draft, modules: Mapping[str, nn.Module]) -> dict[str, Unit]:
+    """The blocks, and the modules of which the plan says something that holds for a unit."""
+    chosen = {b: Unit(b) for b in draft.blocks if draft.entry(b).unit is not False}
+    for name, entry in draft.entries.items():
+        if name and name in modules and (entry.unit or entry.dp is not None or name in draft.branches.placed):
+            called = called_modules(name, modules[name])
+            chosen |= {n: Unit(n, entry.dp or "shard") for n in called if n == name or n not in chosen}
+    return chosen
+
+
+def _following(unit: Unit, entries: Mapping[str, Entry]) -> Unit:
+    """A unit of whose data axes the plan says nothing follows the innermost module around it of which it does."""
+    if entries.get(unit.name, Entry()).dp is not None:
+        return unit
+    above = [n for n, entry in entries.items() if entry.dp is not None and unit.name.startswith(n + ".")]
+    return replace(unit, data=entries[max(above, key=len)].dp or unit.data) if above else unit
+
+
+def close_units(draft: Draft) -> Draft:
+    """Units whose parameters are used inside their own forward only, and which run on every rank.
+
+    FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting. And it frees what it
+    gathered when a backward has gone through a unit, though the forward that asked for that backward may go on.
+    """
+    uses = draft.uses
+    if uses is None:
+        return draft
+    if uses.differentiates and len(draft.units) > 1:
+        note = "the forward asks for gradients itself: the root is the only unit, gathered for the time of a step"
+        return replace(draft, units=tuple(u for u in draft.units if not u.name)).noted([note])
+    why = {u: f"{name} is used outside its forward" for u, name in sorted(uses.outside)}
+    again = "is used within a custom autograd.Function, whose backward may compute with it again"
+    why |= {u: f"{name} {again}" for u, name in sorted(uses.again) if u not in why}
+    why |= dict.fromkeys(sorted(_sometimes_skipped(draft, uses) - set(why)), "whether it runs depends on values")
+    notes = (f"{unit} is no unit of its own: {reason}" for unit, reason in why.items())
+    return replace(draft, units=tuple(u for u in draft.units if u.name not in why)).noted(notes)
+
+
+def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
+    """Units that a forward does not call when every question it asks of values is answered the other way, or when it draws
+    other random numbers. They matter if data ranks may go different ways."""
+    model, always = draft.model, set(uses.called)
+    if not draft.routed:
+        return set()
+    for contrary, way in ((True, None), *((False, way) for way in WAYS if draft.drawn)):
+        other = Uses(model, uses.candidates)
+        try:
+            with torch.no_grad(), Shadow(contrary=contrary), Meeting(), other.watching(), drawing(way, model):
+                undisturbed(model, draft.run)(model)
+        except Exception as error:
+            # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
+            # rank skips would leave the others waiting.
+            if is_ours(error):
+                raise
+        always &= other.called
+    return set(uses.candidates) - always
+
+
+def keep_units_in_stages(draft: Draft) -> Draft:
+    """Units without those that a cut between stages goes through."""
+    if draft.graph is None or not draft.stages:
+        return draft
+    parted = parted_modules(draft.graph, draft.stages)
+    names = (u.name for u in draft.units if u.name in parted)
+    notes = (f"{name} is no unit of its own: a cut between stages goes through it" for name in names)
+    return replace(draft, units=tuple(u for u in draft.units if u.name not in parted)).noted(notes)
+
+
+def keep_units_in_branches(draft: Draft) -> Draft:
+    """Units of which every rank that has them has what they give: FSDP2 gathers a unit for its backward when a gradient comes
+    to its result, which it does not on a rank where that is made in another branch."""
+    graph, regions, mesh = draft.graph, draft.branches.regions, draft.plan.mesh
+    if graph is None or regions is None or draft.data == 1:
+        return draft
+    places, of_name = Submeshes(mesh, (trunk(mesh), *draft.branches.places)), {u.name: u for u in draft.units if u.name}
+    parted: dict[str, None] = {}
+    for call in graph.calls.values():
+        unit = of_name.get(call.module)
+        if unit is not None and any(
+            regions.places[graph.values[n].position] not in places.chain(unit.place) for n in _given(graph, call)
+        ):
+            parted[unit.name] = None
+    if not parted:
+        return draft
+    more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
+    told = ", ".join([*parted][:3])
+    note = f"no units of their own, as what they give is made in a branch within: {told}{more}"
+    return replace(draft, units=tuple(u for u in draft.units if u.name not in parted)).noted([note])
+
+
+def _given(graph: ModelGraph, call: Call) -> set[int]:
+    """The values with a gradient that are made in a call and used after it."""
+    made = {n for p in range(call.start, call.stop) for n in graph.made(p) if graph.values[n].requires_grad}
+    return {n for n in made if n in call.outputs or any(p >= call.stop for p in graph.consumers.get(n, ()))}
