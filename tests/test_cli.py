@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from click.testing import Result
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from meshwright import cli
-from meshwright.cli import processes
+from meshwright.cli import given, processes
 from meshwright.errors import Finding, PlanError
+from meshwright.plan import Plan
 from meshwright.workers.pool import LocalWorkers, WorkerError
 
 FILE = """
@@ -198,6 +206,68 @@ def test_settings_go_to_the_plan_or_to_the_target(file: str, tmp_path: Path) -> 
     assert _layout(meshwright(*base, "--set", "mesh.tp=4"), "layers.0.0.bias") == {"tp": "Shard(0)"}
 
 
+# --- how a command ends -----------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_ends_at_once_has_written_all_and_run_what_was_to_run_at_its_end(file: str) -> None:
+    """In a pipe, where output is buffered."""
+    code = "import atexit; atexit.register(print, 'the end'); from meshwright.cli import main; main()"
+    command = [sys.executable, "-c", code, "show", f"{file}:model", "--mesh", "tp=2"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "head" in told and told.endswith("the end\n")
+
+
+@pytest.mark.parametrize("what", ["threads", "rank", "message"])
+def test_a_command_does_not_end_at_once_if_that_would_leave_something_undone(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended at once"))
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    if what == "rank":
+        monkeypatch.setenv("RANK", "0")
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    if what == "threads":
+        other.start()
+    processes.end_at_once("a message" if what == "message" else 0)
+    ended.set()
+
+
+@pytest.mark.parametrize(("local_rank", "said"), [(0, "--global-batch"), (1, "1 problem")])
+def test_a_rank_of_torchrun_leaves_what_is_wrong_where_the_launcher_sums_it_up(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, said: str
+) -> None:
+    """A person's mistake as its text alone, once for each node; an error of another kind with its traceback."""
+    left = tmp_path / "error.json"
+    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "TORCHELASTIC_ERROR_FILE": left}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, str(value))
+    told = _left_by(left, ("train", f"{file}:model", "--mesh", "dp_shard=2", "--global-batch", "2"), monkeypatch)
+    assert said in told["message"] and "py_callstack" not in told["extraInfo"]
+    assert ("required:" in told["message"]) == (local_rank == 0)
+
+
+def test_an_error_that_no_one_foresaw_is_left_with_its_traceback(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
+    monkeypatch.setattr(Plan, "from_command", lambda *_: 1 / 0)
+    told = _left_by(left, ("show", f"{file}:model", "--mesh", "dp_shard=2"), monkeypatch)
+    assert "division by zero" in told["message"] and "from_command" in told["extraInfo"]["py_callstack"]
+
+
+def _left_by(left: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command that fails leaves for torchrun, as torchrun reads it."""
+    monkeypatch.setattr(sys, "argv", ["meshwright", *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # as the main program of a rank, `train` sets handlers
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        cli.main()
+    message = ProcessFailure(0, 0, 1, str(left)).message
+    assert isinstance(message, dict)
+    return message
+
+
 def _layout(result: Result, name: str) -> dict[str, str]:
     return next(line["layout"] for line in json.loads(result.stdout)["parameters"] if line["name"] == name)
 
@@ -255,6 +325,25 @@ def test_a_plan_file_that_is_not_there_hides_nothing(file: str) -> None:
 )
 def test_mistakes(file: str, arguments: tuple[str, ...], said: str) -> None:
     assert said in meshwright("show", f"{file}:model", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("hf:lama", "--mesh", "tp=2"), "hf:llama"),
+        (("hf:llama", "--mesh", "tpp=2", "--set", "hiden_size=8"), "2 problems"),
+        (("hf:llama", "--mesh", "tp=2", "--set", "recomput=all"), "--set recompute=all"),
+        (("hf:llama", "--mesh", "tp=2", "--set", "hiden_size=8"), "--set hidden_size=8"),
+        (("hf:llama", "--mesh", "tp=2", "--set", "batch_size=x"), "--set batch_size=8"),
+        (("hf:llama", "--mesh", "tp=2", "--rank", "2"), "--rank 1"),
+        (("hf:nowhere/config.json", "--mesh", "tp=2"), "no file"),
+    ],
+)
+def test_a_mistake_beside_a_model_of_transformers_is_told_without_importing_it(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(given, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    assert said in meshwright("show", *arguments, code=2).stderr
 
 
 def test_a_batch_that_does_not_divide_is_told_before_anything_starts(file: str) -> None:

@@ -84,6 +84,7 @@ USES = {
     "private.py": "_C _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
+    "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
     "planning/memory.py": "_buffers",

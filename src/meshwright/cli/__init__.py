@@ -6,7 +6,7 @@
 
     options      what several commands take
     given        what a command line names, read as a whole
-    processes    local workers; how a command ends where it fails
+    processes    local workers; how a command ends
     help         help that teaches
     show check train inspect export env    the commands, a file each; bar is the progress of one
 
@@ -19,6 +19,7 @@ import sys
 
 import typer
 
+from meshwright.cli import processes
 from meshwright.cli.check import check
 from meshwright.cli.env import env
 from meshwright.cli.export import export
@@ -41,7 +42,11 @@ app = typer.Typer(
 
 def main() -> None:
     """The ``meshwright`` command."""
-    app()
+    try:
+        processes.recorded(app)()
+    except SystemExit as end:
+        processes.end_at_once(end.code)
+        raise
 
 
 @app.callback(

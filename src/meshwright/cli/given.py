@@ -13,7 +13,7 @@ import yaml
 from meshwright.errors import Findings, PlanError
 from meshwright.mesh import Mesh
 from meshwright.plan import KEYS, Plan
-from meshwright.target import Target, TargetLoss, is_of_transformers, load_target
+from meshwright.target import HF, Target, TargetLoss, check_target, load_target
 
 _T = TypeVar("_T")
 
@@ -43,16 +43,23 @@ class Given:
         length: int,
         ranks: int | None = None,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
+        check: Callable[[Plan], None] = lambda plan: None,
     ) -> Given:
-        """Raises PlanError with every problem of all of them; of the plan alone, if it has any and the target is a model of
-        transformers."""
+        """Raises PlanError with every problem of all of them; but if any can be told before the target is imported, which
+        takes seconds for a model of transformers, these alone.
+
+        Args:
+            check: raises PlanError if the command does not fit the plan.
+        """
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
         found, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
         if found is not None:
             count = rows(_pieces(found))
-        if problems.errors and is_of_transformers(target):  # which takes seconds to import
+            problems.of(lambda: check(found))
+        problems.of(lambda: check_target(target, settings))
+        if target.startswith(HF):
             problems.raise_if_any()
         loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
         loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None

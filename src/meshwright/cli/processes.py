@@ -1,9 +1,15 @@
-"""Where a command works: local workers; and how it ends where it fails."""
+"""Where a command works: local workers; and how it ends."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import multiprocessing
 import os
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,7 +36,49 @@ def told(*, quiet: bool = False) -> Iterator[None]:
         error = getattr(raised, "plan_error", None) or raised
         if not quiet:
             console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        _leave_for_torchrun(error)
         raise typer.Exit(2 if isinstance(error, PlanError) else 1) from None
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives one to each rank, and sums up what ranks leave there
+
+
+def recorded(command: Callable[[], None]) -> Callable[[], None]:
+    """The command; if this process is a rank of torchrun, an exception that it raises is in torchrun's summary too."""
+    if _ERROR_FILE not in os.environ:
+        return command
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(command)
+
+
+def _leave_for_torchrun(error: Exception) -> None:
+    """A person's mistake in torchrun's summary, which shows a message if there is no traceback; once for each node."""
+    if _ERROR_FILE not in os.environ:
+        return
+    text = str(error) if os.environ.get("LOCAL_RANK", "0") == "0" else str(error).partition("\n")[0]
+    data = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with open(os.environ[_ERROR_FILE], "w", encoding="utf-8") as file:
+        json.dump(data, file)
+
+
+def end_at_once(code: object) -> None:
+    """Ends the process without freeing one by one the objects of torch and transformers, which takes a second.
+
+    Returns if that would leave something undone: other threads or processes run, a rank's peers wait for it, or output
+    cannot be written.
+    """
+    if not isinstance(code, int | None) or "RANK" in os.environ:
+        return
+    if threading.active_count() > 1 or multiprocessing.active_children():
+        return
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception:
+        return
+    os._exit(code or 0)
 
 
 @contextmanager

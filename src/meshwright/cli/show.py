@@ -13,6 +13,7 @@ from meshwright.cli.options import LossOption, MeshOption, PlanOption, RanksOpti
 from meshwright.draw.console import console
 from meshwright.draw.terminal import render
 from meshwright.errors import Findings
+from meshwright.mesh import Mesh
 from meshwright.target import with_rows
 
 
@@ -41,14 +42,24 @@ def show(
     no process starts, so the mesh may have a thousand ranks.
     """
     with processes.told():
-        given = Given.read(target, mesh, plan, set_, loss, seq=seq, length=8, ranks=ranks)
+        given = Given.read(
+            target,
+            mesh,
+            plan,
+            set_,
+            loss,
+            seq=seq,
+            length=8,
+            ranks=ranks,
+            check=lambda plan: _check_rank(plan.mesh, rank),
+        )
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
 
         batch = with_rows(given.target.batch, given.pieces)
         recipe = make_recipe(given.target.build, given.plan, batch, given.loss)
         everything = shard_map(recipe)
-        _check_choice(everything, rank, parameter)
+        _check_parameter(everything, parameter)
         if as_json:
             print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
         else:
@@ -64,13 +75,18 @@ def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
     return found
 
 
-def _check_choice(shard_map: Any, rank: int | None, parameter: str | None) -> None:
-    """Raises PlanError where the mesh lacks the rank, or the model the parameter."""
+def _check_rank(mesh: Mesh, rank: int | None) -> None:
+    """Raises PlanError if the mesh lacks the rank."""
     findings = Findings("this command")
-    size = shard_map.mesh.size
-    if rank is not None and not 0 <= rank < size:
-        required = f"a rank of {shard_map.mesh}: 0 to {size - 1}"
-        findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {size - 1}")
+    if rank is not None and not 0 <= rank < mesh.size:
+        required = f"a rank of {mesh}: 0 to {mesh.size - 1}"
+        findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {mesh.size - 1}")
+    findings.raise_if_any()
+
+
+def _check_parameter(shard_map: Any, parameter: str | None) -> None:
+    """Raises PlanError if the model lacks the parameter."""
+    findings = Findings("this command")
     try:
         if parameter is not None:
             shard_map.matching(parameter)

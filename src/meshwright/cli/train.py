@@ -33,6 +33,7 @@ from meshwright.cli.options import (
 )  # fmt: skip
 from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
+from meshwright.plan import Plan
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from meshwright.train import loop
@@ -126,6 +127,7 @@ def train(
         given = Given.read(
             target, mesh, plan, set_, loss, device,
             seq=seq, length=128, ranks=ranks, rows=lambda pieces: rows or _rows(pieces),
+            check=lambda plan: _check_rows(plan, global_batch, before),
         )  # fmt: skip
         same = Same(target, given.settings, loss, rows or _rows(given.pieces), lr, given.plan.seed)
         course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout)
@@ -153,16 +155,21 @@ def _rows(pieces: int) -> int:
     return pieces * math.ceil(8 / pieces)
 
 
+def _check_rows(plan: Plan, global_batch: int | None, before: Same | None) -> None:
+    """Raises PlanError if a new run's rows a step do not divide; one that goes on with fewer machines need not divide them."""
+    from meshwright.runtime.rows.batches import check_global_batch
+
+    if before is None and global_batch is not None:
+        check_global_batch(global_batch, plan.mesh, plan.pieces)
+
+
 def _check_course(given: Given, course: Course, global_batch: int | None, before: Same | None) -> None:
     """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
     from meshwright.api import make_recipe
-    from meshwright.runtime.rows.batches import check_global_batch
     from meshwright.train.metrics import check_tensorboard
 
     if before is not None:
         courses.check_same(course.folder, before, course.same)
-    else:  # a run that goes on with fewer machines keeps its rows a step, and need not divide them
-        check_global_batch(course.same.global_batch, given.plan.mesh, given.plan.pieces)
     if course.tensorboard:
         check_tensorboard()
     if global_batch is not None and given.target.dataset is None and not given.target.spec.startswith("hf:"):

@@ -9,6 +9,7 @@
     written      what a person's functions give: ``TargetBuild``, ``TargetLoss``
     hf           a model of transformers: ``HFTarget``
     config       its config
+    catalog      what the files of transformers say of names, without importing it
     heads        which class of it has a loss
     sample       its made-up batch
     shapes       the model without values, where the config does not tell the batch's shapes
@@ -25,11 +26,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.target.config import HF
 from meshwright.target.function import absolute
 from meshwright.target.heads import head
-from meshwright.target.hf import HFTarget, hf_target
+from meshwright.target.hf import HFTarget, check_spec, hf_target
 from meshwright.target.rows import with_rows
+from meshwright.target.settings import HF
 from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ __all__ = [
     "Target",
     "TargetBuild",
     "TargetLoss",
+    "check_target",
     "head",
-    "is_of_transformers",
     "load_target",
     "with_rows",
 ]
@@ -65,9 +66,10 @@ class Target:
     dataset: Any = None
 
 
-def is_of_transformers(spec: str) -> bool:
-    """Whether a TARGET names a model of transformers."""
-    return spec.startswith(HF)
+def check_target(spec: str, settings: Mapping[str, Any]) -> None:
+    """Raises PlanError with what can be known to be wrong with a TARGET before anything is imported that takes seconds."""
+    if spec.startswith(HF):
+        check_spec(spec, settings)
 
 
 def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: int = 8, length: int = 16) -> Target:
@@ -82,7 +84,7 @@ def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: i
         PlanError: what is wrong with the target, and what to write instead.
     """
     settings = dict(settings or {})
-    if is_of_transformers(spec):
+    if spec.startswith(HF):
         build, batch = hf_target(spec, settings, rows, length)
         return Target(spec, build, batch)
     spec = absolute(spec, TARGET)

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import Findings, listing, nearest
-from meshwright.plan import KEYS
+from meshwright.errors import Findings
+from meshwright.target.catalog import files_mention
 from meshwright.target.function import short, told
-from meshwright.target.settings import unknown_setting
-
-HF = "hf:"
+from meshwright.target.settings import HF, unknown_key, unknown_type
 
 
 def is_path(model: str) -> bool:
@@ -29,17 +27,14 @@ def json_of(model: str) -> str:
 
 def read_config(model: str, settings: Mapping[str, Any], findings: Findings) -> Any:
     """The config of a model type or file, with settings; None where something is wrong, which is in ``findings``."""
-    from transformers import CONFIG_MAPPING
-
-    values = _config_file(model, findings) if is_path(model) else {"model_type": model}
+    values = _values(model, findings)
     if values is None:
         return None
+    from transformers import CONFIG_MAPPING
+
     kind = str(values.pop("model_type", ""))
-    kinds = list(CONFIG_MAPPING.keys())
-    if kind not in kinds:
-        near = nearest(kind, kinds) or ("llama", "gpt2", "bert")
-        required = f"a model type of transformers, such as {listing(near)}, or the path of a config.json"
-        findings.add(where=f"{HF}{model}", given=f"the model type {kind!r}", required=required, fix=f"{HF}{near[0]}")
+    if kind not in CONFIG_MAPPING:
+        unknown_type(model, kind, list(CONFIG_MAPPING.keys()), findings)
         return None
     for key, value in settings.items():
         _set(values, key, value)
@@ -55,6 +50,19 @@ def read_config(model: str, settings: Mapping[str, Any], findings: Findings) -> 
         given = " ".join(str(error).split())
         findings.add(where=f"{HF}{model} {said}".strip(), given=given, required="values that fit each other")
         return None
+
+
+def check_names(model: str, settings: Mapping[str, Any], findings: Findings) -> None:
+    """Notes a model type or file that is not there, and keys that no config has; without transformers, whose import takes
+    seconds."""
+    values = _values(model, findings)
+    if values is not None:
+        files_mention(model, str(values.get("model_type", "")), settings, findings)
+
+
+def _values(model: str, findings: Findings) -> dict[str, Any] | None:
+    """What a target says of its config: its type, or the values of a file; None where that cannot be read."""
+    return _config_file(json_of(model), findings) if is_path(model) else {"model_type": model}
 
 
 def _keep_special_tokens(values: dict[str, Any], default: Any) -> None:
@@ -130,10 +138,7 @@ def _check_keys(default: Any, settings: Mapping[str, Any], findings: Findings) -
             config = getattr(config, part, None)
         if config is None or not (hasattr(config, parts[-1]) or _is_read(config, parts[-1])):
             known = sorted(k for k in {*vars(config or default), *default.attribute_map} if not k.startswith("_"))
-            prefix = key.rpartition(".")[0]
-            known = [f"{prefix}.{k}" if prefix else k for k in known]
-            words = [*known, "batch_size", "seq_len", *KEYS]
-            unknown_setting(key, value, words, f"a key of {type(default).__name__}, batch_size, seq_len", findings)
+            unknown_key(key, value, known, type(default).__name__, findings)
 
 
 def _is_read(config: Any, key: str) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import Findings, PlanError
-from meshwright.target.config import HF, is_path, json_of, read_config
+from meshwright.target.config import check_names, is_path, json_of, read_config
 from meshwright.target.function import told
 from meshwright.target.heads import head
 from meshwright.target.sample import sample
+from meshwright.target.settings import BATCH, HF
 from meshwright.target.written import TARGET
 
 if TYPE_CHECKING:
@@ -79,6 +81,16 @@ def hf_target(spec: str, settings: dict[str, Any], rows: int, length: int) -> tu
         findings.add(where=spec, given=given, required=required, fix=TARGET.code.format(name=TARGET.name))
         findings.raise_if_any()
     return build, batch
+
+
+def check_spec(spec: str, settings: Mapping[str, Any]) -> None:
+    """Raises PlanError with what can be known to be wrong with a target and its settings before transformers is imported."""
+    findings, rest = Findings("this target"), dict(settings)
+    for key in BATCH:
+        _size(key, rest, findings)
+    if importlib.util.find_spec("transformers") is not None:
+        check_names(spec[len(HF) :], rest, findings)
+    findings.raise_if_any()
 
 
 def _size(key: str, settings: dict[str, Any], findings: Findings) -> int | None:
