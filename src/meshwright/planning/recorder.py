@@ -1,0 +1,404 @@
+"""``Recorder``: writes down one forward as it runs: its calls, events and values, and what memory keeps together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.blame import model_line
+from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
+from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
+from meshwright.chance import held_drawn, host_drawn
+from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
+from meshwright.planning.memory import AttributeUses, Memory, Touches, Use, contents, keep_together, told_in_backward
+from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
+from meshwright.spmd.losses import mean_target
+from meshwright.spmd.torch_functions import is_random, op_facts, writes
+
+
+class Cost(TorchDispatchMode):
+    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers.
+
+    Attributes:
+        drawn_from: of each draw from a generator of the model's own, that generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.moved = self.draws = 0
+        self.drawn_from: list[torch.Generator] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.draws += op_facts(func).draws
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        self.drawn_from += (x for x in given if x is not torch.default_generator)
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        if not func.is_view:
+            self.moved += sum(
+                t.numel() * t.element_size() for t in pytree.tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)
+            )
+        return out
+
+
+class Recorder(Tracer):
+    """Writes down a forward as it runs.
+
+    Args:
+        changed: where modules keep what the forward changes.
+        sizes_read: how many sizes of values have been read so far.
+        draws: whether the forward draws random numbers of Python's or NumPy's; then calls that do are told.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        changed: Sequence[Slot] = (),
+        sizes_read: Callable[[], int] = lambda: 0,
+        *,
+        draws: bool = False,
+    ) -> None:
+        super().__init__(kept_in(model, changed))
+        self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
+        self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
+        self._model, self._sizes_read, self._numbers = model, sizes_read, held_drawn(model)
+        self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
+        self._kept = {slot: held_in(model, slot) for slot in changed}
+        self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
+        self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
+        self._changed_in: dict[Path, list[Slot]] = {}  # call → what it changed of what modules keep
+        self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
+        self._count = 0  # of tensors that are values
+        self._parameters = {id(p): n for n, p in model.named_parameters()}
+        self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
+        self._buffers = {id(b): n for n, b in model.named_buffers()}
+        self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
+        self._within: dict[int, None] = {}  # ids, in order, of the tensors that functions within the running event took
+        # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
+        # the forward puts another in place of, say.
+        self._alive: list[Any] = [*model.parameters(), *model.buffers()]
+
+    def entered(
+        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        graph = self.graph
+        call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
+        call.leaf = next(module.children(), None) is None
+        call.given = (args, kwargs)
+        call.taken = tuple(tensors_of(call.given))
+        self._entered[path] = self.memory.ticks
+        had = set(map(id, call.taken))
+        before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
+        lengths = [len(x) for x in lists]
+        numbers = host_drawn(self._model) if graph.draws else None
+        result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
+        tensors = tensors_of(result)
+        self._left_behind(call, module, args, kwargs)
+        (given, slots), (given_now, slots_now) = before, self._state(call.given)
+        call.visible = given != given_now or self._wrote_to_the_batch(tick)
+        self._changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
+        call.draws_host = graph.draws and host_drawn(self._model) != numbers
+        call.visible |= call.draws_host
+        call.grown = tuple(
+            Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
+            for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n
+        )  # fmt: skip
+        call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
+        # On another way it may draw, too.
+        call.draws_host |= graph.draws and call.acts and held_drawn(module) != []
+        call.stop, call.returned = len(graph.events), as_it_is(result, {*map(id, args), *map(id, kwargs.values())})
+        call.outputs = tuple(self.number(t) for t in tensors)
+        call.fresh = any(
+            n is None and (id(t) not in had or isinstance(t, nn.Parameter))
+            for n, t in zip(call.outputs, tensors, strict=True)
+        )
+        return result
+
+    def _other_ways(self, call: Call, module: nn.Module, result: Any) -> Any:
+        """Where a call reads a value, it may go another way than here (experts that no row was sent to): then it may take all
+        that it was given, and what it gives have a gradient."""
+        graph = self.graph
+        reads = [p for p in range(call.start, len(graph.events))
+                 if graph.events[p].path == call.path and graph.events[p].reads and graph.events[p].inputs]  # fmt: skip
+        if not reads or call.path == ROOT:
+            return result
+        given = [n for t in tensors_of(call.given) if (n := self.number(t)) is not None]
+        event = graph.events[reads[-1]]
+        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *given))))
+        result = map_tensors(self._following, result)  # which it is follows from what was read
+        graph.ways[reads[-1]] = tuple(n for t in tensors_of(result) if (n := self.number(t)) is not None)
+        gradients = any(p.requires_grad for p in module.parameters()) or any(
+            graph.values[n].requires_grad for n in given
+        )
+
+        def differentiable(t: Tensor) -> Tensor:
+            number = self.number(t)
+            if number is None or not gradients or t.requires_grad or not t.is_floating_point():
+                return t
+            with without_modes():
+                made = t.detach().requires_grad_().clone()  # no leaf, which the model could not write to
+            self.name_value(made, number)
+            graph.values[number] = replace(graph.values[number], requires_grad=True)
+            self._alive.append(made)
+            return made
+
+        return map_tensors(differentiable, result)
+
+    def _following(self, t: Tensor) -> Tensor:
+        """A tensor that follows from the batch, as a value: another name for it, of its own."""
+        if self.known(t) or isinstance(t, nn.Parameter):
+            return t
+        with without_modes():
+            t = t.view_as(t)
+        self._new(t, len(self.graph.events) - 1)
+        return t
+
+    def _state(self, given: Any) -> tuple[Any, dict[Slot, Any]]:
+        """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
+        return contents(given), {slot: contents(held_in(self._model, slot)) for slot in self._carried}
+
+    def _wrote_to_the_batch(self, tick: int) -> bool:
+        """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
+        values = {*self._named, *self.shared, *self._parameter_memory}
+        return any(self.memory.made.get(m, 0) <= tick for m in self.memory.since(tick) - values)
+
+    def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
+        plain = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
+        left = {n for t in tensors_of([plain, args, kwargs]) if (n := self.number(t)) is not None}
+        made = frozenset(n for n in left if self.graph.values[n].position >= call.start)
+        if made:
+            for depth in range(1, len(call.path) + 1):
+                around = self.graph.calls[call.path[:depth]]
+                around.stashed |= made
+
+    def event(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
+    ) -> Any:
+        graph, place = self.graph, len(self.graph.events)
+        named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
+        inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
+        tick = self.memory.ticks
+        flops, moved, draws, drawn = self.cost.flops, self.cost.moved, self.cost.draws, len(self.cost.drawn_from)
+        name = getattr(func, "__name__", str(func))
+        loss = mean_target(func, args, kwargs) is not None
+        self._within.clear()
+        sizes = self._sizes_read()
+        result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
+        targets = [
+            t for t in (args[:1] if writes(func, args, kwargs) else (kwargs.get("out"),)) if isinstance(t, Tensor)
+        ]
+        given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        renamed = self._renumber(place, tick, tensors, targets, given)
+        graph.outputs[path, index] = result
+        took = [*map(id, tensors), *self._within]
+        graph.events.append(
+            Event(
+                path=path,
+                index=index,
+                function=name,
+                inputs=inputs,
+                outputs=tuple(map(self.number, given)),
+                written=self.number(targets[0]) if targets else None,
+                parameters=tuple(dict.fromkeys(self._parameters[i] for i in took if i in self._parameters)),
+                buffers=tuple(dict.fromkeys(self._buffers[i] for i in took if i in self._buffers)),
+                flops=self.cost.flops - flops,
+                moved=self.cost.moved - moved,
+                reads=(not given and not targets) or self._sizes_read() > sizes,
+                mean_loss=loss,
+                line=model_line(),
+                named=named,
+                renamed=renamed,
+                draws=self.cost.draws > draws or is_random(func),
+                generators=tuple(dict.fromkeys(map(self._numbered_generator, self.cost.drawn_from[drawn:]))),
+            )
+        )
+        return result
+
+    def _renumber(
+        self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor], given: list[Tensor]
+    ) -> tuple[tuple[int, int], ...]:
+        """New numbers for what an event gave and for all names of the memory that it wrote to; (before, now) of names other
+        than its targets.
+
+        Args:
+            tick: when it began.
+            tensors: what it took; ``targets``: of these, what it wrote to; ``given``: what it gave.
+        """
+        foreign = {memory_of(t) for t in targets if not self.marked(t) and not isinstance(t, nn.Parameter)} - {0}
+        written = self.memory.since(tick) | {memory_of(t) for t in targets}
+        others = [t for m in written for t in self._named.get(m, ()) if not any(t is x for x in targets)]
+        for t in targets:
+            self._new(t, place)
+        renamed = tuple((self._numbered(t), self._new(t, place)) for t in others)
+        self.renamed |= dict(renamed)
+        for t in given:
+            if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
+                self._new(t, place)
+        self._touch(place, tensors, foreign, written)
+        return renamed
+
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An ``autograd.Function``. Of torch's own (a module's backward hook) the events within do not know yet that what they
+        give will have a gradient."""
+        result = super().custom(apply, function, args, kwargs)
+        for t in tensors_of(result):
+            if t.requires_grad and (number := self.number(t)) is not None:
+                self.graph.values[number] = replace(self.graph.values[number], requires_grad=True)
+        return result
+
+    def segment_begins(self, segment: Segment) -> bool:
+        self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
+        return False  # values have the graph that they have in a backward
+
+    def segment_ends(self, segment: Segment) -> None:
+        self.graph.segments[segment] = self.graph.segments[segment][0], len(self.graph.events)
+
+    def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function within a custom ``autograd.Function``: its event takes the parameters of the modules that it calls."""
+        self._within |= {id(t): None for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        return func(*args, **kwargs)
+
+    def _touch(self, place: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
+        """Notes the use of shared memory; ``foreign``: what is about to be shared, as it was written."""
+        for memory in {memory_of(t) for t in tensors} | foreign:
+            if memory in self.shared or memory in foreign:
+                touched = self._touched.setdefault(memory, Touches())
+                touched.used.append(place)
+                if memory in written:
+                    touched.changed.append(place)
+
+    def _numbered_generator(self, generator: torch.Generator) -> int:
+        return self._generators.setdefault(id(generator), len(self._generators))
+
+    def _numbered(self, t: Tensor) -> int:
+        number = self.number(t)
+        assert number is not None
+        return number
+
+    def _new(self, t: Tensor, place: int) -> int:
+        """A new number for a tensor: an event gave it, or something was written to its memory."""
+        storage, before = 0, self.number(t)
+        if t.layout is torch.strided:
+            storage = storage_of(t)
+            self._alive.append(t.untyped_storage())
+        self._count += before is None
+        name = self._count if before is None else self.graph.values[before].name
+        value = Value(
+            tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
+            t.element_size(), t.requires_grad, place, storage, name,
+        )  # fmt: skip
+        if storage and before is None:
+            self._named.setdefault(storage, []).append(t)
+        number = len(self.graph.values)
+        self.graph.values.append(value)
+        self.name_value(t, number)
+        self._alive.append(t)
+        return number
+
+    def finish(self) -> None:
+        """After the forward: what memory keeps together."""
+        graph, slots = self.graph, dict[Slot, Touches]()
+        graph.draws_held = held_drawn(self._model) != self._numbers
+        for slot, uses in self.uses.found.items():
+            touched = self._touches_of(slot, uses)
+            if touched.changed:
+                graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
+            if touched.used and self.uses.carries(slot):
+                slots[slot] = touched
+            lasts = self._is_watched_tensor(slot) or self.uses.carries(slot)
+            if touched.changed and lasts and isinstance(held_in(self._model, slot), Tensor):
+                graph.kept[slot] = self._uses_of_tensor(slot, uses, touched)
+        # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
+        graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
+        carried = {m for slot in slots for m in self._carried[slot]}
+        foreign = {m: t for m, t in self._touched.items() if m not in carried}
+        for path, changed in self._changed_in.items():
+            graph.calls[path].visible |= not all(self._is_private(slot, path) for slot in changed)
+        for memory, touched in self._touched.items():
+            for path, call in graph.calls.items():
+                inside = range(call.start, call.stop)
+                there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
+                if there_before and any(p in inside for p in touched.changed):
+                    call.visible |= any(p not in inside for p in touched.used)
+        held = [t for slot in slots for t in kept_in(self._model, [slot])]
+        at_end = [n for t in held if (n := self.number(t)) is not None]
+        keep_together(graph, foreign, slots, self._written_parameters(), at_end)
+        told_in_backward(self._model, graph)
+
+    def _is_private(self, slot: Slot, call: Path) -> bool:
+        """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""
+        values = self._kept[slot], held_in(self._model, slot)
+        return all(v is None or isinstance(v, Tensor) for v in values) and self.uses.within(slot, call)
+
+    def _is_watched_tensor(self, slot: Slot) -> bool:
+        """Whether a slot held a tensor, and all its uses are told: what else there is, Python may use at other times."""
+        return isinstance(self._kept[slot], Tensor) and slot not in self.uses.within_others
+
+    def _uses_of_tensor(self, slot: Slot, uses: list[Use], touched: Touches) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The events at which a slot that holds a tensor in the end is used, and at which it is changed."""
+        events = self.graph.events
+        if slot in self.uses.within_others:
+            return tuple(p for p in touched.used if p < len(events)), tuple(touched.changed)
+        of_memory = touched if self._is_watched_tensor(slot) else Touches()
+        is_set = [self._event_beside(use) for use in uses if use.is_set]
+        # (Once another was set in its place, who asks for the attribute has that.)
+        asked = [self._event_beside(use) for use in uses if not use.is_set] if is_set else []
+        changed = {*of_memory.changed, *is_set}
+        return tuple(sorted({*of_memory.used, *changed, *asked})), tuple(sorted(changed))
+
+    def _event_beside(self, use: Use) -> int:
+        """The event nearest to a use of an attribute, of the call that uses it: one of another call may be another rank's."""
+        call = self.graph.calls.get(use.path)
+        inside = (
+            range(call.start, call.stop) if call is not None and use.path != ROOT else range(len(self.graph.events))
+        )
+        own = [p for p in inside if self.graph.events[p].path == use.path] or list(inside) or [use.events]
+        at = use.events - use.is_set
+        return min(own, key=lambda p: (abs(p - at), p))
+
+    def _holds_values(self, slot: Slot) -> bool:
+        return any(self.known(t) for t in kept_in(self._model, [slot]))
+
+    def _touches_of(self, slot: Slot, uses: list[Use]) -> Touches:
+        """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
+        found = Touches()
+        for memory in self._carried[slot]:
+            found.used += self._touched.get(memory, Touches()).used
+            found.changed += self._touched.get(memory, Touches()).changed
+        if self._is_watched_tensor(slot):
+            found.changed += [max(0, use.events - 1) for use in uses if use.is_set]
+        elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
+            found.used += [uses[0].events - 1]
+            found.changed += [uses[-1].events]
+            if slot in self.uses.within_others:
+                found.changed += [self.graph.calls[use.path].stop for use in uses]
+        found.used = sorted({*found.used, *found.changed})
+        return found
+
+    def _written_parameters(self) -> dict[str, Touches]:
+        """The parameters that the forward wrote, with the events that use them."""
+        found = {}
+        for memory in self.memory.written.keys() & self._parameter_memory.keys():
+            name = self._parameter_memory[memory]
+            values = {n for n, value in enumerate(self.graph.values) if value.storage == memory}
+            used = [p for p, e in enumerate(self.graph.events) if name in e.parameters or values.intersection(e.inputs)]
+            found[name] = Touches(used, used)
+        return found
+
+
+def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """``result``; of what is moved to the device that it will be on (``self.scale.to(x.device)``, with a parameter on meta) the
+    very thing."""
+    x = args[0] if args else None
+    if name not in ("to", "cpu", "cuda") or not isinstance(x, Tensor) or not isinstance(result, Tensor):
+        return result
+    same = x.is_meta and result.dtype == x.dtype and not kwargs.get("copy") and "memory_format" not in kwargs
+    return x if same else result
