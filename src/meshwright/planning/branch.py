@@ -1,159 +1,23 @@
-"""Which ranks run which branch: the places that a plan names, and whether its branches can run at the same time."""
+"""The branches of a plan (planning/places.py) in a recorded forward, and whether they can run at the same time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from meshwright.calls.interpreter import STUB, StageProgram, crossings
-from meshwright.errors import Findings, listing, source_place
+from meshwright.errors import Findings, source_place
 from meshwright.graph import Event, ModelGraph, spelled
-from meshwright.mesh import Mesh
-from meshwright.plan import Entry, Plan
+from meshwright.plan import Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
+from meshwright.planning.places import Branches, place_of
 from meshwright.planning.rows import rows_apart
 from meshwright.regions import Join, Placed, Regions, find_regions, place_events
-from meshwright.submesh import INNER, Submesh, Submeshes, read_slice, trunk
-
-
-@dataclass(frozen=True)
-class Branches:
-    """The branches of a plan, over a recorded forward.
-
-    Attributes:
-        places: besides the trunk.
-        placed: module → the places of its calls, in turn.
-        streams: module → the stream of each rank that it runs on.
-        regions: where they part and meet.
-        homes: parameter → the places that use it.
-    """
-
-    places: tuple[Submesh, ...] = ()
-    placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    streams: Mapping[str, int] = field(default_factory=dict)
-    regions: Regions | None = None
-    homes: Mapping[str, tuple[int, ...]] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.places or self.streams)
-
-    def home(self, name: str) -> tuple[int, ...]:
-        return (0,) if self.homes is None else self.homes[name]
-
-
-# --- what the plan says -----------------------------------------------------------------------------------------------
-
-
-def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], findings: Findings) -> Branches:
-    """The places that a plan's entries name, and what stands there; problems go to ``findings``."""
-    modules = dict(model.named_modules())
-    said = {n: e for n, e in entries.items() if n in modules and any(read_slice(on) for on in e.places)}
-    for name, entry in entries.items():
-        within = any((e.on, e.mesh) == (entry.on, entry.mesh) for m, e in said.items() if name.startswith(f"{m}."))
-        if entry.mesh is not None and name not in said and not within:
-            findings.add(
-                where=f"modules.{name}.mesh",
-                given="a mesh of its own, without the ranks that form it",
-                required="on: a slice of the tp axis",
-                fix=f"{name}: {{on: 'tp[0:{Mesh(entry.mesh).size}]', mesh: {_flow(entry.mesh)}}}",
-            )
-    for name, entry in entries.items():
-        inside_of = [entries[m] for m in modules if m in entries and name.startswith(f"{m}.")]
-        if entry.on is not None and name not in modules and all(e.on != entry.on for e in inside_of):
-            findings.add(
-                where=f"modules.{name}.on",
-                given=f"a place for a parameter, {_places(entry)}",
-                required="a place for a module: its parameters go with it",
-                fix=f"{name.rpartition('.')[0] or '*'}: {{on: {_places(entry)}}}",
-            )
-    if "" in said:
-        findings.add(
-            where="modules, of the whole model",
-            given=f"on: {_places(said.pop(''))}, by a glob that matches the model itself",
-            required="modules within it; the model itself runs on all ranks",
-            fix="mesh: {tp: …}, with as many ranks as the model is to have; or name modules",
-        )
-    if said and plan.sequence_parallel:
-        findings.add(
-            where="sequence_parallel",
-            given="true, in a plan that places modules on a slice of tp",
-            required="one of them: a sequence that is cut over all of tp has no slice in a branch",
-            fix="sequence_parallel: false",
-        )
-    found, at, placed = [trunk(plan.mesh)], {"": 0}, dict[str, tuple[int, ...]]()
-    numbers: dict[tuple[int, int, int, Mesh], int] = {}
-    for name in sorted(said, key=lambda n: (n.count("."), list(modules).index(n))):
-        around = max((n for n in at if not n or name.startswith(n + ".")), key=len)
-        if around and (said[around].on, said[around].mesh) == (said[name].on, said[name].mesh):
-            continue  # the same glob names what is within
-        parent = at[around]
-        for on in said[name].places:
-            place = _place(name, on, said[name], parent, found[parent], findings)
-            if place is None:
-                continue
-            key = parent, place.start, place.stop, place.mesh
-            if key not in numbers:
-                numbers[key] = len(found)
-                found.append(place)
-            number = numbers[key]
-            found[number] = replace(found[number], modules=(*found[number].modules, name))
-            at[name] = number
-            placed[name] = (*placed.get(name, ()), number)
-    return Branches(tuple(found[1:]), placed, read_streams(model, entries))
-
-
-def _places(entry: Entry) -> str:
-    quoted = [f"'{on}'" for on in entry.places]
-    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
-
-
-def _place(name: str, on: str, entry: Entry, number: int, parent: Submesh, findings: Findings) -> Submesh | None:
-    """One slice, with the mesh that its ranks form."""
-    start, stop = read_slice(on) or (0, 0)
-    where = f"modules.{name}"
-    if not start < stop <= parent.tp:
-        within = f"of tp={parent.tp}" + (f" of {parent.on}" if number else "")
-        last, meant = parent.tp - 1, start if start < min(stop, parent.tp) else 0
-        findings.add(
-            where=f"{where}.on",
-            given=f"{on}, {within}",
-            required=f"at least one of its ranks, which are 0 to {last}" if last else "a tp axis of several ranks",
-            fix=f"on: 'tp[{meant}:{min(max(stop, meant + 1), parent.tp)}]'"
-            if last
-            else f"mesh: {{tp: {max(stop, 2)}}}",
-        )
-        return None
-    mesh = Mesh((("tp", stop - start),)) if entry.mesh is None else Mesh(entry.mesh)
-    others = [axis for axis in mesh.names if axis not in INNER]
-    if others:
-        findings.add(
-            where=f"{where}.mesh",
-            given=f"the axis {listing(others, 'and')} within a branch",
-            required=f"axes of {listing(INNER)}: a pipeline goes around branches, not into one",
-            fix=f"mesh: {{tp: {stop - start}}}",
-        )
-        return None
-    if mesh.size != stop - start:
-        findings.add(
-            where=f"{where}.mesh",
-            given=f"{mesh}: {mesh.size} ranks, on {on}, which has {stop - start}",
-            required="a mesh of as many ranks as the slice has",
-            fix=f"mesh: {{tp: {stop - start}}}"
-            + (f", or on: 'tp[{start}:{start + mesh.size}]'" if start + mesh.size <= parent.tp else ""),
-        )
-        return None
-    return Submesh(on, number, start, stop, mesh)
-
-
-def _flow(mesh: Iterable[tuple[str, int]]) -> str:
-    return "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh) + "}"
-
-
-# --- against the forward ----------------------------------------------------------------------------------------------
+from meshwright.submesh import Submesh, Submeshes, trunk
 
 
 def find_branches(
@@ -221,14 +85,6 @@ def _work(branch: int, places: Submeshes, regions: Regions, graph: ModelGraph) -
     """Of the events of a branch and those within it."""
     own = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
     return sum(e.work for e in own)
-
-
-def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Module → its stream; of modules within each other the outermost."""
-    said = {n: e.stream for n, e in entries.items() if e.stream is not None}
-    return {
-        n: said[n] for n, _ in model.named_modules() if n in said and not any(n.startswith(f"{m}.") for m in said)
-    }  # fmt: skip
 
 
 def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findings) -> None:
@@ -403,15 +259,6 @@ def _homes(
         used = {regions.places[p] for p in graph.uses.get(name, ()) if not graph.events[p].hands_on}
         found[name] = tuple(sorted(used)) or place_of(name, placed)
     return found
-
-
-def place_of(name: str, placed: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The places of the innermost placed module that a name is of; the trunk if there is none."""
-    while name:
-        if name in placed:
-            return tuple(sorted(set(placed[name])))
-        name = name.rpartition(".")[0]
-    return placed.get("", (0,))
 
 
 def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:

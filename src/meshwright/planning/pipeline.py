@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import inf, prod
 
@@ -119,12 +120,10 @@ def choose_cuts(
     least, _ = _best(n, stages, lambda k, i, j: float(work[i][j]) if fits(k, i, j) else inf, max)
     if least == inf:
         return None
-    table: dict[tuple[int, int], float] = {}
 
+    @cache
     def memory(i: int, j: int) -> float:
-        if (i, j) not in table:
-            table[i, j] = float(costs.memory(marks[i], marks[j]))
-        return table[i, j]
+        return float(costs.memory(marks[i], marks[j]))
 
     def light(k: int, i: int, j: int) -> bool:
         return work[i][j] <= least * SLACK and fits(k, i, j)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.errors import Findings
-from meshwright.planning.branch import find_branches, read_places
+from meshwright.planning.branch import find_branches
 from meshwright.planning.draft import Draft
+from meshwright.planning.places import read_places
 
 
 def read_branches(draft: Draft) -> Draft:

@@ -9,10 +9,10 @@ from meshwright.blame import is_ours
 from meshwright.calls.sequence import cutting_inputs
 from meshwright.chance import Draws
 from meshwright.errors import Finding
-from meshwright.planning.branch import Branches
 from meshwright.planning.draft import Draft, Run
 from meshwright.planning.memory import undisturbed
 from meshwright.planning.passes.styles import model_styles, said_styles
+from meshwright.planning.places import Branches
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
 from meshwright.planning.units import Uses
 

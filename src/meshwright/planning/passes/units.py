@@ -16,10 +16,10 @@ from meshwright.blame import is_ours
 from meshwright.chance import WAYS, drawing
 from meshwright.graph import Call, ModelGraph
 from meshwright.plan import Entry
-from meshwright.planning.branch import place_of
 from meshwright.planning.draft import Draft
 from meshwright.planning.memory import undisturbed
 from meshwright.planning.pipeline import parted_modules
+from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.planning.units import Uses, called_modules, repeated_blocks
 from meshwright.recipe import Unit
