@@ -86,7 +86,7 @@ def measure(ranks: int, counts: list[int], rounds: int, sleeping: bool) -> dict[
     found: dict[tuple[str, int], list[tuple[float, ...]]] = {key: [] for key in jobs}
     for _ in range(rounds + 1):
         for key, (job, x) in jobs.items():
-            sent = job.pipeline.sends, job.pipeline.bytes_sent
+            sent = job.pipeline.traffic.sends, job.pipeline.traffic.bytes
             dist.barrier()
             job.step((x,))
             spans = [(a, start, stop) for a, start, stop in job.pipeline.spans]
@@ -96,7 +96,7 @@ def measure(ranks: int, counts: list[int], rounds: int, sleeping: bool) -> dict[
             length = (last - first).item()
             busy = torch.tensor(sum(b - a for action, a, b in spans if action.kind in COMPUTE), dtype=torch.float64)
             dist.all_reduce(busy)
-            moved = torch.tensor([job.pipeline.sends - sent[0], job.pipeline.bytes_sent - sent[1]])
+            moved = torch.tensor([job.pipeline.traffic.sends - sent[0], job.pipeline.traffic.bytes - sent[1]])
             dist.all_reduce(moved)
             found[key].append((1 - busy.item() / ranks / length, length, *moved.tolist()))
     return {key: tuple(median(column) for column in zip(*rows[1:], strict=True)) for key, rows in found.items()}

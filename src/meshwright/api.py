@@ -29,7 +29,7 @@ from meshwright.runtime.groups import ensure_world, make_groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain
 from meshwright.runtime.rows.loss import Loss, output_loss
-from meshwright.runtime.rows.loss_weights import LabelCounter, Recorder
+from meshwright.runtime.rows.loss_weights import Recorder
 from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
@@ -75,11 +75,7 @@ def parallelize(
     planned = Planned(build, plan, batch, loss, dtype)
     recipe = _agreed(planned.recipe)
     groups = make_groups(recipe, place, timeout)
-    uneven = recipe.mesh.data_size * recipe.microbatches > 1
-    counter = LabelCounter(planned.record) if uneven else None
-    return apply(
-        build, recipe, groups, loss=loss, counter=counter, graph=planned.graph, dtype=dtype, transform=transform
-    )
+    return apply(build, recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:

@@ -117,6 +117,10 @@ class RowsError(RuntimeError):
         )
 
 
+class StageError(RuntimeError):
+    """What went wrong in a pipeline, with the rank, stage and action in which it did."""
+
+
 class CheckpointError(PlanError):
     """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
 

@@ -82,7 +82,8 @@ def losses_of(build, mesh):
     counter = job._division._counter
     counter._record = counting("counts", counter._record)
     if job.pipeline is not None:
-        job.pipeline._graph = counting("stages", job.pipeline._graph)
+        replanner = job.pipeline.programs.replanner
+        replanner.graph = counting("stages", replanner.graph)
     before = dict.fromkeys(recorded, 0)
     losses = []
     for length in LENGTHS:
@@ -137,8 +138,9 @@ MASKS = [8, 8, 6, 5, 8, 5, 6]
 def losses_of_masks(build):
     plan = {"mesh": {"pp": 2}, "microbatches": 2, "precision": "float64", "rows": "split"}
     job = mw.parallelize(build, plan, batch=masked(0, 8))
-    make, recorded = job.pipeline._graph, []
-    job.pipeline._graph = lambda *args, **named: recorded.append(1) or make(*args, **named)
+    replanner, recorded = job.pipeline.programs.replanner, []
+    make = replanner.graph
+    replanner.graph = lambda *args, **named: recorded.append(1) or make(*args, **named)
     losses, counts = [], []
     for seed, length in enumerate(MASKS):
         losses.append(float(job.step(masked(seed, length))))

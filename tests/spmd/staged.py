@@ -1,7 +1,7 @@
 """All stages of a pipeline in one process, without process groups: a rank's sends are handed to the other's receives.
 
 Each rank has a model of its own, in which the parameters of other ranks are on meta, as in a job. What runs is the pipeline
-of a job (``runtime/pipeline/stages.py``). The ranks take turns: one performs its next action as soon as everything that
+of a job (``runtime/pipeline``). The ranks take turns: one performs its next action as soon as everything that
 the action waits for has been sent. So thousands of programs can be tried without a pool of processes.
 """
 
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.api import Planned
@@ -23,11 +24,14 @@ from meshwright.generators import Generators
 from meshwright.plan import Plan
 from meshwright.planning.passes import stages as planned
 from meshwright.private import pytree
-from meshwright.runtime.pipeline import stages as at_work
-from meshwright.runtime.pipeline.stages import Pipeline, _Step
+from meshwright.runtime.pipeline import step, transfers
+from meshwright.runtime.pipeline.executor import Executor
+from meshwright.runtime.pipeline.program import Programs
+from meshwright.runtime.pipeline.stages import Stages
+from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.loss_weights import LabelCounter
-from meshwright.runtime.rows.microbatches import called, microbatches, weights
+from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
 from meshwright.runtime.weights.parameters import places
 from meshwright.runtime.weights.recompute import recompute
 
@@ -86,8 +90,8 @@ class Arriving:
 @contextmanager
 def in_one_process(ranks: int) -> Iterator[None]:
     """For the time of a ``with``, a pipeline's sends and receives go through ``Line``."""
-    before = at_work.dist
-    at_work.dist = SimpleNamespace(  # type: ignore[assignment]
+    before = dist
+    step.dist = transfers.dist = SimpleNamespace(  # type: ignore[assignment]
         isend=lambda t, group, group_dst: group.isend(t, group_dst),
         irecv=lambda t, group, group_src: group.irecv(t, group_src),
         broadcast=lambda t, group, group_src: group.broadcast(t, group_src, ranks),
@@ -95,7 +99,7 @@ def in_one_process(ranks: int) -> Iterator[None]:
     try:
         yield
     finally:
-        at_work.dist = before
+        step.dist = transfers.dist = before
 
 
 @contextmanager
@@ -133,7 +137,6 @@ class Staged:
         plan = Plan.parse({"microbatches": microbatches, **(plan if isinstance(plan, dict) else {"mesh": plan})})
         self.planned = Planned(build, plan, batch, output_loss)
         self.recipe, self.microbatches = self.planned.recipe, self.planned.recipe.microbatches
-        self.counter = LabelCounter(self.planned.record) if self.microbatches > 1 else None
         mail: dict[tuple[int, int], Mail] = defaultdict(Mail)
         self.models, self.ranks = [], []
         for rank in range(self.recipe.mesh.size):
@@ -141,18 +144,11 @@ class Staged:
             self.models.append(_held_alone(build(), self.recipe, rank))
             recompute(self.models[-1], self.recipe.recompute, Generators(torch.device("cpu"), self.models[-1]))
             groups = SimpleNamespace(rank=rank, pp_rank=rank, device=torch.device("cpu"), pipeline=Line(rank, mail))
-            self.ranks.append(
-                Pipeline(
-                    Forwards(self.models[-1]),
-                    self.recipe,
-                    groups,  # type: ignore[arg-type]
-                    graph=self.planned.graph,
-                    view=None,
-                    loss=output_loss,
-                )
-            )
-        if self.counter is not None:
-            self.counter.model = self.models[0]
+            forwards = Forwards(self.models[-1])
+            stages = Stages(self.models[-1], self.recipe, groups, view=None, forwards=forwards)  # type: ignore[arg-type]
+            programs = Programs(self.recipe, self.planned, stages.numbers, [], groups.device)
+            self.ranks.append(Executor(stages, programs, output_loss))
+        self.counter = LabelCounter(self.planned.record, self.models[0]) if self.microbatches > 1 else None
 
     def step(self, batch: Any, *, backward: bool = True) -> float:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
@@ -163,7 +159,7 @@ class Staged:
                 pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
             ]  # models write to their inputs
             steps = [
-                _Step(r, own[i], called, output_loss, scale, shares, backward=backward)
+                r.step(Pieces(own[i], scale, shares), called, output_loss, backward=backward)
                 for i, r in enumerate(self.ranks)
             ]
             waiting = [deque(s.schedule.ranks[rank]) for rank, s in enumerate(steps)]
@@ -209,14 +205,14 @@ class Staged:
         return found
 
 
-def _ready(step: _Step, action: Any) -> bool:
+def _ready(step: Step, action: Any) -> bool:
     """Whether everything that an action waits for has been sent."""
     if action.kind not in ("F", "B", "I"):
         return True
     kind = "RECV_F" if action.kind == "F" else "RECV_B"
     return all(
         work.is_there
-        for a, entries in step.arriving.items() if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)
+        for a, entries in step._transfers._arriving.items() if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)
         for *_, work in entries
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +25,6 @@ from meshwright.calls.sequence import cutting_inputs
 from meshwright.calls.tracer import Forwards
 from meshwright.deferred import Recorded, record
 from meshwright.generators import Generators
-from meshwright.graph import ModelGraph
 from meshwright.layout import Shard
 from meshwright.private import held_of, hooked, replace_tensors, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
@@ -32,7 +32,8 @@ from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams, collectives_within
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.job import Job
-from meshwright.runtime.pipeline.stages import Pipeline
+from meshwright.runtime.pipeline.program import Programs, Replanner
+from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import LabelCounter
 from meshwright.runtime.runner import Runner
@@ -55,15 +56,14 @@ def apply(
     groups: Groups,
     *,
     loss: Loss,
-    counter: LabelCounter | None,
-    graph: Callable[..., ModelGraph] | None = None,
+    replanner: Replanner,
     dtype: torch.dtype | None = None,
     transform: Transform | None = None,
 ) -> Job:
     """The job of a recipe. Collective over all ranks.
 
     Args:
-        graph: what runs a forward → the forward, recorded; needed where there is a pipeline.
+        replanner: plans forwards again, for batches of other shapes than the sample's.
         dtype: what every floating parameter and buffer is cast to after it is initialised.
         transform: (name, whole value) → another value, for tests that want other values than fresh ones.
     """
@@ -84,15 +84,25 @@ def apply(
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
-    pipeline = None
-    if forwards is not None:
-        assert graph is not None
-        streams = _streams(recipe, groups)
-        pipeline = Pipeline(
-            forwards, recipe, groups, graph=graph, view=view, loss=loss, branching=branching, streams=streams
-        )
-    runner = Runner(model, recipe, groups, view=view, loss=loss, routed=routed, pipeline=pipeline)
+    streams = _streams(recipe, groups)
+    stages = Stages(model, recipe, groups, view=view, forwards=forwards, branching=branching, streams=streams)
+    programs = None if forwards is None else _programs(recipe, groups, replanner, stages)
+    runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)
+    counter = LabelCounter(replanner.record, model) if recipe.mesh.data_size * recipe.microbatches > 1 else None
     return Job(runner, ledger, counter, random)
+
+
+def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stages) -> Programs:
+    among = [group for group in (groups.pipeline, groups.tp) if dist.get_world_size(group) > 1]
+    return Programs(
+        recipe,
+        replanner,
+        stages.numbers,
+        among,
+        groups.device,
+        mine=None if stages.branching is None else stages.branching.mine,
+        streamed=stages.streams is not None,
+    )
 
 
 def _streams(recipe: Recipe, groups: Groups) -> Streams | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import RowsError
+from meshwright.errors import RowsError, StageError
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_to_differ
 from meshwright.runtime.coupling.trial import (
@@ -29,7 +29,6 @@ from meshwright.runtime.coupling.trial import (
     how_rows_combine,
     note,
 )
-from meshwright.runtime.pipeline.stages import StageError
 from meshwright.runtime.rows.batch import copied, joined, mapped
 from meshwright.runtime.rows.loss_weights import SPLIT, LabelCounter, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
@@ -148,7 +147,7 @@ class Division:
         """For a trial: the loss of each piece, what it weighs, and what was read of it."""
         scale, shares = weights(pieces, self._counter, self._copies, self._device, way=way, alone=True)
         for piece in pieces:  # what is recorded draws no numbers in the trial
-            self._runner.record(piece)
+            self._runner.executor.record(piece)
         found, reads = [], [Reads(numbers=True) for _ in pieces]
         for piece, share, read in zip(pieces, shares, reads, strict=True):
             with trial():

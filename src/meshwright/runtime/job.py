@@ -15,7 +15,7 @@ from meshwright.recipe import ParameterRecipe
 from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
-from meshwright.runtime.pipeline.stages import Pipeline
+from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batch import as_given, plain, versions, with_shared
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.loss_weights import LabelCounter
@@ -51,8 +51,6 @@ class Job:
     def __init__(self, runner: Runner, ledger: Ledger, counter: LabelCounter | None, random: Generators) -> None:
         module, recipe, groups = runner.module, runner.recipe, runner.groups
         self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
-        if counter is not None:
-            counter.model = module
         self._runner = runner
         self._division = Division(self._runner, counter, random)
         self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
@@ -257,8 +255,9 @@ class Job:
         self.parts += 1
 
     @property
-    def pipeline(self) -> Pipeline | None:
-        """This rank's stages, with when each action of the last step ran and what was sent; None without a pipeline."""
+    def pipeline(self) -> Executor | None:
+        """What runs this rank's stages, with when each action of the last step ran and what was sent; None if each forward
+        runs as a whole."""
         return self._runner.pipeline
 
     @property

@@ -1,8 +1,7 @@
-"""``Runner``: forwards and backwards of this rank's pieces of a batch, with a pipeline or without, under the view."""
+"""``Runner``: what a job does with its model on this rank: steps, forwards, and the state that they leave."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,51 +9,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.calls.structure import map_tensors
-from meshwright.recipe import Recipe
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
-from meshwright.runtime.groups import Groups
 from meshwright.runtime.module_state import ModuleState, make_whole
-from meshwright.runtime.pipeline.stages import Pipeline
+from meshwright.runtime.pipeline.executor import Executor
+from meshwright.runtime.pipeline.program import Programs
+from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.loss_weights import Share, Shares
-from meshwright.runtime.rows.microbatches import BACKWARD, Pieces, called, weighed
-from meshwright.runtime.weights.fsdp import reduce_gradients
+from meshwright.runtime.rows.loss_weights import Share
+from meshwright.runtime.rows.microbatches import Pieces
 from meshwright.runtime.weights.gradient_sums import OwnSums
 from meshwright.runtime.weights.unused import Routed
-from meshwright.spmd.dispatcher import whole
-from meshwright.spmd.mode import SpmdMode
 from meshwright.watch.timer import CommunicationTimer
 
 
 class Runner:
     """Runs the model on this rank.
 
+    Args:
+        programs: what parts of a forward are; None if the model is not in parts.
+        routed: what makes ranks agree on which parameters were used, if they may differ.
+        wholes: whether forwards may leave sharded tensors on modules.
+
     Attributes:
         module: the model, its parameters laid out.
-        pipeline: this rank's stages, if there are stages.
-        waiting: how long this rank waits for others.
+        executor: runs this rank's stages.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        recipe: Recipe,
-        groups: Groups,
-        *,
-        view: SpmdMode | None,
-        loss: Loss,
-        routed: Routed | None = None,
-        pipeline: Pipeline | None = None,
+        self, stages: Stages, programs: Programs | None, loss: Loss, *, routed: Routed | None = None, wholes: bool
     ) -> None:
-        self.module, self.recipe, self.groups, self.pipeline, self.loss = module, recipe, groups, pipeline, loss
-        self._view, self._routed, self._own_sums = view, routed, OwnSums(module, recipe, groups)
-        self.waiting = CommunicationTimer(groups.device) if pipeline is None else pipeline.waiting
-        self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self.module, self.recipe, self.groups = stages.model, stages.recipe, stages.groups
+        self.executor = Executor(stages, programs, loss)
+        self._sync, self._wholes = stages.sync, wholes
+        self._routed, self._own_sums = routed, OwnSums(self.module, self.recipe, self.groups)
+        self._units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
-    # --- a step -----------------------------------------------------------------------------------------------------
+    @property
+    def pipeline(self) -> Executor | None:
+        """What runs parts of forwards; None if each forward runs as a whole."""
+        return self.executor if self.executor.programs is not None else None
+
+    @property
+    def waiting(self) -> CommunicationTimer:
+        """How long this rank waits for others."""
+        return self.executor.traffic.waiting
+
+    # --- forwards and backwards ---------------------------------------------------------------------------------------
 
     def losses(self, pieces: Pieces, watched: Watched, *, once: bool, backward: bool) -> list[Tensor]:
         """The scaled losses of all microbatches, on the ranks that have them; with a backward, their gradients.
@@ -66,86 +68,37 @@ class Runner:
         """
         begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
         if not backward:
-            found = self._run(pieces, watched, begin, backward=False)
+            found = self.executor.run(pieces, begin, watched, backward=False)
             self.reshard()
             return found
         if self._routed is not None:
             self._routed.begin()
         with self._own_sums.of_this_step():
-            found = self._run(pieces, watched, begin, backward=True)
-            self._finish_gradients()
+            found = self.executor.run(pieces, begin, watched, backward=True)
+            self._sync.finish()
+            if self._routed is not None:
+                self._routed.settle()
         return found
-
-    def _run(self, pieces: Pieces, watched: Watched, begin: ModuleState | None, *, backward: bool) -> list[Tensor]:
-        if self.pipeline is not None:
-            self._sync(last=False)
-            return self.pipeline.run(pieces.batches, pieces.scale, pieces.shares, begin, watched, backward=backward)
-        found = []
-        for i, piece in enumerate(pieces.batches):
-            self._sync(last=i == len(pieces.batches) - 1)
-            with self._on(), begin.restored() if begin is not None and i else nullcontext():
-                with Shares(pieces.shares[i]).on(self.module), watched(self.module, (0, i)):
-                    loss = weighed(whole(self.loss(called(self.module, piece))), pieces.scale[i])
-                if backward and loss.requires_grad:
-                    BACKWARD(loss)
-            found.append(loss.detach())
-        return found
-
-    def _sync(self, *, last: bool) -> None:
-        """Gradients are reduced over data ranks once a step, with the last microbatch."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-            self.module.set_is_last_backward(last)
-            if self.pipeline is not None:
-                self.module.set_reshard_after_backward(last)
-
-    def _finish_gradients(self) -> None:
-        """What FSDP2 leaves to do after the last backward: reduce a pipeline's, and agree on which parameters were used."""
-        if self.pipeline is not None:
-            self._sync(last=True)
-            reduce_gradients(self.module)
-        if self._routed is not None:
-            self._routed.settle()
-
-    # --- a forward --------------------------------------------------------------------------------------------------
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, its tensors whole; with a pipeline, on the ranks of its last stage, without gradients."""
-        if self.pipeline is not None:
-            self._sync(last=False)
-            output = self.pipeline.output(args, kwargs)
-        else:
-            with self._on():
-                output = map_tensors(whole, self.module(*args, **kwargs))
+        output = self.executor.output(args, kwargs)
         self.settle_modules()
         if self.pipeline is not None or not torch.is_grad_enabled():
             self.reshard()
         return output
 
-    def record(self, batch: Any) -> None:
-        """With a pipeline, the forward for a batch of these shapes is recorded, if it is not yet."""
-        if self.pipeline is not None:
-            self.pipeline.program(batch, called, self.loss)
-
     def loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
         """The loss of a copy of a batch, in one forward, on every rank; in a trial, which may compute in a wider type."""
-        batch = copied(batch)  # the model may write to it
+        pieces = Pieces([copied(batch)], [1.0], [share])  # the model may write to it
         try:
-            if self.pipeline is not None:
-                with self.pipeline.trying():
-                    found = self.pipeline.run([batch], [1.0], [share], watched=watched, backward=False)
-                value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
-                dist.all_reduce(value, group=self.groups.pipeline)
-                return float(value)
-            with self._on(), Shares(share).on(self.module), watched(self.module, (0, 0)):
-                loss = whole(self.loss(called(self.module, batch)))
-            return float(loss)
+            with self.executor.trying():
+                found = self.executor.run(pieces, watched=watched, backward=False)
         finally:
             self.reshard()
-
-    def _on(self) -> AbstractContextManager[None]:
-        """The view, for a forward and backward."""
-        return nullcontext() if self._view is None else self._view.on()
+        value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
+        dist.all_reduce(value, group=self.groups.pipeline)
+        return float(value)
 
     # --- the model's state ------------------------------------------------------------------------------------------
 
@@ -156,7 +109,7 @@ class Runner:
 
     def settle_modules(self) -> None:
         """What forwards left on modules is whole, as on one device."""
-        if self._view is not None:
+        if self._wholes:
             make_whole(self.module)
 
     def written(self) -> list[nn.Parameter]:

@@ -1,6 +1,6 @@
 """Where a rank's main thread is, seen from another of its threads: what the report of a hang is made of.
 
-main thread      train.py ─ Job.step ─ Pipeline ─ the model's forward ─ view ─ torch.distributed.all_reduce
+main thread      train.py ─ Job.step ─ Executor ─ the model's forward ─ view ─ torch.distributed.all_reduce
 told of it                  step 7     action 1F2 ─ model.py:31 ──────────────  all_reduce over ranks 0 1
 """
 
@@ -28,7 +28,8 @@ _OURS = str(Path(__file__).parent.parent) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _COLLECTIVES = str(Path(_TORCH, "distributed", "distributed_c10d.py"))
 _DISTRIBUTED = str(Path(_TORCH, "distributed")) + os.sep
-_JOB, _PIPELINE = str(Path(_OURS, "run", "job.py")), str(Path(_OURS, "run", "pipeline.py"))
+_JOB = str(Path(_OURS, "runtime", "job.py"))
+_TRANSFERS = str(Path(_OURS, "runtime", "pipeline", "transfers.py"))
 _PHASES = (  # the first that some frame is in
     (str(Path(_TORCH, "autograd", "graph.py")), "backward"),
     (str(Path(_TORCH, "optim")) + os.sep, "optimizer"),
@@ -177,7 +178,7 @@ def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
         inner = inner[1:]
     if not inner:
         return "", ()
-    if inner[0].file == _PIPELINE and inner[0].name == "_wait":
+    if inner[0].file == _TRANSFERS and inner[0].name == "_received":
         return "receive", waits_for
     if not inner[0].file.startswith(_DISTRIBUTED):
         return ("wait", ()) if ".wait(" in inner[0].source else ("", ())

@@ -128,7 +128,7 @@ class Watch:
         step, pipeline = self.step + self.job.steps - self._first, self.job.pipeline
         if pipeline is None or pipeline.action is None:
             return step, "", ()
-        homes = [self.job.recipe.stage_rank[stage] for stage in pipeline.awaited]
+        homes = [self.job.recipe.stage_rank[stage] for stage in pipeline.traffic.awaited]
         line = dist.get_process_group_ranks(self.job.groups.pipeline)
         return step, str(pipeline.action), tuple(line[home] for home in homes)
 

@@ -359,16 +359,15 @@ class LabelCounter:
 
     Args:
         record: runs the forward for its shapes on a batch, under the mode that it is given.
+        model: whose buffers are used.
 
     Attributes:
-        model: whose buffers are used.
         slots: those that all ranks know of, in one order.
     """
 
-    def __init__(self, record: Callable[[Any, Recorder], None]) -> None:
-        self._record = record
+    def __init__(self, record: Callable[[Any, Recorder], None], model: nn.Module) -> None:
+        self._record, self._model = record, model
         self._programs = Lengths(_between)
-        self.model: nn.Module | None = None
         self.slots: tuple[Slot, ...] = ()
         self.notes: dict[str, None] = {}
 
@@ -376,8 +375,7 @@ class LabelCounter:
         """What is counted in a piece of a batch of so many rows."""
         leaves = tensors_in(batch)
         program = self._programs.made(sizes_of(batch, rows), lambda: self._new_program(batch, leaves, rows))
-        wanted = self.model is not None and program.tape.buffers
-        buffers = dict(tensors_of_model(self.model)) if wanted and self.model is not None else {}
+        buffers = dict(tensors_of_model(self._model)) if program.tape.buffers else {}
         try:
             return Counted(program, Replay(program.tape, leaves, buffers), rows)
         except Exception as error:

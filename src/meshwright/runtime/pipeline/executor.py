@@ -1,0 +1,136 @@
+"""``Executor``: runs forwards and backwards of this rank's stages. A model that is not in parts is a pipeline of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.runtime.coupling.paths import Watched, unwatched
+from meshwright.runtime.module_state import ModuleState
+from meshwright.runtime.pipeline.program import Call, Program, Programs
+from meshwright.runtime.pipeline.stages import Stages
+from meshwright.runtime.pipeline.step import Step
+from meshwright.runtime.pipeline.transfers import Traffic
+from meshwright.runtime.recent import Recent
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.microbatches import Pieces, called
+from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
+
+
+class Executor:
+    """Runs the stages of one rank.
+
+    Args:
+        stages: of this rank.
+        programs: what parts of a forward are; None if the model is not in parts.
+        loss: the loss of the model's output.
+    """
+
+    def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
+        self._stages, self.programs, self._loss = stages, programs, loss
+        self._schedules = Recent[Schedule]()
+        self._trying = False
+
+    @property
+    def stages(self) -> list[int]:
+        """The numbers of this rank's stages."""
+        return self._stages.numbers
+
+    @property
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """When each action of the last step ran, in seconds."""
+        return self._stages.spans
+
+    @property
+    def action(self) -> Action | None:
+        """The action that this rank began last; None between steps."""
+        return self._stages.action
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was sent to other stages so far, and what this rank waits for."""
+        return self._stages.traffic
+
+    def run(
+        self,
+        pieces: Pieces,
+        begin: ModuleState | None = None,
+        watched: Watched = unwatched,
+        *,
+        backward: bool,
+    ) -> list[Tensor]:
+        """Forward (and backward) of all microbatches; their losses, scaled, on the ranks of the last stage.
+
+        Args:
+            begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before
+                has left.
+            watched: what is on during the forward of a stage and microbatch.
+        """
+        step = self.step(pieces, called, self._loss, begin, watched, backward=backward)
+        step.perform()
+        return step.losses
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns, its tensors whole, on the ranks of the last stage; None on others."""
+        step = self.step(Pieces([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
+        step.perform()
+        return step.result
+
+    def record(self, batch: Any) -> None:
+        """The forward for a batch of these shapes is recorded, if parts of it run and it is not yet."""
+        if self.programs is not None:
+            self.programs.of(batch, called, self._loss)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forwards may compute in a wider type than was recorded (runtime/coupling/float64.py): what crosses is cast to the
+        recorded one."""
+        branching, self._trying = self._stages.branching, True
+        if branching is not None:
+            branching.trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
+            if branching is not None:
+                branching.trying = False
+
+    def step(
+        self,
+        pieces: Pieces,
+        call: Call,
+        loss: Loss | None,
+        begin: ModuleState | None = None,
+        watched: Watched = unwatched,
+        *,
+        backward: bool,
+    ) -> Step:
+        """One pass over the schedule, not begun."""
+        known, grad = self.programs, backward or self._trying
+        programs = [known.of(batch, call, loss, grad=grad) for batch in pieces.batches] if known is not None else []
+        schedule = self._schedule(programs, len(pieces.batches), backward=backward)
+        return Step(
+            self._stages, programs, schedule, pieces, call, loss, begin, watched, backward=backward, trying=self._trying
+        )
+
+    def _schedule(self, programs: Sequence[Program], microbatches: int, *, backward: bool) -> Schedule:
+        """The actions of each rank of the pipeline axis, transfers among them."""
+        recipe = self._stages.recipe
+        edges = tuple(sorted({edge for p in programs for edge in p.crossing.values}))
+        back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in programs))
+        back = back if backward else ()
+
+        def make() -> Schedule:
+            ranks, stages = recipe.mesh.axis_size("pp"), len(recipe.stage_rank)
+            plain = make_schedule(recipe.schedule, ranks, stages, microbatches, backward=backward)
+            return with_transfers(plain, edges, back)
+
+        return self._schedules.made((microbatches, edges, back, backward), make)
+
+
+def _call(model: nn.Module, given: Any) -> Any:
+    args, kwargs = given
+    return model(*args, **kwargs)

@@ -1,0 +1,328 @@
+"""``Step``: one pass over a schedule. Each rank performs its actions in order, each as soon as what it needs has come.
+
+    action   RECV_F          a buffer for each value, filled while other actions run (transfers.py)
+             F               the model's own forward, of which a stage runs its interval (calls/interpreter.py)
+             SEND_F          what other stages take; nothing waits for it
+             RECV_B B SEND_B the same for gradients: one backward over everything that was sent
+             I W             its two halves (deferred_weight_grads.py)
+
+A model that is not in parts is a pipeline of one stage, of which nothing is recorded: F is its forward, as it stands.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.calls.interpreter import StageInterpreter, StageProgram
+from meshwright.calls.structure import attributes_in, map_tensors, owner_of
+from meshwright.calls.tracer import held_in, kept_in
+from meshwright.chance import host_seeded
+from meshwright.errors import ReplicaError, StageError
+from meshwright.private import without_modes
+from meshwright.runtime.coupling.paths import Watched, unwatched
+from meshwright.runtime.module_state import ModuleState, content_of, fill
+from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
+from meshwright.runtime.pipeline.flight import Flight
+from meshwright.runtime.pipeline.own_numbers import OwnNumbers
+from meshwright.runtime.pipeline.program import Call, Program
+from meshwright.runtime.pipeline.stages import Stages
+from meshwright.runtime.pipeline.transfers import Transfers
+from meshwright.runtime.rows.batch import copied, tensors_in
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.loss_weights import Shares
+from meshwright.runtime.rows.microbatches import BACKWARD, Pieces, weighed
+from meshwright.schedule import TRANSFERS, Action, Schedule
+from meshwright.spmd.alias import laid
+from meshwright.spmd.dispatcher import whole
+
+
+class Step:
+    """Forward, and backward, of all microbatches.
+
+    Args:
+        programs: of the microbatches; none if the model is not in parts.
+        call: calls the model.
+        loss: None if the output itself is wanted.
+        begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before has
+            left.
+        watched: what is on during the forward of a stage and microbatch.
+        trying: whether forwards compute in a wider type than was recorded.
+
+    Attributes:
+        losses: of the microbatches, scaled, on the ranks that have them.
+        result: what the model gave, if there is no loss, on the ranks of the last stage.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        programs: Sequence[Program],
+        schedule: Schedule,
+        pieces: Pieces,
+        call: Call,
+        loss: Loss | None,
+        begin: ModuleState | None = None,
+        watched: Watched = unwatched,
+        *,
+        backward: bool,
+        trying: bool = False,
+    ) -> None:
+        self._stages, self._programs, self.schedule = stages, programs, schedule
+        self._pieces, self._call, self._loss = pieces, call, loss
+        self._backward_too, self._state, self._watched = backward, begin, watched
+        self._grad = backward or trying  # what is tried is a forward of a step
+        # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
+        draws = any(program.graph.draws for program in self._programs)
+        self._seeds = [random.getrandbits(48) for _ in pieces.batches] if draws else []
+        self._own_numbers = OwnNumbers(stages.generators, stages.numbers)
+        self._split = any(a.kind == "I" for a in schedule.ranks[stages.rank])
+        self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(pieces.batches))}
+        self._transfers = Transfers(
+            stages.groups, stages.recipe.stage_rank, programs, self._flights, stages.traffic, casts=trying
+        )
+        self._written: dict[int, Any] = {}  # microbatch → what the last stage, which has all of the forward, made of it
+        self.losses: list[Tensor] = []
+        self.result: Any = None
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    def perform(self) -> None:
+        """Every action of this rank, in order."""
+        self.begin()
+        for action in self.schedule.ranks[self._stages.rank]:
+            self.act(action)
+        self.end()
+
+    def begin(self) -> None:
+        """Before the first action."""
+        self._stages.spans = []
+        self._stages.sync.begin()
+
+    def act(self, action: Action) -> None:
+        """One action, as soon as everything that it needs of other ranks is there.
+
+        Raises:
+            StageError: with rank, stage and action, whatever went wrong in a part of a model.
+        """
+        stages = self._stages
+        stages.action = action
+        try:
+            self._transfers.wait_for(action)
+            start = time.perf_counter()
+            self._perform(action)
+            stages.spans.append((action, start, time.perf_counter()))
+        except (StageError, ReplicaError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if not self._programs:
+                raise
+            others = ", ".join(map(stages.describe, self._transfers.others(action)))
+            raise StageError(
+                f"rank {stages.groups.rank}, {stages.describe(action.stage)}, action {action} of the schedule"
+                f"{f' (with {others})' if others else ''}: {type(error).__name__}: {error}"
+            ) from error
+
+    def end(self) -> None:
+        """After the last action: until what was sent has been received."""
+        self._transfers.end()
+        self._own_numbers.end()
+        self._share_writes()
+        if self._stages.branching is not None:
+            self._stages.branching.finish()
+        self._stages.action = None
+
+    def _share_writes(self) -> None:
+        """What the forward wrote to the batch, on all ranks: the last stage's, which has followed the forward to its end."""
+        last, group = self._stages.recipe.stage_rank[-1], self._stages.groups.pipeline
+        for m, program in enumerate(self._programs):
+            tensors = tensors_in(self._pieces.batches[m])
+            values = tensors_in(self._written.pop(m)) if m in self._written else tensors
+            for i in sorted(program.writes):
+                value = values[i].detach()
+                if value.shape != tensors[i].shape:  # unsqueezed, say: what it was made of
+                    value = value.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
+                value = value.contiguous()
+                dist.broadcast(value, group=group, group_src=last)
+                with torch.no_grad():
+                    tensors[i].copy_(value)
+
+    def _perform(self, action: Action) -> None:
+        flight = self._flights[action.stage, action.microbatch]
+        if action.kind in TRANSFERS:
+            with without_modes():  # what crosses is of the type that was recorded
+                self._transfers.begin(action)
+        elif action.kind == "F":
+            self._begin_microbatch(action, flight)
+        elif action.kind == "W":
+            assert flight.later is not None
+            flight.later.finish()
+        else:
+            self._backward(action, flight)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def _begin_microbatch(self, action: Action, flight: Flight) -> None:
+        m = action.microbatch
+        self._stages.sync.begin_microbatch(last=m == len(self._pieces.batches) - 1)
+        state = self._state.restored() if self._state is not None and m else nullcontext()
+        seeded = host_seeded(self._seeds[m]) if self._seeds else nullcontext()
+        with state, seeded, self._own_numbers.of(action.stage):
+            self._forward(action, flight)
+
+    def _forward(self, action: Action, flight: Flight) -> None:
+        m, model = action.microbatch, self._stages.model
+        part = self._part(action, flight) if self._programs else None
+        with ExitStack() as stack:
+            if part is not None:
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+                stack.enter_context(flight.later or nullcontext())
+            stack.enter_context(self._stages.view())
+            stack.enter_context(Shares(self._pieces.shares[m]).on(model))
+            stack.enter_context(self._watched(model, (action.stage, m)))
+            output = self._output(part, m)
+            if (
+                part is not None and not part.program.last
+            ):  # FSDP2's hooks may have put other tensors in place of the values
+                flight.outputs = dict(zip(part.program.out, output, strict=True))
+            elif self._loss is None:
+                self.result = map_tensors(whole, output)
+            else:
+                flight.loss = weighed(whole(self._loss(output)), self._pieces.scale[m])
+                self.losses.append(flight.loss.detach())
+        if not self._backward_too:
+            flight.received, flight.loss = {}, None
+
+    def _output(self, part: StageInterpreter | None, m: int) -> Any:
+        """What the model returns for a microbatch, or a part of it gives."""
+        model, piece = self._stages.model, self._pieces.batches[m]
+        if part is None:
+            return self._call(model, piece)
+        assert self._stages.forwards is not None
+        if self._programs[
+            m
+        ].writes:  # each stage finds it as it was; and rows of one memory are not told apart by autograd
+            piece = copied(piece)
+            if part.program.last:
+                self._written[m] = piece
+        with self._stages.forwards.followed(part), _kept_elsewhere(model, part.program):
+            return self._call(model, piece)
+
+    def _part(self, action: Action, flight: Flight) -> StageInterpreter:
+        """What runs a stage's part of the forward."""
+        stages, program = self._stages, self._programs[action.microbatch]
+        graph, received = program.graph, {}
+        for n, value in self._inputs(action, flight):
+            flight.received[n] = leaf = value.requires_grad_(self._grad and graph.values[n].requires_grad)
+            received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
+        if stages.branching is not None:
+            stages.branching.begin(graph.rows)
+        if self._split:
+            flight.later = DeferredWeightGrads()
+        return StageInterpreter(
+            program.stages[action.stage],
+            received,
+            device=stages.groups.device,
+            name=stages.describe,
+            send=whole,
+            exchange=stages.branching,
+            streams=None if self._split else stages.streams,
+            carried=kept_in(stages.model, graph.carried),
+        )
+
+    def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
+        """The values that a stage takes of others, by their numbers."""
+        program, stage, m = self._programs[action.microbatch], action.stage, action.microbatch
+        for n, t in flight.arrived:
+            yield n, laid_out(t, program.graph.values[n].stride)
+        flight.arrived = []
+        for source, numbers in program.stages[stage].incoming.items():
+            if (source, m) in self._flights:  # another stage of this rank
+                for n in numbers:
+                    t = self._flights[source, m].outputs[n].detach()
+                    yield n, t.clone() if program.graph.values[n].storage in program.graph.written else t
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _backward(self, action: Action, flight: Flight) -> None:
+        program = self._programs[action.microbatch] if self._programs else None
+        for n, buffer in flight.arrived:
+            flight.grads.setdefault(n, []).append(buffer)
+        if program is not None:
+            self._take_gradients(program, action, flight)
+        roots, grads = flight.roots()
+        if roots:
+            with flight.later or nullcontext(), self._stages.view():
+                BACKWARD(roots, grads)
+        may_lack = program is not None and bool(program.graph.ways)
+        flight.back = {
+            n: leaf.grad if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
+            for n, leaf in flight.received.items() if leaf.requires_grad
+        }  # fmt: skip
+        flight.end()
+
+    def _take_gradients(self, program: Program, action: Action, flight: Flight) -> None:
+        """From other stages of this rank."""
+        for taker in program.stages[action.stage].outgoing:
+            if (taker, action.microbatch) in self._flights:
+                for n in program.differentiable((action.stage, taker)):
+                    if (g := self._flights[taker, action.microbatch].back.pop(n)) is not None:
+                        flight.grads.setdefault(n, []).append(g)
+
+
+class _Arrive(torch.autograd.Function):
+    """A received value, as the model may write to it: not a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor with the strides that it has on one device: they decide what is a view, and what a copy.
+
+    Strides by which elements overlap in memory, otherwise than by an ``expand``, cannot be had by a copy: then the tensor
+    stays as it is.
+    """
+    if not stride or t.stride() == stride:
+        return t
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, t.shape, strict=True) if size > 1 and step):
+        if step <= reach:
+            return t
+        reach += step * (size - 1)
+    return laid(t, stride)
+
+
+@contextmanager
+def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
+    """What other stages change of what modules keep is, here, after a forward what it was before."""
+    slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
+    held = ((slot, held_in(model, slot)) for slot in slots)
+    before = [
+        (slot, value, content_of(value) if type(value) in (list, dict, set) else None)
+        for slot, value in held if value is not None
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for slot, value, content in before:
+            if held_in(model, slot) is not value:
+                owner = owner_of(model.get_submodule(slot[0]), slot[1])
+                if owner is not None and isinstance(owner[0], nn.Module):
+                    setattr(*owner, value)
+                elif owner is not None:
+                    attributes_in(owner[0])[owner[1]] = value
+            if content is not None:
+                fill(value, content)

@@ -1,0 +1,176 @@
+"""``Transfers``: what crosses between the stages of different ranks in one step.
+
+A value is sent whole, from each rank to the rank of the other stage with the same place on all other axes. Nothing waits for
+a send; a receive fills buffers while other actions run, and an action waits for those that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.calls.placeholder import PathError
+from meshwright.graph import Value, spelled
+from meshwright.runtime.branches.exchange import as_recorded
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.pipeline.flight import Flight
+from meshwright.runtime.pipeline.program import Program
+from meshwright.schedule import TRANSFERS, Action
+from meshwright.watch.timer import CommunicationTimer
+
+_WHICH = -1  # stands for the number of a value, of a message that says which gradients there are
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to other stages so far, and what it waits for.
+
+    Attributes:
+        sends: messages; ``bytes``: of them all.
+        waiting: the time that it waited for other ranks.
+        awaited: the stages whose sends it waits for now; a watch reads it from another thread.
+    """
+
+    waiting: CommunicationTimer
+    sends: int = 0
+    bytes: int = 0
+    awaited: tuple[int, ...] = ()
+
+
+class Transfers:
+    """The sends and receives of one step.
+
+    Args:
+        stage_rank: stage → its rank of the pipeline axis.
+        flights: what each stage of this rank holds of each microbatch.
+        casts: whether what is sent is cast to the type that was recorded: a trial computes in a wider one.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        stage_rank: Sequence[int],
+        programs: Sequence[Program],
+        flights: Mapping[tuple[int, int], Flight],
+        traffic: Traffic,
+        *,
+        casts: bool,
+    ) -> None:
+        self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
+        self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
+        self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._begin: Mapping[str, Callable[[Action, Flight], None]] = {
+            "SEND_F": self._send_values,
+            "SEND_B": self._send_gradients,
+            "RECV_F": self._receive,
+            "RECV_B": self._receive,
+        }
+
+    def begin(self, action: Action) -> None:
+        """Begins a transfer."""
+        self._begin[action.kind](action, self._flights[action.stage, action.microbatch])
+
+    def wait_for(self, action: Action) -> None:
+        """Until everything is there that an action needs of other ranks."""
+        if action.kind in TRANSFERS or action.kind == "W":
+            return
+        flight, kind = self._flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
+        for transfer in self._of(action):
+            if transfer.kind == kind:
+                self._traffic.awaited = (transfer.other or 0,)
+                flight.arrived += self._received(self._arriving[transfer])
+                del self._arriving[transfer]
+
+    def end(self) -> None:
+        """After the last action: until what was sent has been received."""
+        for work, _ in self._sent:
+            work.wait()
+        self._traffic.awaited = ()
+
+    def others(self, action: Action) -> list[int]:
+        """The stages that an action waits for, or sends to."""
+        return sorted({a.other for a in (*self._of(action), action) if a.other is not None})
+
+    def _of(self, action: Action) -> list[Action]:
+        """The receives that have begun, of an action's stage and microbatch."""
+        return [a for a in self._arriving if (a.stage, a.microbatch) == (action.stage, action.microbatch)]
+
+    def _numbers(self, action: Action) -> tuple[int, ...]:
+        """The values that a transfer moves."""
+        program, other = self._programs[action.microbatch], action.other
+        assert other is not None
+        edge = (action.stage, other) if action.kind in ("SEND_F", "RECV_B") else (other, action.stage)
+        if edge not in program.crossing.values:
+            return ()
+        return program.crossing.values[edge] if action.kind.endswith("F") else program.differentiable(edge)
+
+    # --- sends ------------------------------------------------------------------------------------------------------
+
+    def _send(self, action: Action, tensors: list[Tensor]) -> None:
+        home = self._stage_rank[action.other or 0]
+        for t in tensors:
+            t = t.detach().contiguous()
+            self._sent.append((dist.isend(t, group=self._group, group_dst=home), t))
+            self._traffic.sends += 1
+            self._traffic.bytes += t.numel() * t.element_size()
+        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+
+    def _send_values(self, action: Action, flight: Flight) -> None:
+        graph, found = self._programs[action.microbatch].graph, []
+        for n in self._numbers(action):
+            value, t = graph.values[n], flight.outputs[n]
+            t = as_recorded(t, value) if self._casts else t
+            if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
+                event = graph.events[value.position]
+                raise PathError(
+                    f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, where {value.shape} "
+                    f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
+                )
+            # What is written to later, in the next microbatch perhaps, must not change on its way.
+            found.append(t.clone() if value.storage in graph.written else t)
+        self._send(action, found)
+
+    def _send_gradients(self, action: Action, flight: Flight) -> None:
+        numbers, values = self._numbers(action), self._programs[action.microbatch].graph.values
+        grads = [flight.back.pop(n) for n in numbers]
+        if numbers and self._may_lack(action):
+            there = [g is not None for g in grads]
+            self._send(action, [torch.tensor(there, dtype=torch.uint8, device=self._device)])
+        self._send(
+            action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
+        )
+
+    def _may_lack(self, action: Action) -> bool:
+        """Whether a value may get a gradient or none (not zeros), as values decide: then it is told which do."""
+        return bool(self._programs[action.microbatch].graph.ways)
+
+    # --- receives ---------------------------------------------------------------------------------------------------
+
+    def _empty(self, value: Value) -> Tensor:
+        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self._device)
+
+    def _receive(self, action: Action, flight: Flight) -> None:
+        home, values = self._stage_rank[action.other or 0], self._programs[action.microbatch].graph.values
+        numbers = self._numbers(action)
+        buffers = [(n, self._empty(values[n])) for n in numbers]
+        if action.kind == "RECV_B" and numbers and self._may_lack(action):
+            there = torch.empty(len(numbers), dtype=torch.uint8, device=self._device)
+            buffers.insert(0, (_WHICH, there))
+        self._arriving[action] = [(n, b, dist.irecv(b, group=self._group, group_src=home)) for n, b in buffers]
+
+    def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
+        found = []
+        for n, buffer, work in arriving:
+            with self._traffic.waiting.on():
+                work.wait()
+            found.append((n, buffer))
+        if found and found[0][0] == _WHICH:
+            there = found.pop(0)[1].tolist()
+            found = [entry for entry, is_there in zip(found, there, strict=True) if is_there]
+        return found

@@ -1,0 +1,44 @@
+"""``GradientSync``: when FSDP2 reduces gradients over data ranks: once a step, whatever the microbatches."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.runtime.weights.fsdp import reduce_gradients
+
+
+class GradientSync:
+    """Reduces in the backward of the last microbatch, unit by unit; or, if stages or branches run parts of a forward, after all
+    backwards, as their order is not that of the units.
+
+    Args:
+        model: of which FSDP2 shards what the plan says, if anything.
+        at_end: reduce after all backwards.
+    """
+
+    def __init__(self, model: nn.Module, *, at_end: bool) -> None:
+        self._model, self._at_end = model, at_end
+
+    def begin(self) -> None:
+        """Before the first forward."""
+        if self._at_end:
+            self._set(last=False)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Before the forward of a microbatch."""
+        if not self._at_end:
+            self._set(last=last)
+
+    def finish(self) -> None:
+        """After the last backward."""
+        if self._at_end:
+            self._set(last=True)
+            reduce_gradients(self._model)
+
+    def _set(self, *, last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+            if self._at_end:
+                self._model.set_reshard_after_backward(last)
