@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -17,7 +18,10 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.identity import started
+from meshwright.runtime.job import Job
+from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.spmd.comm import Ledger
+from meshwright.watch import location
 from meshwright.watch.heartbeat import FAILED, Alarm, Beat, Board, Who
 from meshwright.watch.location import Whereabouts
 from meshwright.watch.report import Hang, spelled_ranks
@@ -73,6 +77,11 @@ def trial(trouble: str, mesh: str, folder: Path) -> Trial:
 
 def ranks_of_suspects(report: str) -> list[str]:
     return re.findall(r"^suspect: ranks? ([\d ]+)", report, re.MULTILINE)
+
+
+def test_the_functions_by_which_a_report_tells_a_receive_and_a_step_are_where_it_looks() -> None:
+    assert inspect.getsourcefile(Job) == location._JOB
+    assert inspect.getsourcefile(Transfers._received) == location._TRANSFERS
 
 
 @pytest.mark.proof

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.blame import model_line
-from meshwright.private import version
+from meshwright.private import version, without_modes
 
 
 @contextmanager
@@ -21,9 +21,10 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
     saved: list[tuple[Tensor, int | None, str]] = []
 
     def note(t: Tensor) -> Tensor:
-        held = (
-            t.detach()
-        )  # of the same version; a graph that holds its own results would wait for the garbage collector
+        # Of the same version; a graph that holds its own results would wait for the garbage collector. A checkpoint of the
+        # model's own saves under the modes that are on, to which this is no part of the forward.
+        with without_modes():
+            held = t.detach()
         saved.append((held, version(held), model_line()))
         return held
 

@@ -40,7 +40,7 @@ from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.paths import Found, outside_of_parts
 from meshwright.runtime.coupling.saved import written_after_saved
 from meshwright.runtime.coupling.untouched import Slot, untouched
-from meshwright.runtime.rows.batch import doubled
+from meshwright.runtime.rows.batch import doubled, reversed_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -114,42 +114,69 @@ def how_rows_combine(
         fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
     """
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
-    why, most = "", _FAILED
+    native = _Computing(dtype, nullcontext, wide=False)
     for computing in (
         _Computing(torch.float64, partial(wide, perturbed=True), wide=True),
         _Computing(torch.float64, partial(wide, perturbed=False), wide=True),
-        _Computing(dtype, nullcontext, wide=False),
+        native,
     ):
         attempt = _Attempt(rows, model, random, changed, losses, computing, first=int(single))
-        ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
-        # Agreed on after each: every rank runs as many forwards, which have collectives.
-        for compared in (*ways, attempt.compared_by_noise):
-            try:
-                found = _KINDS.index(compared())
-            except _NotFiniteError:
-                found = _NOT_FINITE
-            except fatal:
-                raise
-            except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
-                cause = error.__cause__ or error  # the model's own error, not what a recording made of it
-                found, why = _FAILED, _told(cause)
-            fewest, most = agreed(found)
-            if most != _KINDS.index(COUPLED):
-                break
-        if most < _NOT_FINITE:
-            kind = _KINDS[most] if fewest == most else COUPLED
-            if single and kind != COUPLED:
-                plain = _Attempt(
-                    rows, model, random, changed, losses, _Computing(dtype, nullcontext, wide=False), first=1
-                )
-                written, line = plain.written_in_single_row(fatal)
-                if agreed(written)[1]:
-                    why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
-                    return Verdict(COUPLED, why)
-            if kind != COUPLED:
-                return _with_what_is_kept(kind, attempt, agreed, fatal)
-            return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
-    return Verdict(COUPLED, why if most == _FAILED else "")
+        found = _tried(attempt, agreed, fatal)
+        if found.most < _NOT_FINITE:
+            break
+    if found.most >= _NOT_FINITE:
+        return Verdict(COUPLED, found.why if found.most == _FAILED else "")
+    kind = found.kind
+    if kind != COUPLED and agreed(attempt.weighs_nothing(kind))[1]:
+        # Rows that weigh nothing show nothing of what others do to them; backwards, they stand first.
+        other = _Attempt(
+            reversed_rows(rows, rows_of(rows)), model, random, changed, losses, computing, first=int(single)
+        )
+        kind = kind if _tried(other, agreed, fatal).kind == kind else COUPLED
+    if kind == COUPLED:
+        return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
+    if single:
+        alone = _Attempt(rows, model, random, changed, losses, native, first=1)
+        written, line = alone.written_in_single_row(fatal)
+        if agreed(written)[1]:
+            why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
+            return Verdict(COUPLED, why)
+    return _with_what_is_kept(kind, attempt, agreed, fatal)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What an attempt came to, on the ranks where it came to least and most; and what ended it."""
+
+    fewest: int
+    most: int
+    why: str = ""
+
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.most] if self.fewest == self.most < _NOT_FINITE else COUPLED
+
+
+def _tried(attempt: _Attempt, agreed: Agreed, fatal: tuple[type[Exception], ...]) -> _Found:
+    """How rows combine in an attempt: the first way in which they do. Agreed on after each: every rank runs as many forwards,
+    which have collectives."""
+    found = _Found(_FAILED, _FAILED)
+    ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
+    for compared in (*ways, attempt.compared_by_noise):
+        why = found.why
+        try:
+            number = _KINDS.index(compared())
+        except _NotFiniteError:
+            number = _NOT_FINITE
+        except fatal:
+            raise
+        except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
+            cause = error.__cause__ or error  # the model's own error, not what a recording made of it
+            number, why = _FAILED, _told(cause)
+        found = _Found(*agreed(number), why)
+        if found.most != _KINDS.index(COUPLED):
+            break
+    return found
 
 
 def combine_as(
@@ -254,6 +281,11 @@ class _Attempt:
             raise _NotFiniteError
         return way if self._agrees(way, self._tolerance) else COUPLED
 
+    def weighs_nothing(self, way: str) -> bool:
+        """Whether a part adds nothing to the loss of all rows: its labels are all ignored, say."""
+        parts = self._parts[way]
+        return any(w * x == 0 for w, x in zip(parts.weights, parts.losses, strict=True))
+
     def compared_by_noise(self) -> str:
         """The same, if what seemed coupled may be noise, with that measured."""
         noise = min(self._without_gradients(self._noise), self._largest)
@@ -313,10 +345,10 @@ class _Attempt:
 
     def _try(self, way: str) -> None:
         if not self._whole.losses:
-            self._whole = self._tried([(0, self._count)], [self._rows], MEAN, self._draws)
+            self._whole = self._outcome([(0, self._count)], [self._rows], MEAN, self._draws)
         spans = [(0, self._first), (self._first, self._count)]
         pieces = [take_rows(self._rows, *span) for span in spans]
-        self._parts[way] = self._tried(spans, pieces, way, self._draws)
+        self._parts[way] = self._outcome(spans, pieces, way, self._draws)
 
     def _noise(self) -> float:
         """By how much a loss differs, of itself, for the same rows once and twice: rounding alone, for a model whose rows
@@ -324,11 +356,11 @@ class _Attempt:
         count = self._count // 2
         once, draws = take_rows(self._rows, 0, count), Draws(count)
         twice = doubled(once, count)
-        a = self._tried([(0, count)], [once], MEAN, draws).losses[0]
-        b = self._tried([(0, 2 * count)], [twice], MEAN, draws).losses[0]
+        a = self._outcome([(0, count)], [once], MEAN, draws).losses[0]
+        b = self._outcome([(0, 2 * count)], [twice], MEAN, draws).losses[0]
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
 
-    def _tried(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Outcome:
+    def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, draws: Draws) -> _Outcome:
         found = _Outcome()
         trials = (self._trial(_Trial(draws, *span), found) for span in spans)
         found.losses, found.weights, found.reads = self._losses(pieces, way, partial(next, trials))

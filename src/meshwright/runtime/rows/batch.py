@@ -85,6 +85,11 @@ def doubled(batch: Any, rows: int) -> Any:
     return mapped(lambda t: torch.cat([t, t]) if has_rows(t, rows) else t, batch)
 
 
+def reversed_rows(batch: Any, rows: int) -> Any:
+    """A batch of ``rows`` rows with its rows in the opposite order."""
+    return mapped(lambda t: t.flip(0) if has_rows(t, rows) else t, batch)
+
+
 def joined(batches: Sequence[Any]) -> Any:
     """A batch with the rows of several, in turn; of what has no rows, that of the first. None: they are not of one kind."""
     each = [tensors_in(batch) for batch in batches]
