@@ -28,7 +28,7 @@ from meshwright.train import loop
 from meshwright.workers.pool import LocalWorkers, report
 
 PLAN = {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "microbatches": 2}
-STEPS, ROWS, LENGTH, HELD_OUT = 50, 32, 64, 128
+STEPS, ROWS, LENGTH, HELD_OUT = 40, 32, 64, 128
 WELL_BELOW = 0.5  # nats a byte
 
 Batch = dict[str, torch.Tensor]
@@ -64,7 +64,7 @@ def train(steps: int) -> float:
     """Runs on every rank. The loss on text that was held out."""
     ids = text()
     job = mw.parallelize(build, PLAN, batch=rows(ids[:ROWS]))
-    loop.train(job, rows(ids[HELD_OUT:]), steps=steps, global_batch=ROWS, lr=4e-3, on_step=report)
+    loop.train(job, rows(ids[HELD_OUT:]), steps=steps, global_batch=ROWS, lr=1e-3, on_step=report)
     losses = [job.evaluate(batch) for batch in job.batches(rows(ids[:HELD_OUT]), ROWS, shuffle=False)]
     return float(sum(losses)) / len(losses)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.deferred import Recorded, record
+from meshwright.deferred import Recorded, operation, record
 
 Build = Callable[[], nn.Module]
 SMALLS = pytest.mark.parametrize("small", [0, 100, 4096])
@@ -663,6 +663,23 @@ def test_planning_a_large_model_takes_no_memory() -> None:
         """,
     )
     assert peak < 500, f"{peak:.0f} MiB"
+
+
+def test_repeated_blocks_ask_torch_once_for_what_their_ops_give() -> None:
+    """The first block asks, with its type; no other does."""
+
+    def blocks(count: int) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(*[nn.Linear(31, 37) for _ in range(count)])
+
+    record(blocks(1))
+    asked = operation._kept.cache_info().misses
+    record(blocks(20))
+    assert operation._kept.cache_info().misses == asked
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in record(blocks(2)).module.parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_long_log_is_replayed_by_looking_at_little_of_it() -> None:

@@ -172,6 +172,11 @@ def test_two_blocks_run_at_the_same_time_on_ranks_of_their_own(
 # --- the demo and the script ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof  # a minute
+def test_the_demo_learns_and_is_the_same_as_one_device(example: object) -> None:
+    assert example("demo").main() == 0  # type: ignore[operator]
+
+
 @pytest.mark.proof  # 8 processes, twice; `make demo` itself is run by people
 def test_the_demo_fails_where_nothing_was_learnt_and_still_checks(
     example: object, capsys: pytest.CaptureFixture[str]

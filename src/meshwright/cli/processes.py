@@ -53,11 +53,11 @@ def recorded(command: Callable[[], None]) -> Callable[[], None]:
 
 
 def _leave_for_torchrun(error: Exception) -> None:
-    """A person's mistake in torchrun's summary, which shows a message if there is no traceback; once for each node."""
+    """A person's mistake in torchrun's summary, which shows a message if there is no traceback; of every
+    rank, as torchrun ends the others once the first has failed."""
     if _ERROR_FILE not in os.environ:
         return
-    text = str(error) if os.environ.get("LOCAL_RANK", "0") == "0" else str(error).partition("\n")[0]
-    data = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    data = {"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}
     with open(os.environ[_ERROR_FILE], "w", encoding="utf-8") as file:
         json.dump(data, file)
 

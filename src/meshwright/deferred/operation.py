@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,30 +29,68 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+class _Laid(NamedTuple):
+    """All that counts of a tensor for what an op gives on the meta device."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The outputs on the meta device; None if values, or other kinds of output, are needed to know them."""
+    """The outputs on the meta device; None if values, or other kinds of output, are needed to know them.
+
+    Many meta kernels are Python, and the blocks of a model ask the same again and again: an answer is kept, so nothing may be
+    written to the tensors in it.
+    """
+    asked = func, torch.get_default_dtype(), _described(args), _described(dict(kwargs))
+    try:
+        return _kept(*asked)
+    except TypeError:  # an argument cannot be hashed
+        return _foreseen(*asked)
+
+
+def _described(x: Any) -> Any:
+    """An argument as something that can be compared; with its type, as ``1 == 1.0 == True``."""
+    if isinstance(x, Tensor):
+        return _Laid(tuple(x.size()), x.stride(), x.dtype)
+    if isinstance(x, dict):
+        return dict, tuple((key, _described(value)) for key, value in x.items())
+    if type(x) in (list, tuple):
+        return type(x), tuple(map(_described, x))
+    return type(x), None if isinstance(x, torch.Generator) else x
+
+
+def _foreseen(func: Any, default: torch.dtype, described: Any, named: Any) -> Any:
+    """``foreseen_by``, of arguments that are described; ``default`` is torch's own, which the outputs may follow."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return None
     if not all("Tensor" in str(result.type) for result in schema_of(func).returns):
         return None
-    was = []
+    was: list[tuple[Tensor, _Laid]] = []
 
-    def on_meta(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return None if isinstance(leaf, torch.Generator) else leaf
-        meta = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-        was.append((meta, leaf))
-        return meta
+    def on_meta(x: Any) -> Any:
+        if isinstance(x, _Laid):
+            meta = torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta")
+            was.append((meta, x))
+            return meta
+        kind, value = x
+        if kind is dict:
+            return {key: on_meta(inner) for key, inner in value}
+        return kind(map(on_meta, value)) if kind in (list, tuple) else value
 
-    meta_args, meta_kwargs = mapped(on_meta, (args, dict(kwargs)))
+    args, kwargs = on_meta(described), on_meta(named)
     if any(argument.name == "device" for argument in schema_of(func).arguments):
-        meta_kwargs |= {"device": torch.device("meta")}
-        meta_kwargs.pop("pin_memory", None)
+        kwargs |= {"device": torch.device("meta")}
+        kwargs.pop("pin_memory", None)
     try:
-        outputs = func(*meta_args, **meta_kwargs)
+        outputs = func(*args, **kwargs)
     except Exception:  # no meta kernel, or the call is wrong: the run with values will tell
         return None
-    if any(meta.size() != leaf.size() or meta.stride() != leaf.stride() for meta, leaf in was):
+    if any(meta.size() != laid.size or meta.stride() != laid.stride for meta, laid in was):
         return None  # it resizes an argument
     plain = all(tensor.is_meta and tensor.layout == torch.strided for tensor in tensors_in(outputs))
     return outputs if plain else None
+
+
+_kept = lru_cache(maxsize=4096)(_foreseen)
