@@ -153,6 +153,26 @@ def test_a_right_job_passes(check: Check, name: str, mesh: str) -> None:
     assert report.recipe is not None and {line.name for line in report.recipe} == names
 
 
+class Spectral(nn.Module):
+    """Weights of complex numbers, between a Fourier transform and its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        modes = torch.fft.rfft(torch.tanh(self.first(x))) * self.weight
+        return Output(F.mse_loss(self.last(torch.fft.irfft(modes, 8)), y))
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "pp=2"])
+def test_complex_parameters_are_cast_clipped_and_compared(check: Check, mesh: str) -> None:
+    report = check(Spectral, batch(), mesh)
+    assert report, report
+    assert report.dtype == "float64" and report.errors["parameters"]["weight"] < 1e-12
+
+
 def test_clipping_by_the_global_norm_is_compared(check: Check) -> None:
     assert check(Small, batch(), "dp_shard=2,tp=2", loss=other_clipping).passed
 

@@ -882,6 +882,8 @@ def test_planning_rests_on_the_ops_that_read_values() -> None:
         assert meta.to("cpu").is_meta and meta.to(torch.float64).dtype == torch.float64
         assert (meta + torch.ones(3)).is_meta and torch.arange(3, device=meta.device).device.type == "cpu"
         assert meta.device.type == "cpu" and shadow.sized == 3
+        assert meta.type() == "torch.FloatTensor" and meta.type("torch.DoubleTensor").dtype == torch.float64
+        assert meta.type(meta.long().type()).dtype == torch.int64 and meta.type(torch.float16).is_meta
         assert meta.unique().shape == (6,) and meta.unique(dim=1).shape == (2, 3)
         assert [t.shape for t in meta.unique(return_inverse=True, return_counts=True)] == [(6,), (2, 3), (6,)]
         assert [t.shape for t in meta.unique_consecutive(return_inverse=True)] == [(6,), (2, 3)]

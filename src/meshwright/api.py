@@ -24,7 +24,7 @@ from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.recipe import Recipe
-from meshwright.runtime.apply import Transform, apply, cast
+from meshwright.runtime.apply import Transform, apply, cast, cast_type
 from meshwright.runtime.groups import ensure_world, make_groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain
@@ -106,7 +106,7 @@ class Planned:
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)
-            batch = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+            batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
         self._loss, self._precision, batch = loss, plan.precision, plain(batch)
         recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch

@@ -179,6 +179,16 @@ def test_an_attribute_that_a_branch_makes_is_used_by_that_branch_alone_in_the_ne
         assert mw.make_recipe(functools.partial(Reading, where), plan, models.rows()).branches
 
 
+def test_a_traced_module_is_told_also_if_branches_are_to_be_found() -> None:
+    def build() -> torch.nn.Module:
+        model = models.Toy()
+        model.block_a = torch.jit.trace(models.MLP(128), torch.randn(2, models.DIM))
+        return model
+
+    with pytest.raises(PlanError, match=r"torch\.jit\.script or trace"):
+        mw.make_recipe(build, {"mesh": {"tp": 2}, "branches": "auto"}, models.rows())
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_buffer_that_a_branch_changes_is_used_by_that_branch_alone(mesh: dict[str, int]) -> None:
     plan = {**models.beside(1, 1), "mesh": mesh}

@@ -47,7 +47,7 @@ from meshwright.recipe import Recipe
 
 PASSES: tuple[Callable[[Draft], Draft], ...] = (
     # 1  the plan's words
-    read_entries, find_concurrent, check_rows, check_tp, check_scripted, read_branches, stop_if_wrong,
+    read_entries, check_rows, check_tp, check_scripted, find_concurrent, read_branches, stop_if_wrong,
     # 2  the program
     find_blocks, record_forward, place_branches, stop_if_wrong,
     # 3  units and shards

@@ -298,6 +298,15 @@ def _on_a_device() -> AbstractContextManager[Any]:
 _READ_PAST = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # the dispatcher
 
 
+def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """``Tensor.type``, which has names for types of a device (``torch.DoubleTensor``) and none for those of meta."""
+    if dtype is None:
+        return x.type().replace("torch.meta.", "torch.")
+    if isinstance(dtype, str):
+        dtype = torch.empty(0).type(f"torch.{dtype.rpartition('.')[2]}").dtype
+    return x.type(dtype)
+
+
 class Meeting(FunctionMode):
     """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
 
@@ -335,6 +344,8 @@ class Meeting(FunctionMode):
         if func is torch.autograd.grad and any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
             self.differentiates = True
             return gradients_without_values(*args, **kwargs)
+        if func is Tensor.type and args[0].is_meta:
+            return _type(*args, **kwargs)
         if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return format(args[0].item(), *args[1:])  # a number in a text: in the name of a module, say
         name = getattr(func, "__name__", "")

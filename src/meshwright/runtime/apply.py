@@ -114,8 +114,16 @@ def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating parameters and buffers; complex and integer ones stay (``Module.to`` would make complex real)."""
-    replace_tensors(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    """Casts floating parameters and buffers, and complex ones to the complex type of as many digits (``Module.to`` would make
+    them real); integer ones stay."""
+    replace_tensors(model, lambda t: t.to(cast_type(t.dtype, dtype)))
+
+
+def cast_type(of: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of a type is cast to, if floating ones are cast to ``dtype``."""
+    if of.is_complex:
+        return dtype.to_complex() if dtype.itemsize >= 4 else of
+    return dtype if of.is_floating_point else of
 
 
 def _values(
@@ -123,8 +131,8 @@ def _values(
 ) -> Callable[[ParameterRecipe], Tensor]:
     def value(line: ParameterRecipe) -> Tensor:
         whole = recorded.value(line.name)
-        if dtype is not None and whole.is_floating_point():
-            whole = whole.to(dtype)
+        if dtype is not None:
+            whole = whole.to(cast_type(whole.dtype, dtype))
         return whole if transform is None else transform(line.name, whole)
 
     return value

@@ -18,8 +18,7 @@ def grad_norm(model: nn.Module, recipe: Recipe, device: torch.device, waiting: C
     for line in recipe.parameters:
         grad = named[line.name].grad
         if grad is not None:
-            square = torch.linalg.vector_norm(local_tensor(grad).detach(), dtype=_wide(grad.dtype)).double() ** 2
-            total += square / recipe.copies(line)
+            total += _square(local_tensor(grad).detach()) / recipe.copies(line)
     if dist.get_world_size() > 1:
         with waiting.on():
             dist.all_reduce(total)
@@ -41,5 +40,9 @@ def clip_grad_norm(
     return norm
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _square(grad: Tensor) -> Tensor:
+    """The sum of squares of what this rank holds; of complex numbers, of both parts."""
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.resolve_conj())
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(grad, dtype=wide).double() ** 2
