@@ -14,19 +14,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 PORT = 29777
 BRIDGE, HOST, LINK = "mwbridge", "mwhost{}", "mwlink{}"
+ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+TORCHRUN = "-m torch.distributed.run"
+NAMES = Path("/tmp/mwnames")  # the hosts' names, as /etc/hosts has them
 
 
 def allowed() -> bool:
     """Whether this process may make network namespaces."""
     if not shutil.which("ip") or not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
-    made = subprocess.run(["ip", "netns", "add", "mwtrial"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "mwtrial"], capture_output=True, check=False)
-    return made
+    trial = [["ip", "netns", verb, "mwtrial"] for verb in ("add", "del")]
+    return sum(subprocess.run(words, capture_output=True, check=False).returncode for words in trial) == 0
 
 
 def launch(hosts: int, processes: int, command: list[str], timeout: float = 240) -> int:
@@ -52,16 +55,15 @@ def _store() -> Iterator[str]:
         "import sys; from torch.distributed import TCPStore; "
         f"store = TCPStore('{address(0)}', {PORT}, is_master=True, wait_for_workers=False); print(flush=True); sys.stdin.read()"
     )
-    words = ["ip", "netns", "exec", HOST.format(0), sys.executable, "-c", keep]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # it listens now
+    with start(0, [keep], "-c", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()  # it listens now
         yield f"{address(0)}:{PORT}"  # at the end its input is closed, and so it ends
 
 
 @contextmanager
 def joined(hosts: int) -> Iterator[None]:
     """So many hosts, each with a link to the others; they are gone afterwards."""
+    NAMES.write_text("".join(f"{ip}{address(n)} {HOST.format(n)}\n" for n in range(hosts) for ip in ("", "::ffff:")))
     try:
         _ip(f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up")
         for n in range(hosts):
@@ -76,21 +78,19 @@ def joined(hosts: int) -> Iterator[None]:
             for words in (["link", "del", LINK.format(n)], ["netns", "del", HOST.format(n)]):
                 subprocess.run(["ip", *words], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
+        NAMES.unlink()
 
 
 def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-def start(host: int, arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Torchrun with these arguments on a host; ``options``: of ``Popen``."""
-    words = ["ip", "netns", "exec", HOST.format(host), sys.executable, "-m", "torch.distributed.run"]
-    return subprocess.Popen([*words, *arguments], env=_environment(), **options)
-
-
-def _environment() -> dict[str, str]:
-    """For processes on the hosts, whose addresses have no names: torch's C++ would warn of that at each connection."""
-    return {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+def start(host: int, arguments: list[str], run: str = TORCHRUN, **options: Any) -> subprocess.Popen[bytes]:
+    """Torchrun with these arguments on a host, where addresses have names: torch warns at each connection if they have none.
+    The mount is seen there alone. ``run``: what Python runs instead; ``options``: of ``Popen``."""
+    named = f'mount --bind {NAMES} /etc/hosts && exec "$0" "$@"'
+    words = ["ip", "netns", "exec", HOST.format(host), "sh", "-c", named, sys.executable, *run.split(), *arguments]
+    return subprocess.Popen(words, env=ENVIRONMENT, **options)
 
 
 def set_link(host: int, state: str) -> None:
