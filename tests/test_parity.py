@@ -153,6 +153,24 @@ def test_a_right_job_passes(check: Check, name: str, mesh: str) -> None:
     assert report.recipe is not None and {line.name for line in report.recipe} == names
 
 
+class Empty(Small):
+    """With a parameter of no elements: memory keys of which the settings want none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(4, 0, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x = torch.cat([self.memory, x[:, None]], 1).sum(1)
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "pp=2"])
+def test_a_parameter_of_no_elements_is_held_by_all(check: Check, mesh: str) -> None:
+    report = check(Empty, batch(), mesh)
+    assert report, report
+
+
 class Spectral(nn.Module):
     """Weights of complex numbers, between a Fourier transform and its inverse."""
 

@@ -66,7 +66,8 @@ def parameter_lines(draft: Draft) -> tuple[ParameterRecipe, ...]:
 
 def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], unit: Unit) -> ParameterRecipe:
     cuts, places = draft.cuts, draft.branches.home(name)
-    is_loose = not p.dim() or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
+    fits = p.dim() and p.numel()  # FSDP2 takes no parameter without dims, and counts one without elements otherwise
+    is_loose = not fits or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
     reason = (cuts.reasons.get(name, "") if cuts is not None else "") or draft.loose.get(name, "")
     return ParameterRecipe(
         name=name,
