@@ -114,7 +114,14 @@ def said(cell: Cell) -> str:
         return f"✓ {cell['error']:.0e}{narrow}" + (f", {whole} whole" if whole else "")
     if reason(cell):
         return f"✗ {reason(cell)}"
-    return f"✗ {cell['worst']} is off by {cell['error']:.1e}"
+    return f"{'~' if draws(cell) else '✗'} {cell['worst']} is off by {cell['error']:.1e}"
+
+
+def draws(cell: Cell) -> bool:
+    """Whether a difference may be that of random numbers: the model draws some in its forward, in eval mode too, and stages and
+    data ranks draw their own."""
+    drawn = any("the model draws random numbers in its forward, in" in note for note in cell.get("notes", ()))
+    return not cell["passed"] and not reason(cell) and drawn
 
 
 def reason(cell: Cell) -> str:
@@ -122,7 +129,7 @@ def reason(cell: Cell) -> str:
     if "refused" in cell:
         parts = [line.strip() for line in cell["refused"].splitlines()]
         return "refused: " + "; ".join(p for p in parts if p.startswith(("given:", "required:")))
-    return str(cell["failure"]).split("\n", 1)[0]
+    return str(cell.get("failure") or "").split("\n", 1)[0]
 
 
 def _stale(cell: Cell | None, model: Row, library: str, failed: bool) -> bool:
@@ -162,7 +169,8 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
         "whole*: calls of functions without a rule in a step of rank 0, which are right and save no work; they are listed",
         "below. *rows gathered*: the model's rows depend on each other (batch norm, contrast), and every data rank runs all.",
         "✗: the reason is below. Dropout is off; other random numbers that a model draws for its rows are given with the",
-        "batch, or off in eval mode.",
+        "batch, or off in eval mode. ~: the model draws random numbers in its forward whatever the mode; stages and data",
+        "ranks draw their own, so that this table cannot tell whether it is right there.",
         "",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo on CPU. {_counts(cells)}.",
     ]
@@ -189,7 +197,7 @@ def _cells(row: Mapping[str, Cell]) -> Iterable[str]:
         if cell is None:
             yield ""
         elif not cell["passed"]:
-            yield "✗"
+            yield "~" if draws(cell) else "✗"
         else:
             yield said(cell) + (", rows gathered" if cell["coupled"] else "")
 
@@ -199,8 +207,10 @@ def _counts(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     parts = []
     for layout in LAYOUTS:
         found = [row[layout] for row in rows if layout in row]
-        parts.append(f"{layout}: {sum(c['passed'] for c in found)} of {len(found)}")
-    return ", ".join(parts)
+        undecided = sum(map(draws, found))
+        said_too = f", {undecided} not comparable" if undecided else ""
+        parts.append(f"{layout}: {sum(c['passed'] for c in found)} of {len(found)}{said_too}")
+    return "; ".join(parts)
 
 
 def _failures(cells: Mapping[str, Mapping[str, Cell]]) -> list[str]:
@@ -210,7 +220,7 @@ def _failures(cells: Mapping[str, Mapping[str, Cell]]) -> list[str]:
         for layout in LAYOUTS:
             cell = cells.get(name, {}).get(layout)
             if cell is not None and not cell["passed"]:
-                reasons.setdefault(said(cell).removeprefix("✗ "), []).append(layout)
+                reasons.setdefault(said(cell)[2:], []).append(layout)
         lines += [f"- **{name}**, {' and '.join(layouts)}: {why}" for why, layouts in reasons.items()]
     return ["", "## What does not work", "", *lines] if lines else []
 

@@ -114,6 +114,25 @@ class Made(nn.Module):
         return self.last
 
 
+class Codebook(nn.Module):
+    """A table that its forward writes last of all, once everything that others take of it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 6), *(nn.Linear(6, 6) for _ in range(3)))
+        self.last, self.table = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Embedding(2, 6)
+        self.table.weight.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h + self.table((h.sum(-1) > 0).long())
+        with torch.no_grad():
+            self.table.weight.data.copy_(0.5 * self.table.weight + h.mean(0))
+        for block in self.last:
+            h = torch.tanh(block(h))
+        return h.square().mean()
+
+
 def rows(step: int) -> Tensor:
     return torch.randn(12, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
@@ -171,6 +190,13 @@ def test_state_is_that_of_one_forward_a_step(
         for name, value in expected[1].items():
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-10, atol=1e-12, msg=f"{name} {plan}")
         assert numbers == expected[2], plan
+
+
+def test_a_stage_ends_after_its_last_write_to_a_parameter(workers: LocalWorkers) -> None:
+    losses, values, _ = workers.run(after_three_steps, [(Codebook, {"mesh": "pp=2", "microbatches": 1})], ranks=2)[0][0]
+    expected, table, _ = one_device(Codebook)
+    assert losses == pytest.approx(expected, rel=1e-10)
+    torch.testing.assert_close(values["table.weight"], table["table.weight"].detach(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["getattr", "hasattr", "vars", "register_buffer"])

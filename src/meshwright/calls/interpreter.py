@@ -179,8 +179,9 @@ class StageProgram:
             for p in positions if not self.start <= p < self.stop
         )  # fmt: skip
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
-        # What modules keep for the next forward is changed by the stage whose event that follows.
-        changes = [p for p in graph.changes.values() if self.start <= p < self.stop]
+        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is.
+        lasting = (*graph.changes.values(), *graph.parameter_writes.values())
+        changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
         self.last_change = max([*changes, *self.along, *end], default=-1)
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}

@@ -330,7 +330,9 @@ class Recorder(Tracer):
                     call.visible |= any(p not in inside for p in touched.used)
         held = [t for slot in slots for t in kept_in(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
-        keep_together(graph, foreign, slots, self._written_parameters(), at_end)
+        parameters = self._written_parameters()
+        graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}
+        keep_together(graph, foreign, slots, parameters, at_end)
         told_in_backward(self._model, graph)
 
     def _is_private(self, slot: Slot, call: Path) -> bool:

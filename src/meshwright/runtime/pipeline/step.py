@@ -178,11 +178,11 @@ class Step:
             self._forward(action, flight)
 
     def _forward(self, action: Action, flight: Flight) -> None:
-        m, model = action.microbatch, self._stages.model
-        part = self._part(action, flight) if self._programs else None
+        m, model, part = action.microbatch, self._stages.model, None
         with ExitStack() as stack:
-            if part is not None:
-                stack.enter_context(torch.set_grad_enabled(self._grad))
+            if self._programs:
+                stack.enter_context(torch.set_grad_enabled(self._grad))  # what arrives has a gradient, or none, by that
+                part = self._part(action, flight)
                 stack.enter_context(flight.later or nullcontext())
             stack.enter_context(self._stages.view())
             stack.enter_context(Shares(self._pieces.shares[m]).on(model))
