@@ -36,7 +36,7 @@ SETS = {
     "parity/sides.py": "attributes of the model's modules, and of its configs",
     "deferred/__init__.py": "hooks of the model's parameters, back on them",
     "runtime/weights/parameters.py": "parameters of the model's modules",
-    "runtime/pipeline/stages.py": "attributes of the model's modules",
+    "runtime/pipeline/step.py": "attributes of the model's modules",
     "runtime/coupling/untouched.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",

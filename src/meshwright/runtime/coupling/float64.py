@@ -75,7 +75,7 @@ class Wide(FunctionMode):
             return torch.float64 if x in _NARROW else x
         if isinstance(x, str):
             return "torch.DoubleTensor" if x in _NAMES else x
-        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in (*_NARROW, torch.float64) or x.is_meta:
+        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _NARROW or x.is_meta:
             return x
         is_parameter = isinstance(x, nn.Parameter) or getattr(x, "_mw_is_parameter", False)
         return _moved_off(x) if is_parameter and self._perturbed else x.double()

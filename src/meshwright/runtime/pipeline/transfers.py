@@ -6,7 +6,7 @@ a send; a receive fills buffers while other actions run, and an action waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,16 +65,16 @@ class Transfers:
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
         self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        self._begin: Mapping[str, Callable[[Action, Flight], None]] = {
-            "SEND_F": self._send_values,
-            "SEND_B": self._send_gradients,
-            "RECV_F": self._receive,
-            "RECV_B": self._receive,
-        }
 
     def begin(self, action: Action) -> None:
         """Begins a transfer."""
-        self._begin[action.kind](action, self._flights[action.stage, action.microbatch])
+        flight = self._flights[action.stage, action.microbatch]
+        if action.kind == "SEND_F":
+            self._send_values(action, flight)
+        elif action.kind == "SEND_B":
+            self._send_gradients(action, flight)
+        else:
+            self._receive(action)
 
     def wait_for(self, action: Action) -> None:
         """Until everything is there that an action needs of other ranks."""
@@ -155,7 +155,7 @@ class Transfers:
     def _empty(self, value: Value) -> Tensor:
         return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self._device)
 
-    def _receive(self, action: Action, flight: Flight) -> None:
+    def _receive(self, action: Action) -> None:
         home, values = self._stage_rank[action.other or 0], self._programs[action.microbatch].graph.values
         numbers = self._numbers(action)
         buffers = [(n, self._empty(values[n])) for n in numbers]
