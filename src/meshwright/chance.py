@@ -12,7 +12,7 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -46,11 +46,12 @@ class Draws:
         """The same forward, whose draws are noted."""
 
         def noting(given: nn.Module) -> Any:
-            of_host, of_torch = host_drawn(self._model), self._torch()
+            held = host_generators(self._model)
+            of_host, of_torch = host_drawn(held), self._torch()
             try:
                 return run(given)
             finally:
-                self.of_host |= host_drawn(self._model) != of_host
+                self.of_host |= host_drawn(held) != of_host
                 self.of_torch |= self._torch() != of_torch
 
         return noting
@@ -60,15 +61,19 @@ class Draws:
         return torch.get_rng_state().numpy().tobytes(), held
 
 
-def host_drawn(model: nn.Module | None = None) -> tuple[Any, ...]:
-    """Differs from what it was before if numbers of Python's or NumPy's generator were drawn. ``model``: or of those that its
-    modules hold."""
-    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", held_drawn(model)
+def host_drawn(held: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Differs from what it was before if numbers of Python's or NumPy's generator were drawn, or of those in ``held``."""
+    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", drawn_from(held)
 
 
-def held_drawn(model: nn.Module | None) -> list[bytes]:
-    """Differs from what it was before if numbers were drawn from a generator of Python's or NumPy's that a module holds."""
-    return [pickle.dumps(g) for g in generators_in(model) if not isinstance(g, torch.Generator)]
+def drawn_from(generators: Sequence[Any]) -> list[bytes]:
+    """Differs from what it was before if numbers were drawn from one of these."""
+    return [pickle.dumps(g) for g in generators]
+
+
+def host_generators(model: nn.Module) -> list[Any]:
+    """The generators of Python's and NumPy's that modules hold, each once."""
+    return [g for g in generators_in(model) if not isinstance(g, torch.Generator)]
 
 
 def numpy_words() -> bytes:

@@ -115,6 +115,29 @@ def test_what_couples_rows_is_found_in_any_precision_and_at_initial_weights(mesh
     assert dict(zip(CASES, found, strict=True)) == CASES
 
 
+class Centred(nn.Module):
+    """Also returns what it makes of a received activation without a parameter: of a mean of 0 over all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(h), h - h.mean(0)
+
+
+def of_what_is_trained(outputs):
+    return sum(t.square().mean() for t in outputs if t.requires_grad)
+
+
+def test_what_a_stage_receives_requires_a_gradient_in_the_trial_as_in_the_step(workers):
+    plan = {"mesh": "pp=2", "microbatches": 2}
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    report = mw.check(Centred, x, plan, loss=of_what_is_trained, workers=workers)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
 def test_rows_that_cannot_be_divided_are_run_together_with_a_note_of_the_line(mesh, workers):
     report = mw.check(FixedRows, tokens(4), {"mesh": mesh}, workers=workers)

@@ -73,7 +73,7 @@ def end_at_once(code: object) -> None:
     if threading.active_count() > 1 or multiprocessing.active_children():
         return
     try:
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # private: there is no public way to run what is to run at the end, and go on
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception:

@@ -30,6 +30,7 @@ from meshwright.generators import Generators, seed_all
 from meshwright.plan import Plan
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.recipe import Recipe
+from meshwright.runtime.apply import cast_type
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped
@@ -367,8 +368,7 @@ def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     """A copy of ``value``: floating and complex tensors in the type of the check, all on the device."""
 
     def one(t: Tensor) -> Tensor:
-        kind = dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex() else t.dtype
-        return t.to(device, kind)
+        return t.to(device, cast_type(t.dtype, dtype))
 
     return one(value) if isinstance(value, Tensor) else mapped(one, copied(value))  # a model may write to its batch
 

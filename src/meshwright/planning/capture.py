@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.blame import is_ours, line_of
 from meshwright.calls.structure import tensors_of
 from meshwright.calls.tracer import Slot, following
-from meshwright.chance import held_kept, host_drawn
+from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span
 from meshwright.planning.memory import (
@@ -45,11 +45,12 @@ def capture(
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, follow: bool) -> ModelGraph:
-    kept, numbers, origins = Kept(model), host_drawn(model), Origins()
+    kept, origins, held = Kept(model), Origins(), host_generators(model)
+    numbers = host_drawn(held)
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
     changed = kept.changed(recorder.memory.written) if staged or follow else []
-    draws = host_drawn(model) != numbers
+    draws = host_drawn(held) != numbers
     kept.put_back()
     followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
     kept.put_back()

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.blame import model_line
 from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
-from meshwright.chance import held_drawn, host_drawn
+from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
 from meshwright.planning.memory import AttributeUses, Memory, Touches, Use, contents, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
@@ -68,7 +68,8 @@ class Recorder(Tracer):
         super().__init__(kept_in(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
-        self._model, self._sizes_read, self._numbers = model, sizes_read, held_drawn(model)
+        self._model, self._sizes_read, self._held = model, sizes_read, host_generators(model)
+        self._numbers = drawn_from(self._held)
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
         self._kept = {slot: held_in(model, slot) for slot in changed}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
@@ -97,14 +98,14 @@ class Recorder(Tracer):
         had = set(map(id, call.taken))
         before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
         lengths = [len(x) for x in lists]
-        numbers = host_drawn(self._model) if graph.draws else None
+        numbers = host_drawn(self._held) if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         (given, slots), (given_now, slots_now) = before, self._state(call.given)
         call.visible = given != given_now or self._wrote_to_the_batch(tick)
         self._changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
-        call.draws_host = graph.draws and host_drawn(self._model) != numbers
+        call.draws_host = graph.draws and host_drawn(self._held) != numbers
         call.visible |= call.draws_host
         call.grown = tuple(
             Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
@@ -112,7 +113,7 @@ class Recorder(Tracer):
         )  # fmt: skip
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
         # On another way it may draw, too.
-        call.draws_host |= graph.draws and call.acts and held_drawn(module) != []
+        call.draws_host |= graph.draws and call.acts and bool(host_generators(module))
         call.stop, call.returned = len(graph.events), as_it_is(result, {*map(id, args), *map(id, kwargs.values())})
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = any(
@@ -306,7 +307,7 @@ class Recorder(Tracer):
     def finish(self) -> None:
         """After the forward: what memory keeps together."""
         graph, slots = self.graph, dict[Slot, Touches]()
-        graph.draws_held = held_drawn(self._model) != self._numbers
+        graph.draws_held = drawn_from(self._held) != self._numbers
         for slot, uses in self.uses.found.items():
             touched = self._touches_of(slot, uses)
             if touched.changed:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.blame import model_line
+from meshwright.described import Laid, described, laid, made_again
 from meshwright.planning.origins import Origins
 from meshwright.private import (
     TorchDispatchMode,
@@ -118,64 +119,33 @@ class Shadow(TorchDispatchMode):
 # --- shapes that were asked before ------------------------------------------------------------------------------------
 
 
-class _Laid(NamedTuple):
-    """All that counts of a meta tensor, for a function that gives fresh memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __call__(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
-
-
 class _UnknownError(Exception):
-    """A call whose result does not follow from what can be compared."""
+    """A call that gives other things than plain tensors."""
 
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on meta tensors. Many meta kernels are Python, and the blocks of a model ask the same again and again."""
-    if not op_facts(func).is_fresh:
+    """``func`` on meta tensors, or what it gave for others of the same shapes."""
+    if not op_facts(func).is_fresh or not all(map(_is_plain, _tensors((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
-        given = tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())
-        found = _shapes(func, torch.get_default_dtype(), *given)
+        found = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
     except (_UnknownError, TypeError):  # a TypeError: what cannot be hashed
         return func(*args, **kwargs)
-    return found() if isinstance(found, _Laid) else tuple(x() for x in found)
+    return found.on_meta() if isinstance(found, Laid) else tuple(x.on_meta() for x in found)
 
 
 @lru_cache(maxsize=16384)
-def _shapes(
-    func: Any, default: torch.dtype, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> _Laid | tuple[_Laid, ...]:
+def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | tuple[Laid, ...]:
     """What an op gives for arguments that are described. Raises _UnknownError if these are not tensors alone."""
-    found = func(*map(_again, args), **{name: _again(x) for name, x in kwargs})
+    found = func(*made_again(args), **made_again(kwargs))
     several = found if isinstance(found, tuple) else (found,)
-    if not all(_is_plain(t) for t in several):
+    if not all(map(_is_plain, several)):
         raise _UnknownError
-    described = tuple(_Laid(tuple(t.shape), t.stride(), t.dtype) for t in several)
-    return described if isinstance(found, tuple) else described[0]
+    return tuple(map(laid, found)) if isinstance(found, tuple) else laid(found)
 
 
 def _is_plain(t: Any) -> bool:
     return type(t) in (Tensor, Parameter) and t.is_meta and t.layout is torch.strided and not t.is_complex()
-
-
-def _described(x: Any) -> Any:
-    """An argument as something that can be compared; with its type, as ``1 == 1.0 == True``."""
-    if isinstance(x, Tensor):
-        if not _is_plain(x):
-            raise _UnknownError
-        return _Laid(tuple(x.shape), x.stride(), x.dtype)
-    return (type(x), tuple(map(_described, x))) if type(x) in (list, tuple) else (type(x), x)
-
-
-def _again(x: Any) -> Any:
-    if isinstance(x, _Laid):
-        return x()
-    kind, value = x
-    return kind(map(_again, value)) if kind in (list, tuple) else value
 
 
 def _tensors(arguments: Iterable[Any]) -> list[Tensor]:

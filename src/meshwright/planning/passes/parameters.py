@@ -46,7 +46,7 @@ def keep_other_types(draft: Draft) -> Draft:
 def _of_other_types(draft: Draft) -> dict[str, str]:
     """Parameter → its type, and the one that most of its unit has."""
     owners, sizes = _owners(draft), defaultdict[str, Counter[torch.dtype]](Counter)
-    trained = {n: p for n, (p, _) in draft.names.parameters.items() if p.requires_grad and p.dim()}
+    trained = {n: p for n, (p, _) in draft.names.parameters.items() if p.requires_grad and _fits_a_unit(p)}
     for p in trained.values():
         sizes[owners[id(p)]][p.dtype] += p.numel()
     most = {unit: types.most_common(1)[0][0] for unit, types in sizes.items()}
@@ -66,8 +66,7 @@ def parameter_lines(draft: Draft) -> tuple[ParameterRecipe, ...]:
 
 def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], unit: Unit) -> ParameterRecipe:
     cuts, places = draft.cuts, draft.branches.home(name)
-    fits = p.dim() and p.numel()  # FSDP2 takes no parameter without dims, and counts one without elements otherwise
-    is_loose = not fits or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
+    is_loose = not _fits_a_unit(p) or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
     reason = (cuts.reasons.get(name, "") if cuts is not None else "") or draft.loose.get(name, "")
     return ParameterRecipe(
         name=name,
@@ -82,6 +81,11 @@ def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], un
         places=places,
         reason="used in several places" if len(places) > 1 else reason,
     )
+
+
+def _fits_a_unit(p: nn.Parameter) -> bool:
+    """FSDP2 takes no parameter without dims, and gives one without elements a shape of its own."""
+    return p.dim() > 0 and p.numel() > 0
 
 
 def _owners(draft: Draft) -> dict[int, str]:

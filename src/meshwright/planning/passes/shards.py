@@ -46,7 +46,7 @@ def check_refused(draft: Draft) -> Draft:
     return draft.wrong(
         Finding(
             where=f"modules, what is said of {name}",
-            given=f"a sharded over tp of a parameter of shape {tuple(draft.names.parameters[name][0].shape)}: {reason}",
+            given=f"shards over tp of a parameter of shape {tuple(draft.names.parameters[name][0].shape)}: {reason}",
             required="at least one piece for each rank of tp",
             fix=f"{name}: {{tp: replicate}}",
         )
@@ -74,7 +74,7 @@ def _as_said(draft: Draft, styles: Mapping[str, Style], error: Exception, unknow
     size = draft.plan.mesh.axis_size("tp")
     note = (
         f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
-        "over tp is cut what the plan names, and nothing else"
+        "over tp only what the plan names is sharded"
     )
     cuts = cuts_as_said(draft.model, size=size, styles=styles, names=_ids(draft)) if size > 1 else None
     return replace(draft, cuts=cuts, notes=(*unknown, note, *draft.notes))
