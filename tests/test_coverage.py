@@ -20,7 +20,6 @@ UNLIKE = ("gpt_neox", "gemma2", "qwen2_moe", "albert", "bart", "swin", "llava", 
 QUICK = {
     "qwen2_moe": "pp2-dp_shard2",
     "bart": "pp2",
-    "swin": "pp2-tp2",
 }
 
 

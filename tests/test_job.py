@@ -46,8 +46,15 @@ def state_of(name, plan):
     return job_of(name, plan).full_state_dict()
 
 
-@pytest.mark.parametrize("plan", LAYOUTS)
-@pytest.mark.parametrize("name", ["nanogpt", "llama", "odd_sizes", "phi3_like", "batchnorm"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [(name, plan) for name in ("nanogpt", "odd_sizes") for plan in LAYOUTS]
+    + [
+        pytest.param(name, plan, marks=[pytest.mark.proof] if i else [])
+        for name in ("llama", "phi3_like", "batchnorm")
+        for i, plan in enumerate(LAYOUTS)
+    ],
+)
 def test_weights_are_those_of_one_process_bitwise(name, plan, workers):
     size = mw.Mesh.parse(plan).size
     whole = workers.run(state_of, name, plan, ranks=size)

@@ -77,9 +77,7 @@ SETTINGS = {
 }
 
 
-# Values that go to several stages, and a tied parameter: where the settings are hardest.
-HARD = {"pieces that do not divide"}
-OFTEN = {("nanogpt", s) for s in SETTINGS} | {("t5", s) for s in HARD}
+OFTEN = {("nanogpt", s) for s in SETTINGS}
 
 
 @pytest.mark.parametrize(

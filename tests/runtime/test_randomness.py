@@ -235,8 +235,14 @@ def trained_on_one_device(build: Callable[[], nn.Module], pieces: int) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("plan", LAYOUTS, ids=lambda plan: " ".join(str(v) for v in plan.values()))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(m, p, id=f"{m}-{' '.join(map(str, p.values()))}", marks=[pytest.mark.proof] if i and j % 3 else [])
+        for j, m in enumerate(MODELS)
+        for i, p in enumerate(LAYOUTS)
+    ],
+)
 def test_stages_draw_from_one_generator_what_one_device_draws(model: str, plan: Any, workers: LocalWorkers) -> None:
     ranks = 4 if "tp" in plan["mesh"] else 2
     found = workers.run(trained, MODELS[model], plan, ranks=ranks, timeout=60)

@@ -133,6 +133,7 @@ def test_each_run_has_a_process_group(workers: LocalWorkers) -> None:
     assert [result.tolist() for result in workers.run(all_reduced, torch.ones(2), ranks=2)] == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.proof
 def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -> None:
     with local_workers(2) as pool:
         assert pool.pids() == []
@@ -221,6 +222,7 @@ def test_what_forks_workers_has_torch_and_one_thread_whatever_its_pool_has_impor
     assert python("-c", IN_THE_SERVER) == ["True 1"]
 
 
+@pytest.mark.proof
 def test_workers_end_with_the_process_that_forked_them_and_the_pool_starts_anew() -> None:
     with local_workers(2, start_method="fork") as pool:
         before = pool.run(os.getpid)
@@ -233,6 +235,7 @@ def test_workers_end_with_the_process_that_forked_them_and_the_pool_starts_anew(
     assert wait_until_gone([*after, server], timeout=0) == []
 
 
+@pytest.mark.proof
 def test_a_server_that_dies_before_it_forks_is_told_and_the_pool_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_workers(2, start_method="fork") as pool:
         pool.run(os.getpid, ranks=1)
@@ -400,6 +403,7 @@ def test_a_command_line_program_works_and_its_death_leaves_no_orphan() -> None:
     assert wait_until_gone([int(pid) for pid in lines[1].split()[-2:]]) == []
 
 
+@pytest.mark.proof
 def test_an_interactive_session_works() -> None:
     """As a notebook's cells do: functions and classes that are in no file."""
     assert python("-", text=PLAIN_SCRIPT)[1].startswith("[Answer(rank=105), Answer(rank=106)]")
