@@ -1,11 +1,10 @@
-"""The arguments of an op as something that can be compared: a key under which what it gives on meta is kept.
-
-Many meta kernels are Python, and the blocks of a model ask the same again and again.
+"""The arguments of an op: its tensors; and all of them as something that can be compared, under which what it gives on meta
+is kept. Many meta kernels are Python, and the blocks of a model ask the same again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,3 +45,14 @@ def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
     if kind is dict:
         return {key: made_again(inner, tensor) for key, inner in value}
     return kind(made_again(inner, tensor) for inner in value) if kind in (list, tuple) else value
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among what an op takes or gives, which are in lists or tuples at most."""
+    found: list[Tensor] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found

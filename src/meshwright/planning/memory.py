@@ -37,9 +37,10 @@ from meshwright.blame import called_by_model
 from meshwright.calls.structure import attributes_in, is_plain_object, owner_of, plain_objects, tensors_of
 from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
+from meshwright.described import tensors_among
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
-from meshwright.private import TorchDispatchMode, has_backward_hooks, pytree, storage_of, without_any_mode
+from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of, without_any_mode
 from meshwright.spmd.torch_functions import written_by
 
 
@@ -62,11 +63,11 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.ticks += 1
-        targets = [t for t in pytree.tree_leaves([v for _, v in written_by(func, args, kwargs)]) if _has_memory(t)]
+        targets = [t for t in tensors_among(v for _, v in written_by(func, args, kwargs)) if _has_memory(t)]
         self.written |= dict.fromkeys(map(storage_of, targets), self.ticks)
         if not targets and not func.is_view:
-            taken = {storage_of(t) for t in pytree.tree_leaves((args, kwargs)) if _has_memory(t)}
-            given = {storage_of(t) for t in pytree.tree_leaves(out) if _has_memory(t)}
+            taken = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if _has_memory(t)}
+            given = {storage_of(t) for t in tensors_among((out,)) if _has_memory(t)}
             self.made |= dict.fromkeys(given - taken, self.ticks)
         return out
 
@@ -75,8 +76,8 @@ class Memory(TorchDispatchMode):
         return {memory for memory, last in self.written.items() if last > tick}
 
 
-def _has_memory(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.layout is torch.strided
+def _has_memory(t: Tensor) -> bool:
+    return t.layout is torch.strided
 
 
 # --- what modules keep ------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.private import pytree, storage_of
+from meshwright.described import tensors_among
+from meshwright.private import storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
 
 _ELSEWHERE = -1  # stands for what no memory says: random numbers, tensors whose memory cannot be told (sparse ones)
@@ -58,9 +59,9 @@ class Origins:
         sources = frozenset[int]() if func in _OF_PYTHON else self.of(tensors)
         if op_facts(func).draws:
             sources |= {_ELSEWHERE}
-        written = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
-        for t in (*pytree.tree_leaves(out), *written):
-            if not isinstance(t, Tensor) or t.is_meta or (m := _memory(t)) == _ELSEWHERE:
+        written = tensors_among(value for _, value in written_by(func, args, kwargs))
+        for t in (*tensors_among((out,)), *written):
+            if t.is_meta or (m := _memory(t)) == _ELSEWHERE:
                 continue
             before = self._of.get(m, {m} if any(t is x for x in written) else frozenset[int]())
             if m not in self._of:

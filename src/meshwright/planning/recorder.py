@@ -14,6 +14,7 @@ from meshwright.blame import model_line
 from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
+from meshwright.described import tensors_among
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
 from meshwright.planning.memory import AttributeUses, Memory, Touches, Use, contents, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
@@ -42,9 +43,7 @@ class Cost(TorchDispatchMode):
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
-            self.moved += sum(
-                t.numel() * t.element_size() for t in pytree.tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)
-            )
+            self.moved += sum(t.numel() * t.element_size() for t in tensors_among((*args, *kwargs.values(), out)))
         return out
 
 

@@ -8,7 +8,7 @@ then see another path than a run takes. That costs nothing but speed, since the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.blame import model_line
-from meshwright.described import Laid, described, laid, made_again
+from meshwright.described import Laid, described, laid, made_again, tensors_among
 from meshwright.planning.origins import Origins
 from meshwright.private import (
     TorchDispatchMode,
@@ -65,11 +65,11 @@ class Shadow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_among((*args, *kwargs.values()))
         if self._origins is not None:
             self._origins.begin(func, tensors)
         if self.memory:
-            targets = pytree.tree_leaves([value for _, value in written_by(func, args, kwargs)])
+            targets = tensors_among(value for _, value in written_by(func, args, kwargs))
             self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
         if func in _ASSUMED or func in _SIZED:
             self.reads += 1
@@ -125,7 +125,7 @@ class _UnknownError(Exception):
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on meta tensors, or what it gave for others of the same shapes."""
-    if not op_facts(func).is_fresh or not all(map(_is_plain, _tensors((*args, *kwargs.values())))):
+    if not op_facts(func).is_fresh or not all(map(_is_plain, tensors_among((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
         found = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
@@ -146,17 +146,6 @@ def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | t
 
 def _is_plain(t: Any) -> bool:
     return type(t) in (Tensor, Parameter) and t.is_meta and t.layout is torch.strided and not t.is_complex()
-
-
-def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the arguments of an op, which are in lists at most."""
-    found: list[Tensor] = []
-    for x in arguments:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (list, tuple)):
-            found += [t for t in x if isinstance(t, Tensor)]
-    return found
 
 
 def _to_meta(t: Tensor) -> Tensor:
