@@ -54,6 +54,7 @@ class Course:
     asynchronous: bool
     tensorboard: bool
     timeout: float
+    num_workers: int
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ def train(
     timeout: Annotated[
         float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
     ] = _PATIENCE,
+    num_workers: Annotated[
+        int, typer.Option(help="Processes of each rank that read rows of the dataset ahead of the steps", min=0)
+    ] = 0,
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
@@ -130,7 +134,7 @@ def train(
             check=lambda plan: _check_rows(plan, global_batch, before),
         )  # fmt: skip
         same = Same(target, given.settings, loss, rows or _rows(given.pieces), lr, given.plan.seed)
-        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout)
+        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers)
         _check_course(given, course, global_batch, before)
         if rank <= 0:
             _prepare(course, before, fresh=fresh)
@@ -264,7 +268,7 @@ def _train_here(
     try:
         losses = loop.train(
             job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, on_note=tell,
-            record=record, timeout=timeout,
+            num_workers=course.num_workers, record=record, timeout=timeout,
         )  # fmt: skip
     except loop.Preempted as stopped:
         return Outcome(stopped.losses, stopped=True)

@@ -129,7 +129,7 @@ class Job:
 
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
-        drop_last: bool = False, start: int = 0, uneven: bool = False,
+        drop_last: bool = False, start: int = 0, uneven: bool = False, num_workers: int = 0,
     ) -> Batches:  # fmt: skip
         """This rank's rows of each global batch; the order of rows is the same in every layout.
 
@@ -143,6 +143,9 @@ class Job:
             start: batches to skip, to go on where another run stopped.
             uneven: rows need not divide: some ranks, or microbatches, have one more than others. The mean is right all the
                 same, and some ranks wait for others.
+            num_workers: how many processes of this rank read rows ahead of the steps (``torch.utils.data.DataLoader``); 0:
+                rows are read between steps. What the dataset draws from torch's, Python's or NumPy's generators for a row
+                follows from seed, epoch and row: the same in every layout, with any number of workers, after a resume.
 
         Raises:
             PlanError: ``global_batch`` does not divide by data ranks × microbatches.
@@ -150,7 +153,7 @@ class Job:
         return Batches(
             dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
-            uneven=uneven,
+            uneven=uneven, num_workers=num_workers,
         )  # fmt: skip
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def train(
     lr: float = 3e-4,
     clip: float = 1.0,
     seed: int = 0,
+    num_workers: int = 0,
     on_step: Callable[[Progress], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     record: Record | None = None,
@@ -92,6 +93,7 @@ def train(
         lr: AdamW's.
         clip: the global 2-norm that gradients are clipped to.
         seed: of the order of rows.
+        num_workers: how many processes of each rank read rows ahead of the steps; see ``Job.batches``.
         on_step: told after every step, on every rank.
         on_note: told, on rank 0, what a person should know: that it waits for another run in the folder, that a checkpoint
             is damaged. Default: standard error is.
@@ -117,7 +119,7 @@ def train(
         watch = None
         if timeout is not None:
             watch = stack.enter_context(Watch(job, timeout, folder=None if record is None else record.folder))
-        run = _Run(job, data, steps, global_batch, lr, seed, record, notice, on_note or _tell)
+        run = _Run(job, data, steps, global_batch, lr, seed, num_workers, record, notice, on_note or _tell)
         stack.callback(run.close)
         if watch is not None:
             watch.step = run.step
@@ -143,6 +145,7 @@ class _Run:
         global_batch: int | None,
         lr: float,
         seed: int,
+        num_workers: int,
         record: Record | None,
         notice: Notice,
         tell: Callable[[str], None],
@@ -159,7 +162,9 @@ class _Run:
         self.batches: Batches | None = None
         if global_batch is not None:
             whole = _rows(data) >= global_batch
-            self.batches = job.batches(data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=resumes)
+            self.batches = job.batches(
+                data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=resumes, num_workers=num_workers
+            )
         if record is not None and resumes:
             loaded = job.load(record.folder, self.optimizer, data=self.batches, or_before=True)
             for note in loaded.notes if job.rank == 0 else ():

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.private import pytree
 from meshwright.runtime.rows.batch import plain
+from meshwright.runtime.rows.loader import Loader, Row
 from meshwright.submesh import bounds
 
 
@@ -38,6 +38,7 @@ class Batches:
         start: int,
         device: torch.device,
         uneven: bool = False,
+        num_workers: int = 0,
     ) -> None:
         if not uneven:
             check_global_batch(global_batch, mesh, microbatches)
@@ -45,7 +46,7 @@ class Batches:
         self.dataset, self.global_batch, self.seed, self.epochs = dataset, global_batch, seed, epochs
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)
-        self.rows = _rows(dataset)
+        self.rows, self.num_workers = _rows(dataset), num_workers
         self.taken = start
 
     def state_dict(self) -> dict[str, int]:
@@ -73,15 +74,30 @@ class Batches:
         return self.epochs * self._per_epoch() - self.start
 
     def __iter__(self) -> Iterator[Any]:
-        number, epoch = 0, 0
+        first, shares = self.start, self._shares(self.start)
+        found: Iterator[Any]
+        if _is_table(self.dataset):
+            found = map(self._of_table, shares)
+        else:
+            found = Loader(self.dataset, self.seed, self.num_workers, self.device.type == "cuda")(shares)
+        for number, batch in enumerate(found, first):
+            self.taken = number + 1
+            yield pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+
+    def _shares(self, start: int) -> Iterator[list[Row]]:
+        """This rank's rows of each batch, from batch ``start`` on."""
+        per_epoch = self._per_epoch()
+        if not per_epoch:
+            return
+        epoch, skipped = divmod(start, per_epoch)
         while self.epochs is None or epoch < self.epochs:
-            order = self._order(epoch)
-            for i in range(self._per_epoch()):
-                if number >= self.start:
-                    self.taken = number + 1
-                    yield self._share(order[i * self.global_batch : (i + 1) * self.global_batch])
-                number += 1
-            epoch += 1
+            order = self._order(epoch).tolist()
+            for i in range(skipped, per_epoch):
+                rows = order[i * self.global_batch : (i + 1) * self.global_batch]
+                first, stop = bounds(len(rows), self.pieces)[self.piece]
+                # A short last batch may have no row for this rank: then tensors without rows, of the right shape.
+                yield [Row(epoch, row) for row in rows[first:stop]] or [Row(epoch, rows[0], shape_only=True)]
+            epoch, skipped = epoch + 1, 0
 
     def _per_epoch(self) -> int:
         return self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
@@ -91,16 +107,9 @@ class Batches:
             return torch.arange(self.rows)
         return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
 
-    def _share(self, rows: Tensor) -> Any:
-        start, stop = bounds(len(rows), self.pieces)[self.piece]
-        mine = rows[start:stop]
-        if _is_table(self.dataset):
-            batch = pytree.tree_map_only(Tensor, lambda t: t[mine], self.dataset)
-        elif len(mine):
-            batch = default_collate([self.dataset[int(i)] for i in mine])
-        else:  # no row for this rank in a short last batch: tensors without rows, of the right shape
-            batch = pytree.tree_map_only(Tensor, lambda t: t[:0], default_collate([self.dataset[0]]))
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+    def _of_table(self, share: list[Row]) -> Any:
+        rows = torch.tensor([row.number for row in share if not row.shape_only], dtype=torch.int64)
+        return pytree.tree_map_only(Tensor, lambda t: t[rows], self.dataset)
 
 
 def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
