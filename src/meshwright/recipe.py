@@ -158,6 +158,11 @@ class Recipe:
     notes: tuple[str, ...] = ()
     plan: str = ""
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks run parts of the model's forward: stages, branches, or blocks at the same time."""
+        return bool(self.stages or self.branches or self.streams)
+
     @cached_property
     def by_name(self) -> Mapping[str, ParameterRecipe]:
         """Every name, tied ones too."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.calls.hook import ModuleCalls
 from meshwright.generators import Generators, seed_all
-from meshwright.runtime.weights.recompute import recompute
+from meshwright.runtime.weights.recompute import recomputed
 from meshwright.workers.pool import LocalWorkers
 
 
@@ -140,7 +141,7 @@ class Later(nn.Module):
 
 def test_an_input_that_is_written_later_only_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Later())
-    recompute(model, ["1"], Generators(torch.device("cpu")))
+    ModuleCalls(model, recomputed=recomputed(model, ["1"], Generators(torch.device("cpu"))))
     x = rows().float()
     model(x).mean().backward()
     with pytest.raises(RuntimeError, match="1 cannot be made again: it writes to its input in this forward"):
@@ -149,7 +150,7 @@ def test_an_input_that_is_written_later_only_is_an_error() -> None:
 
 def test_an_input_that_is_written_after_the_forward_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-    recompute(model, ["1"], Generators(torch.device("cpu")))
+    ModuleCalls(model, recomputed=recomputed(model, ["1"], Generators(torch.device("cpu"))))
     x = model[0](rows().float())
     out = model[1](x)
     x.add_(1)

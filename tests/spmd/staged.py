@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.api import Planned
-from meshwright.calls.tracer import Forwards
+from meshwright.calls.hook import ModuleCalls
 from meshwright.generators import Generators
 from meshwright.plan import Plan
 from meshwright.planning.passes import stages as planned
@@ -33,7 +33,7 @@ from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.loss_weights import LabelCounter
 from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
 from meshwright.runtime.weights.parameters import places
-from meshwright.runtime.weights.recompute import recompute
+from meshwright.runtime.weights.recompute import recomputed
 
 Build = Callable[[], nn.Module]
 
@@ -142,10 +142,11 @@ class Staged:
         for rank in range(self.recipe.mesh.size):
             torch.manual_seed(plan.seed)
             self.models.append(_held_alone(build(), self.recipe, rank))
-            recompute(self.models[-1], self.recipe.recompute, Generators(torch.device("cpu"), self.models[-1]))
             groups = SimpleNamespace(rank=rank, pp_rank=rank, device=torch.device("cpu"), pipeline=Line(rank, mail))
-            forwards = Forwards(self.models[-1])
-            stages = Stages(self.models[-1], self.recipe, groups, view=None, forwards=forwards)  # type: ignore[arg-type]
+            random = Generators(torch.device("cpu"), self.models[-1])
+            again = recomputed(self.models[-1], self.recipe.recompute, random)
+            calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
+            stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
             programs = Programs(self.recipe, self.planned, stages.numbers, [], groups.device)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = LabelCounter(self.planned.record, self.models[0]) if self.microbatches > 1 else None

@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import meshwright
-from meshwright.calls.tracer import Tracer, following
+from meshwright.calls.hook import following
+from meshwright.calls.tracer import Tracer
 from meshwright.layout import even_shard
 from meshwright.spmd import patches
 from meshwright.spmd.autograd_functions import custom_functions, followed_checkpoints
@@ -77,8 +78,8 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
 
 
 class Follows(Tracer):
-    def entered(self, path: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def entered(self, path: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward.run(*args, **kwargs)
 
     def event(self, func: Any, args: Any, kwargs: Any, tensors: Any, path: Any, index: int) -> Any:
         return func(*args, **kwargs)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.calls.hook import Forward
 from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor, RowShard, sized
 from meshwright.calls.structure import lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Tracer
@@ -481,20 +482,17 @@ class StageInterpreter(Tracer):
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def entered(
-        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         treated = self.program.treated.get(path, OPEN)
         if path == ROOT:
-            return self._root(forward, args, kwargs)
+            return self._root(forward.run, args, kwargs)
         self._stop_if_done()
         if treated == OPEN:
-            closed, unit = self.closed, isinstance(module, FSDPModule)
+            closed, unit = self.closed, isinstance(forward.module, FSDPModule)
             lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
             lengths = [len(x) for x in lists]
             self._units += unit
-            # What is looked into cannot be computed again in a backward.
-            result = self.follow(path, getattr(forward, "without_recompute", forward), args, kwargs)
+            result = self.follow(path, forward.open, args, kwargs)
             self._units -= unit
             if self.closed > closed:  # from somewhere within on it ran unseen
                 self.closed = closed
@@ -514,11 +512,12 @@ class StageInterpreter(Tracer):
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
             stream, taken = self.program.streamed[path]
-            self._started.append((taken, call, self._streams.start(stream, forward, args, kwargs)))
+            self._started.append((taken, call, self._streams.start(stream, forward.run, args, kwargs)))
             self.closed -= 1
             return self._stand_in(call, *given)
         try:
-            result = forward(*args, **kwargs) if not place else self._in_branch(place, forward, args, kwargs)
+            run = forward.run
+            result = run(*args, **kwargs) if not place else self._in_branch(place, run, args, kwargs)
         finally:
             self.closed -= 1
         return self._returned(call, self._told_apart(result, (args, kwargs), call.outputs), place)
@@ -534,7 +533,7 @@ class StageInterpreter(Tracer):
             for t, number in zip(new, grown.values, strict=True):
                 self._gave(t, number, call.start)
 
-    def _in_branch(self, place: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_branch(self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call or event of a branch: on its share of the rows, with its own random numbers."""
         assert self._exchange is not None
         exchange = self._exchange
@@ -582,7 +581,7 @@ class StageInterpreter(Tracer):
         if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):
             self.name_value(t, None)
 
-    def _root(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
         try:
             result = self.follow(ROOT, forward, args, kwargs)

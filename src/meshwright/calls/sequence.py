@@ -6,12 +6,11 @@ is reduce-scattered, and a column-sharded linear gathers it (Korthikanti et al.,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshwright.calls.hook import Cut
 from meshwright.calls.placeholder import Placeholder, arrived, replaced
 from meshwright.layout import Shard, even_shard
 from meshwright.private import without_modes
@@ -21,27 +20,19 @@ from meshwright.spmd.tensor import GlobalTensor
 DIM = 1  # of (batch, sequence, features); for (sequence, batch, features) it cuts the batch, which is right as well
 
 
-@contextmanager
-def cutting_inputs(dispatcher: Dispatcher, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """While on, the first activation that enters each of ``blocks`` is cut over its dim 1."""
-    with ExitStack() as stack:
-        for block in blocks:
-            handle = block.register_forward_pre_hook(_hook(dispatcher), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+def input_cut(dispatcher: Dispatcher) -> Cut:
+    """Cuts the first activation that enters a block over its dim 1 (calls/hook.py)."""
 
-
-def _hook(dispatcher: Dispatcher) -> Any:
-    def cut_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for i, x in enumerate(args):
             if _is_activation(x):
                 return (*args[:i], cut_input(dispatcher, x), *args[i + 1 :]), kwargs
         for key, x in kwargs.items():
             if _is_activation(x):
                 return args, {**kwargs, key: cut_input(dispatcher, x)}
-        return None
+        return args, kwargs
 
-    return cut_first
+    return cut
 
 
 def _is_activation(x: Any) -> bool:

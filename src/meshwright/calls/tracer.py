@@ -14,7 +14,6 @@ and a forward changes it (an average in a buffer).
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import Counter
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.calls.hook import Forward
 from meshwright.calls.structure import attributes_in, owner_of, tensors_of
 from meshwright.graph import Path, Segment
 from meshwright.private import pytree, storage_of
@@ -74,53 +74,6 @@ class Frame:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-class Forwards:
-    """The forwards of a model's modules, each of which asks the walk that is on, if one is.
-
-    On the instance, under hooks: those of the model see what a stage puts in place of what a module returns.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.walk: Tracer | None = None
-        for name, module in model.named_modules():
-            forward = module.forward
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            module.forward = functools.wraps(forward)(functools.partial(self._called, name, module, forward))
-
-    def _called(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        walk = self.walk
-        if walk is None or walk.thread != threading.get_ident():  # a block in a thread of its own is not looked into
-            return forward(*args, **kwargs)
-        return walk.call(name, module, forward, args, kwargs)
-
-    @contextmanager
-    def followed(self, walk: Tracer) -> Iterator[None]:
-        """For the time of a forward, ``walk`` follows it."""
-        before, self.walk = self.walk, walk
-        try:
-            with walk, custom_functions(walk.custom), followed_checkpoints(walk):
-                yield
-        finally:
-            self.walk = before
-
-
-@contextmanager
-def following(model: nn.Module, walk: Tracer) -> Iterator[None]:
-    """For the time of one forward, ``walk`` follows it; then the model is as it was."""
-    before = {m: vars(m).get("forward") for m in model.modules()}
-    try:
-        with Forwards(model).followed(walk):
-            yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
-
-
 def _no_walk() -> None:
     return None
 
@@ -165,6 +118,12 @@ class Tracer(FunctionMode):
         self.closed = 0  # how many calls that are not looked into are running
         self.segments: list[Segment | None] = []  # of checkpoints that have begun; None where they are not looked into
 
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """For the time of the forward."""
+        with self, custom_functions(self.custom), followed_checkpoints(self):
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.closed:
@@ -204,16 +163,16 @@ class Tracer(FunctionMode):
             self.share(target)
         return result
 
-    def call(self, name: str, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's forward."""
+    def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's forward is called."""
         if self.closed:
-            return forward(*args, **kwargs)
-        frame = self.frames[-1]
+            return forward.run(*args, **kwargs)
+        frame, name = self.frames[-1], forward.name
         path = (*frame.path, (name, frame.calls[name]))
         frame.calls[name] += 1
-        return self.entered(path, module, forward, args, kwargs)
+        return self.entered(path, forward, args, kwargs)
 
-    def follow(self, path: Path, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def follow(self, path: Path, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a forward, looking at what it does."""
         self.frames.append(Frame(path))
         try:
@@ -283,9 +242,7 @@ class Tracer(FunctionMode):
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
 
-    def entered(
-        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call."""
         raise NotImplementedError
 

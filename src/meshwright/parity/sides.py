@@ -12,12 +12,12 @@ to float32 casts to float64, which both sides run under and which computes nothi
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from meshwright.api import parallelize
 from meshwright.blame import model_line
+from meshwright.calls.hook import ModuleCalls
 from meshwright.generators import Generators, seed_all
 from meshwright.plan import Plan
 from meshwright.private import TorchDispatchMode, replace_tensors
@@ -429,15 +430,8 @@ class Quiet:
         model = self.build()
         if not self.dropout:
             silence(model)
-        forward = model.forward
-
-        @functools.wraps(forward)
-        def wide(*args: Any, **kwargs: Any) -> Any:
-            with widened(self.dtype):
-                return forward(*args, **kwargs)
-
         if self.dtype is torch.float64:
-            model.forward = wide
+            ModuleCalls(model, within={"": partial(widened, self.dtype)})
         return model if self.training else model.eval()
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_ours, line_of
+from meshwright.calls.hook import following
 from meshwright.calls.structure import tensors_of
-from meshwright.calls.tracer import Slot, following
+from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import model_line
+from meshwright.calls.hook import Forward
 from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
@@ -85,10 +86,8 @@ class Recorder(Tracer):
         # the forward puts another in place of, say.
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
 
-    def entered(
-        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        graph = self.graph
+    def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph, module = self.graph, forward.module
         call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
         call.leaf = next(module.children(), None) is None
         call.given = (args, kwargs)
@@ -98,7 +97,7 @@ class Recorder(Tracer):
         before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
         lengths = [len(x) for x in lists]
         numbers = host_drawn(self._held) if graph.draws else None
-        result = self._other_ways(call, module, self.follow(path, forward, args, kwargs))
+        result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         (given, slots), (given_now, slots_now) = before, self._state(call.given)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.calls.hook import Forward, following
 from meshwright.calls.placeholder import sized
 from meshwright.calls.structure import map_tensors, tensors_of
-from meshwright.calls.tracer import Tracer, following, kept_in
+from meshwright.calls.tracer import Tracer, kept_in
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
 from meshwright.layout import even_shard
 from meshwright.planning.shadow import Meeting, Shadow
@@ -148,10 +149,8 @@ class _Finder(Tracer):
         super().__init__(kept_in(model, graph.carried))
         self.graph, self.rows, self.found = graph, rows, set[int]()
 
-    def entered(
-        self, path: Path, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return self.follow(path, forward, args, kwargs)
+    def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.follow(path, forward.run, args, kwargs)
 
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int

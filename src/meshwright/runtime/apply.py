@@ -2,17 +2,15 @@
 
 1  build on meta         deferred:    no rank holds the whole model
 2  cut                   runtime/weights/parameters.py: tensor parallelism's DTensors
-3  recompute             runtime/weights/recompute.py
-4  stages and branches   calls/tracer.py: forwards that ask which part of them is this rank's
-5  shard                 runtime/weights/fsdp.py: FSDP2 on units, then the root
-6  allocate and fill     runtime/weights/parameters.py: each parameter's own slice of its one-device value
-7  view                  the model's forward sees whole tensors
+3  module calls          calls/hook.py: recompute, the sequence, and which part of a forward is this rank's
+4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then the root
+5  allocate and fill     runtime/weights/parameters.py: each parameter's own slice of its one-device value
+6  view                  the model's forward sees whole tensors
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.calls.sequence import cutting_inputs
-from meshwright.calls.tracer import Forwards
+from meshwright.calls.hook import ModuleCalls
+from meshwright.calls.sequence import input_cut
 from meshwright.deferred import Recorded, record
 from meshwright.generators import Generators
 from meshwright.layout import Shard
@@ -39,7 +37,7 @@ from meshwright.runtime.rows.loss_weights import LabelCounter
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
 from meshwright.runtime.weights.parameters import cut_parameters, fill, local_part, places
-from meshwright.runtime.weights.recompute import recompute
+from meshwright.runtime.weights.recompute import recomputed
 from meshwright.runtime.weights.unused import Routed
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.dispatcher import Dispatcher
@@ -74,19 +72,25 @@ def apply(
         cast(model, dtype)
     cut_parameters(model, recipe, groups)
     random = Generators(groups.device, model)
-    recompute(model, recipe.recompute, random)
-    forwards = Forwards(model) if recipe.stages or recipe.branches or recipe.streams else None
+    ledger = Ledger()
+    dispatchers = _dispatchers(model, recipe, groups, ledger)
+    calls = ModuleCalls(
+        model,
+        followed=recipe.in_parts,
+        blocks=recipe.sequence if dispatchers else (),
+        cut=input_cut(dispatchers[0]) if dispatchers else None,
+        recomputed=recomputed(model, recipe.recompute, random),
+    )
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
-    ledger = Ledger()
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
-    view = _view(model, recipe, groups, ledger, branching)
+    view = _view(model, recipe, dispatchers, branching)
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
     streams = _streams(recipe, groups)
-    stages = Stages(model, recipe, groups, view=view, forwards=forwards, branching=branching, streams=streams)
-    programs = None if forwards is None else _programs(recipe, groups, replanner, stages)
+    stages = Stages(model, recipe, groups, view=view, calls=calls, branching=branching, streams=streams)
+    programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)
     counter = LabelCounter(replanner.record, model) if recipe.mesh.data_size * recipe.microbatches > 1 else None
     return Job(runner, ledger, counter, random)
@@ -138,23 +142,27 @@ def _values(
     return value
 
 
-def _view(
-    model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, branching: Branching | None
-) -> SpmdMode | None:
-    """The view over tp, and over that of each branch; None where the mesh has none. Sequence cuts are hooks that stay for
-    the model's life."""
+def _dispatchers(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger) -> dict[int, Dispatcher]:
+    """Place of this rank → the dispatcher over its tp axis; none without one."""
     if recipe.mesh.axis_size("tp") == 1:
-        return None
+        return {}
     names, works = {id(m): n for n, m in model.named_modules()}, {}
     for place in sorted(recipe.places.of(groups.rank)):
         at, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
         assert at is not None
         axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger, place)
         works[place] = Dispatcher(axis, ledger, names)
-    modules = dict(model.named_modules())
-    ExitStack().enter_context(cutting_inputs(works[0], [modules[n] for n in recipe.sequence]))
-    local = LocalParameters(model, recipe, works, branching)
-    return SpmdMode(works[0], local, local.forget)
+    return works
+
+
+def _view(
+    model: nn.Module, recipe: Recipe, dispatchers: Mapping[int, Dispatcher], branching: Branching | None
+) -> SpmdMode | None:
+    """The view over tp, and over that of each branch; None without one."""
+    if not dispatchers:
+        return None
+    local = LocalParameters(model, recipe, dispatchers, branching)
+    return SpmdMode(dispatchers[0], local, local.forget)
 
 
 class _Counted(torch.autograd.Function):

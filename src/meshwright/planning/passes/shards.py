@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.blame import is_ours
-from meshwright.calls.sequence import cutting_inputs
+from meshwright.calls.hook import wrapped
+from meshwright.calls.sequence import input_cut
 from meshwright.chance import Draws
 from meshwright.errors import Finding
 from meshwright.planning.draft import Draft, Run
@@ -56,17 +57,17 @@ def check_refused(draft: Draft) -> Draft:
 
 def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> Cuts:
     """The shards outside branches, over all of tp."""
-    blocks = [draft.model.get_submodule(name) for name in draft.sequence]
-    return infer_cuts(
-        draft.model,
-        run,
-        axis="tp",
-        size=draft.plan.mesh.axis_size("tp"),
-        styles=_styles_in(0, styles, draft.branches),
-        names=_ids(draft),
-        seeds=(lambda dispatcher: cutting_inputs(dispatcher, blocks)) if blocks else None,
-        uses=uses,
-    )
+    with wrapped(draft.model, blocks=draft.sequence) as calls:
+        return infer_cuts(
+            draft.model,
+            run,
+            axis="tp",
+            size=draft.plan.mesh.axis_size("tp"),
+            styles=_styles_in(0, styles, draft.branches),
+            names=_ids(draft),
+            seeds=lambda dispatcher: calls.cutting(input_cut(dispatcher)),
+            uses=uses,
+        )
 
 
 def _as_said(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from meshwright.calls.tracer import Forwards
+from meshwright.calls.hook import ModuleCalls
 from meshwright.chance import generators_in
 from meshwright.recipe import Recipe
 from meshwright.runtime.branches.exchange import Branching
@@ -25,7 +25,7 @@ class Stages:
 
     Args:
         view: the SPMD mode, if anything is sharded over tp.
-        forwards: the forwards of the model's modules, which ask which part of them is to run; None: all of each.
+        calls: of the model's modules, which ask which part of them is to run.
         branching: what forks and joins, if there are branches.
         streams: what runs blocks at the same time on this rank.
 
@@ -44,15 +44,15 @@ class Stages:
         groups: Groups,
         *,
         view: SpmdMode | None,
-        forwards: Forwards | None = None,
+        calls: ModuleCalls,
         branching: Branching | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.model, self.recipe, self.groups, self.forwards = model, recipe, groups, forwards
+        self.model, self.recipe, self.groups, self.calls = model, recipe, groups, calls
         self.branching, self.streams, self._view = branching, streams, view
         self.rank = groups.pp_rank
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
-        self.sync = GradientSync(model, at_end=forwards is not None)
+        self.sync = GradientSync(model, at_end=recipe.in_parts)
         self.generators = generators_in(model)
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
@@ -62,7 +62,7 @@ class Stages:
         """On during a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
         if self._view is not None:
             return self._view.on()
-        return patches.UNCOMPILED.on() if self.forwards is not None else nullcontext()
+        return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""

@@ -205,14 +205,13 @@ class Step:
         model, piece = self._stages.model, self._pieces.batches[m]
         if part is None:
             return self._call(model, piece)
-        assert self._stages.forwards is not None
         if self._programs[
             m
         ].writes:  # each stage finds it as it was; and rows of one memory are not told apart by autograd
             piece = copied(piece)
             if part.program.last:
                 self._written[m] = piece
-        with self._stages.forwards.followed(part), _kept_elsewhere(model, part.program):
+        with self._stages.calls.following(part), _kept_elsewhere(model, part.program):
             return self._call(model, piece)
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:

@@ -10,37 +10,32 @@ which ``torch.utils.checkpoint`` leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.calls.hook import Around
 from meshwright.generators import Generators, State
 from meshwright.private import pytree, version
 from meshwright.runtime.module_state import ModuleState
 from meshwright.spmd.tensor import local_of
 
 
-def recompute(model: nn.Module, names: Iterable[str], random: Generators) -> None:
-    """Makes each named module run under ``torch.utils.checkpoint``. Names of modules and parameters stay as they are."""
+def recomputed(model: nn.Module, names: Iterable[str], random: Generators) -> dict[str, Around]:
+    """What makes each named module run under ``torch.utils.checkpoint`` (calls/hook.py)."""
     modules = dict(model.named_modules())
-    for name in names:
-        # On the instance: hooks (FSDP's gathering) stay outside the part that is run again.
-        modules[name].forward = Recomputed(name, modules[name], random)
+    return {name: partial(Recomputed, name, modules[name], random) for name in names}
 
 
 class Recomputed:
-    """The forward of a module whose activations are made again in the backward.
+    """A forward of a module, whose activations are made again in the backward."""
 
-    Attributes:
-        without_recompute: the module's own, for a stage that looks into it.
-    """
-
-    def __init__(self, name: str, module: nn.Module, random: Generators) -> None:
-        self.name, self.module, self.forward, self.random = name, module, module.forward, random
-        self.without_recompute = self.forward
+    def __init__(self, name: str, module: nn.Module, random: Generators, forward: Callable[..., Any]) -> None:
+        self.name, self.module, self.forward, self.random = name, module, forward, random
         self.written: set[int] | None = None  # which of the tensors in its arguments forwards wrote to so far
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
