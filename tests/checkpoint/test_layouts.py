@@ -129,3 +129,33 @@ def test_asynchronously_what_was_is_saved_while_training_goes_on(name, tmp_path,
     found, went_on, _ = workers.run(load, LAYOUTS[name], str(tmp_path), ranks=ranks(LAYOUTS[name]))[0]
     same(before, found)
     assert went_on == losses
+
+
+def saved_twice(plan, folder):
+    """Two asynchronous saves with steps between them; the state at each."""
+    job, optimizer, data = start(plan)
+    states = []
+    for step in (2, 4):
+        steps(job, optimizer, data, 2)
+        data.start = data.taken
+        job.save(folder, optimizer, step=step, data=data, wait=False)
+        states.append(state(job, optimizer))
+    steps(job, optimizer, data, 1)
+    job.saved()
+    return states
+
+
+def loaded_twice(plan, folder):
+    states = []
+    for step in ("step-00000002", "step-00000004"):
+        job, optimizer, data = start(plan)
+        job.load(f"{folder}/{step}", optimizer, data=data)
+        states.append(state(job, optimizer))
+    return states
+
+
+def test_memory_of_an_asynchronous_save_is_used_again_once_it_is_written(tmp_path, workers):
+    before = workers.run(saved_twice, LAYOUTS["dp_shard2"], str(tmp_path), ranks=2)[0]
+    found = workers.run(loaded_twice, LAYOUTS["dp_shard2"], str(tmp_path), ranks=2)[0]
+    for a, b in zip(before, found, strict=True):
+        same(a, b)

@@ -8,7 +8,7 @@ rng.<rank>.<kind>                   generators
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -187,8 +187,3 @@ def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -
             fix=f"torch.optim.{type(optimizer).__name__}(job.parameters(), …)",
         )
     return OptimizerContents(tuple(pieces), scalars, tuple(groups))
-
-
-def on_cpu(pieces: Sequence[Piece]) -> list[Piece]:
-    """Copies, for training to go on while they are written."""
-    return [replace(piece, local=piece.local.to("cpu", copy=True)) for piece in pieces]

@@ -28,6 +28,7 @@ from meshwright.checkpoint.contents import (
 from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
 from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
+from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import CheckpointError, Finding, Findings
 from meshwright.generators import Generators
@@ -95,9 +96,14 @@ class Owner:
 
 def save(
     find_owner: Callable[[], Owner], talk: RankAgreement, folder: str | os.PathLike[str], optimizers: Optimizers, *,
-    step: int, scheduler: Any, data: Any, extra: Any, keep: int | None, wait: bool,
+    step: int, scheduler: Any, data: Any, extra: Any, keep: int | None, staging: Staging | None = None,
 ) -> Saving:  # fmt: skip
-    """See ``Job.save``. Collective. ``find_owner``: gives this rank's; it may run code of the model's."""
+    """See ``Job.save``. Collective.
+
+    Args:
+        find_owner: gives this rank's; it may run code of the model's.
+        staging: copies the tensors first, and the rest runs in a thread; None: all is written before this returns.
+    """
 
     def collect() -> Snapshot:
         owner, states = find_owner(), {"scheduler": scheduler, "data": data}
@@ -105,11 +111,11 @@ def save(
         findings = Findings("this checkpoint")
         _check_numbers(step, keep, findings)
         snapshot = _snapshot(owner, optimizers, {**run, "extra": extra}, findings)
-        return snapshot if wait else snapshot.staged()
+        return snapshot if staging is None else snapshot.staged(staging)
 
     failed = Finding(str(folder), "it was not saved", "state_dict() and get_extra_state() without an error, and memory")
     snapshot = talk.do(collect, failed)
-    return Saving(lambda: write(snapshot, Path(folder), index(step), keep, talk), wait=wait)
+    return Saving(lambda: write(snapshot, Path(folder), index(step), keep, talk), wait=staging is None)
 
 
 def _check_numbers(step: Any, keep: int | None, findings: Findings) -> None:
@@ -218,7 +224,7 @@ def save_checkpoint(
     """
     saving = save(
         lambda: Owner.of_module(module), RankAgreement(None), folder, optimizer,
-        step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=True,
+        step=step, scheduler=scheduler, data=data, extra=extra, keep=keep,
     )  # fmt: skip
     return saving.wait()
 

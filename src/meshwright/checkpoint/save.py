@@ -25,10 +25,11 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint.contents import OptimizerContents, on_cpu
+from meshwright.checkpoint.contents import OptimizerContents
 from meshwright.checkpoint.folder import Manifest, begin, described, publish, write_file
 from meshwright.checkpoint.lock import Lock, hold
 from meshwright.checkpoint.pieces import Piece, PieceSaver
+from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.storage import METADATA, Writer
 from meshwright.checkpoint.talk import RankAgreement, because, cause, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings
@@ -88,9 +89,9 @@ class Snapshot:
     files: Mapping[str, str]
     about: Mapping[str, Any]
 
-    def staged(self) -> Snapshot:
+    def staged(self, staging: Staging) -> Snapshot:
         """With tensors that training does not write to. All else was copied when it was collected."""
-        return replace(self, pieces=on_cpu(self.pieces))
+        return replace(self, pieces=staging(self.pieces))
 
 
 def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: RankAgreement) -> Path:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.load import Loaded
     from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.save import Saving
+    from meshwright.checkpoint.staging import Staging
 
 
 class Job:
@@ -56,6 +57,7 @@ class Job:
         self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
         self.random, self._out_of_step = random, 0
         self._saving: Saving | None = None
+        self._staging: Staging | None = None  # its memory is used again
         self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
         self.steps = self.parts = self.steps_before = 0
 
@@ -182,13 +184,15 @@ class Job:
             CheckpointError: on every rank: some rank could not save or write, whatever the reason, and nothing of it is
                 left; or it would not load.
         """
-        from meshwright.checkpoint import jobs, talk  # with DCP, which takes a while to import
+        from meshwright.checkpoint import jobs, staging, talk  # with DCP, which takes a while to import
 
         self.saved()
         self._runner.reshard()
+        if not wait and self._staging is None:
+            self._staging = staging.Staging()
         self._saving = jobs.save(
             lambda: jobs.Owner.of_job(self), talk.RankAgreement(self.groups.files, moved=self.count_file), folder, optimizer,
-            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
+            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, staging=None if wait else self._staging,
         )  # fmt: skip
         return self._saving
 
