@@ -37,7 +37,7 @@ LADDER = (
     "cli __main__",
 )
 FACADES = {
-    ("runtime.job", "checkpoint"),
+    ("runtime.checkpoints", "checkpoint"),
     ("runtime.job", "draw"),
 }  # Job.save, Job.load and Job.shard_map: when they are called
 

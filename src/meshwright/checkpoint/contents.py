@@ -21,7 +21,7 @@ from meshwright.recipe import Slices
 from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.runtime.job import Job
+    from meshwright.runtime.held import HeldModel
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -83,17 +83,17 @@ class Contents:
                 yield Piece.whole(f"model.{name}", getattr(module, key).detach())
 
 
-def of_job(job: Job) -> Contents:
+def of_job(held: HeldModel) -> Contents:
     """What this rank holds of a job, at rest."""
-    recipe, rank = job.recipe, job.rank
-    named = dict(job.module.named_parameters(remove_duplicate=False))
+    recipe, rank = held.recipe, held.rank
+    named = dict(held.module.named_parameters(remove_duplicate=False))
     found = [
         Held(line.name, line.aliases, named[line.name], line.shape, recipe.held(line, rank))
         for line in recipe.parameters
         if recipe.holds(line, rank)
     ]
-    buffers = [(n, m, k, recipe.buffer_owner(n) == rank) for n, m, k in _buffers(job.module)]
-    return Contents(tuple(found), tuple(buffers), _extra(job.module))
+    buffers = [(n, m, k, recipe.buffer_owner(n) == rank) for n, m, k in _buffers(held.module)]
+    return Contents(tuple(found), tuple(buffers), _extra(held.module))
 
 
 def of_module(module: nn.Module) -> Contents:

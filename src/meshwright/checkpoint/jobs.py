@@ -36,7 +36,7 @@ from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
 
 if TYPE_CHECKING:
-    from meshwright.runtime.job import Job
+    from meshwright.runtime.held import HeldModel
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Owner:
     rows: str = "auto"
 
     @classmethod
-    def of_job(cls, job: Job) -> Owner:
+    def of_job(cls, held: HeldModel, random: Generators, rows: str) -> Owner:
         """A rank of a job, whose parameters are at rest."""
-        contents = of_job(job)
-        names = (*job.recipe.by_name, *(name for name, *_ in contents.buffers))
-        return cls(job.module, contents, names, job.rank, job.groups.device, job.random, job.recipe, job.rows)
+        contents = of_job(held)
+        names = (*held.recipe.by_name, *(name for name, *_ in contents.buffers))
+        return cls(held.module, contents, names, held.rank, held.groups.device, random, held.recipe, rows)
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Owner:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.conversion import Matched, Source, Values, matched
+from meshwright.checkpoint.folder import Moved, nobody
 from meshwright.checkpoint.talk import RankAgreement
 from meshwright.checkpoint.tensorfiles import open_folder
 from meshwright.checkpoint.unread import LazyTensor, read_slices
@@ -29,7 +30,7 @@ from meshwright.recipe import ParameterRecipe, Slices
 from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.runtime.job import Job
+    from meshwright.runtime.held import HeldModel
 
 Targets: TypeAlias = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 
@@ -57,36 +58,43 @@ class Pretrained:
 
 
 @torch.no_grad()
-def load_pretrained(job: Job, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
-    """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``."""
-    path, talk = Path(folder), RankAgreement(job.groups.files, "this folder")
+def load_pretrained(
+    held: HeldModel, folder: str | os.PathLike[str], *, strict: bool = True, moved: Moved = nobody
+) -> Pretrained:
+    """Fills a job's parameters and persistent buffers from safetensors. See ``Job.load_pretrained``.
+
+    Args:
+        held: what this rank holds, at rest.
+        moved: is called whenever a parameter has been read.
+    """
+    path, talk = Path(folder), RankAgreement(held.groups.files, "this folder")
     failed = Finding(str(path), "it was not read", "files that every rank can read, and memory")
-    targets, found = talk.do(lambda: _found(job, path, strict), failed)
-    talk.do(lambda: _read(job, found), failed)
+    targets, found = talk.do(lambda: _found(held, path, strict), failed)
+    talk.do(lambda: _read(held, found, moved), failed)
     missing = tuple(names[0] for names in targets if _name_in(found, names) is None)
     return Pretrained(path, missing, tuple(found.unexpected))
 
 
-def _found(job: Job, path: Path, strict: bool) -> tuple[Targets, Matched]:
+def _found(held: HeldModel, path: Path, strict: bool) -> tuple[Targets, Matched]:
     """The model's names, and where each is in the folder. Raises PlanError with every problem of this rank's slices."""
     findings = Findings("this folder")
     findings.extend(_prerequisites(path))
     findings.raise_if_any()
-    targets = _targets(job)
-    found = matched(job.module, (n for names in targets for n in names), open_folder(path))
-    _add_problems(job, targets, found, path, strict, findings)
+    targets = _targets(held)
+    found = matched(held.module, (n for names in targets for n in names), open_folder(path))
+    _add_problems(held, targets, found, path, strict, findings)
     findings.raise_if_any()
     return targets, found
 
 
-def _read(job: Job, found: Matched) -> None:
+def _read(held: HeldModel, found: Matched, moved: Moved) -> None:
     """Fills this rank's slices, and its buffers."""
     reading = _Reading()
-    for line, local in _held(job):
+    for line, local in _held(held):
         if (name := _name_in(found, (line.name, *line.aliases))) is not None:
-            read_slices(reading.of(found.sources[name], name), job.recipe.held(line, job.rank), local)
-            job.count_file()
-    for name, buffer in _buffers(job.module).items():
+            read_slices(reading.of(found.sources[name], name), held.recipe.held(line, held.rank), local)
+            moved()
+    for name, buffer in _buffers(held.module).items():
         if name in found.sources:
             read_slices(reading.of(found.sources[name], name), _all_of(buffer), buffer)
 
@@ -107,12 +115,12 @@ class _Reading:
 # --- the model's side ------------------------------------------------------------------------------------------------
 
 
-def _targets(job: Job) -> Targets:
+def _targets(held: HeldModel) -> Targets:
     """All names of each parameter and persistent buffer → its shape and type."""
     found: Targets = {}
-    for line in job.recipe.parameters:
+    for line in held.recipe.parameters:
         found[(line.name, *line.aliases)] = (line.shape, getattr(torch, line.dtype))
-    for name, buffer in _buffers(job.module).items():
+    for name, buffer in _buffers(held.module).items():
         found[(name,)] = (tuple(buffer.shape), buffer.dtype)
     return found
 
@@ -123,11 +131,11 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
-def _held(job: Job) -> Iterator[tuple[ParameterRecipe, Tensor]]:
+def _held(held: HeldModel) -> Iterator[tuple[ParameterRecipe, Tensor]]:
     """What this rank holds of each parameter."""
-    named = dict(job.module.named_parameters(remove_duplicate=False))
-    for line in job.recipe.parameters:
-        if job.recipe.holds(line, job.rank):
+    named = dict(held.module.named_parameters(remove_duplicate=False))
+    for line in held.recipe.parameters:
+        if held.recipe.holds(line, held.rank):
             yield line, local_tensor(named[line.name])
 
 
@@ -148,17 +156,17 @@ def _prerequisites(path: Path) -> Iterator[Finding]:
         yield Finding(str(path), "safetensors is not installed", "safetensors, which comes with an extra", fix)
 
 
-def _add_problems(job: Job, targets: Any, found: Matched, path: Path, strict: bool, findings: Findings) -> None:
+def _add_problems(held: HeldModel, targets: Any, found: Matched, path: Path, strict: bool, findings: Findings) -> None:
     """Everything that keeps a folder from being loaded; a folder's name that is known to be of no use is dropped."""
     for name, why in found.failed.items():
         findings.add(where=name, given=f"transformers' conversion fails: {why}", required="tensors that it can convert")
     for names, (shape, dtype) in targets.items():
         if (there := _name_in(found, names)) is not None:
             _check(there, found.sources[there], shape, dtype, findings)
-    findings.extend(_untied(job, found))
-    found.unexpected[:] = _counting(job.module, found.unexpected)
+    findings.extend(_untied(held, found))
+    found.unexpected[:] = _counting(held.module, found.unexpected)
     if strict:
-        _check_names(job.module, targets, found, path, findings)
+        _check_names(held.module, targets, found, path, findings)
 
 
 def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
@@ -203,16 +211,16 @@ def _any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")
 
 
-def _untied(job: Job, found: Matched) -> Iterator[Finding]:
+def _untied(held: HeldModel, found: Matched) -> Iterator[Finding]:
     """Parameters that are one in the model and two, of unlike values, in the folder. A rank looks at its own slices."""
-    for line, local in _held(job):
+    for line, local in _held(held):
         there = [name for name in (line.name, *line.aliases) if name in found.sources]
         if any(found.sources[name].shape != line.shape for name in there):
             continue
         read: list[Tensor] = []
         for name in there if len(there) > 1 else ():
             read.append(torch.empty_like(local))
-            read_slices(found.sources[name].values()[name], job.recipe.held(line, job.rank), read[-1])
+            read_slices(found.sources[name].values()[name], held.recipe.held(line, held.rank), read[-1])
             if not torch.equal(read[0], read[-1]):
                 required = "one parameter: the model has them tied"
                 yield Finding(

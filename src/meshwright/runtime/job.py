@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +11,17 @@ from torch import Tensor, nn
 
 from meshwright.generators import Generators
 from meshwright.recipe import ParameterRecipe
-from meshwright.runtime.branches import streams
+from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
+from meshwright.runtime.draws import Draws
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.pipeline.executor import Executor
-from meshwright.runtime.rows.batch import as_given, plain, versions, with_shared
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.loss_weights import LabelCounter
-from meshwright.runtime.rows.microbatches import write_back
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import clip_grad_norm, grad_norm
-from meshwright.runtime.weights.gather import whole_buffers, whole_tensors
 from meshwright.spmd.comm import Ledger
-from meshwright.spmd.one_process import one_process
 from meshwright.watch.timer import CommunicationTimer
 
 if TYPE_CHECKING:
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.load import Loaded
     from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.save import Saving
-    from meshwright.checkpoint.staging import Staging
 
 
 class Job:
@@ -41,25 +37,20 @@ class Job:
     Attributes:
         module: the model, its parameters laid out; its names are its own.
         recipe: every decision.
-        ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
-        steps: calls of ``step`` so far, the running one included.
-        steps_before: optimizer steps of the checkpoint that was loaded, less the calls of ``step`` until then.
         parts: of checkpoints that this rank has read or written so far, asynchronously too.
+        ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
         random: the generators of this rank.
         guard: compares what ranks should hold alike, every so many steps.
     """
 
     def __init__(self, runner: Runner, ledger: Ledger, counter: LabelCounter | None, random: Generators) -> None:
-        module, recipe, groups = runner.module, runner.recipe, runner.groups
-        self.module, self.recipe, self.groups, self.ledger = module, recipe, groups, ledger
-        self._runner = runner
-        self._division = Division(self._runner, counter, random)
-        self.guard = Guard(module, recipe, groups, ledger, recipe.verify)
-        self.random, self._out_of_step = random, 0
-        self._saving: Saving | None = None
-        self._staging: Staging | None = None  # its memory is used again
-        self._nothing = nn.Parameter(torch.empty(0, device=groups.device))
-        self.steps = self.parts = self.steps_before = 0
+        self.module, self.recipe, self.groups = runner.module, runner.recipe, runner.groups
+        self.ledger, self.random = ledger, random
+        self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
+        self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
+        self._steps = Steps(runner, self._division, self.guard, Draws(self.recipe, self.groups, random))
+        self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
+        self.parts = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -74,41 +65,17 @@ class Job:
                 the same bits do not.
             RowsError: on every rank: this step's values have shown that its rows cannot be divided.
         """
-        self.steps += 1
-        return self._run(batch, backward=True)
+        return self._steps.run(batch, backward=True)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
         """The mean loss over the global batch, without gradients. ``batch``: this rank's rows."""
-        return self._run(batch, backward=False)
+        return self._steps.run(batch, backward=False)
 
-    @one_process()
-    def _run(self, batch: Any, *, backward: bool) -> Tensor:
-        self._agree_on_random()
-        batch = with_shared(plain(batch), self.recipe.shared_inputs)
-        runner, division = self._runner, self._division
-        pieces = division.pieces(batch)
-        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
-        step = self.steps + self.steps_before
-        guarded = backward and self.guard.due(self.steps)
-        runner.reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
-        with self.guard.watching(step) if guarded else nullcontext():
-            losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
-        if pieces.gathered is not None:
-            write_back(given, before, batch, pieces.gathered)
-        runner.settle_modules()
-        found = division.loss(losses, pieces)
-        if guarded:
-            runner.reshard()
-            self.guard.compare(step, losses)
-        return found
-
-    @one_process()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, its tensors whole; with a pipeline, on the ranks of its last stage, and
         without gradients (None on other ranks)."""
-        self._agree_on_random()
-        return self._runner.output(args, kwargs)
+        return self._steps.output(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
@@ -121,13 +88,11 @@ class Job:
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
         an empty list."""
-        held = [p for _, p in self.named_parameters()]
-        return iter(held or [self._nothing])
+        return self._held.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As on one device, by the model's own names."""
-        held = {line.name for line in self.recipe.parameters if self.recipe.holds(line, self.groups.rank)}
-        return ((name, p) for name, p in self.module.named_parameters() if self.recipe.by_name[name].name in held)
+        return self._held.named_parameters()
 
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
@@ -184,23 +149,14 @@ class Job:
             CheckpointError: on every rank: some rank could not save or write, whatever the reason, and nothing of it is
                 left; or it would not load.
         """
-        from meshwright.checkpoint import jobs, staging, talk  # with DCP, which takes a while to import
-
-        self.saved()
-        self._runner.reshard()
-        if not wait and self._staging is None:
-            self._staging = staging.Staging()
-        self._saving = jobs.save(
-            lambda: jobs.Owner.of_job(self), talk.RankAgreement(self.groups.files, moved=self.count_file), folder, optimizer,
-            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, staging=None if wait else self._staging,
+        return self._checkpoints.save(
+            folder, optimizer, self.count_file,
+            step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
         )  # fmt: skip
-        return self._saving
 
     def saved(self) -> None:
         """Waits for a checkpoint that is still being written. Raises CheckpointError where that failed."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        self._checkpoints.saved()
 
     def load(
         self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
@@ -220,17 +176,10 @@ class Job:
                 been changed then. Or some rank could not read what it had found whole before, or an object did not take
                 its state back: then values are in part those of the checkpoint.
         """
-        from meshwright.checkpoint import jobs, talk
-
-        self.saved()
-        self._runner.reshard()
-        loaded = jobs.load(
-            lambda: jobs.Owner.of_job(self), talk.RankAgreement(self.groups.files, moved=self.count_file), path, optimizer,
-            scheduler=scheduler, data=data, verify=verify, or_before=or_before,
-        )  # fmt: skip
-        self._division.settle(loaded.rows)
-        self.steps_before = loaded.step - self.steps
-        self.guard.begin()
+        loaded = self._checkpoints.load(
+            path, optimizer, self.count_file, scheduler=scheduler, data=data, verify=verify, or_before=or_before
+        )
+        self._steps.resume(loaded.step)
         return loaded
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
@@ -249,17 +198,23 @@ class Job:
         Raises:
             PlanError: every problem, before anything is changed; on every rank alike.
         """
-        from meshwright.checkpoint.pretrained import load_pretrained  # files of weights are read when some are loaded
-
-        self.saved()  # its ranks talk over the same group
-        self._runner.reshard()
-        found = load_pretrained(self, folder, strict=strict)
-        self.guard.begin()
-        return found
+        return self._checkpoints.load_pretrained(folder, self.count_file, strict=strict)
 
     def count_file(self) -> None:
         """A part of a file was read or written: a watch sees that this rank gets on."""
         self.parts += 1
+
+    # --- what it is, and where it is --------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Calls of ``step`` so far, the running one included."""
+        return self._steps.count
+
+    @property
+    def steps_before(self) -> int:
+        """Optimizer steps of the checkpoint that was loaded, less the calls of ``step`` until then."""
+        return self._steps.before
 
     @property
     def pipeline(self) -> Executor | None:
@@ -285,13 +240,7 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        found = [*self._division.notes, streams.note(self.recipe, self.groups.device)]
-        if self._out_of_step:
-            found.append(
-                "something draws random numbers on some ranks only (if rank == 0: torch.rand(1), say), seen before step "
-                f"{self._out_of_step}: ranks that run the same forward then took the random state of the first of them"
-            )
-        return (*self.recipe.notes, *filter(None, found))
+        return (*self.recipe.notes, *self._steps.notes)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -303,41 +252,16 @@ class Job:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 every parameter and persistent buffer, whole, on CPU; empty elsewhere. Gathered one at a time."""
-        found: dict[str, Tensor] = {}
-        for line, value in self.whole_parameters():
-            if value is not None:
-                for name in (line.name, *line.aliases):
-                    found[name] = value
-        if self.rank == 0:
-            parameters = set(self.recipe.by_name)
-            state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
-            found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-        persistent = set(found)
-        for name, value in self.whole_buffers():
-            if value is not None and name in persistent:
-                found[name] = value
-        return found
+        return self._held.full_state_dict()
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Each buffer in turn, as the rank has it whose forward changes it: on rank 0; None elsewhere."""
-        return whole_buffers(self.module, self.recipe, self.groups)
+        return self._held.whole_buffers()
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: whole on rank 0, None elsewhere."""
-        self._runner.reshard()
-        return whole_tensors(self.module, self.recipe, self.groups, lambda p: p)
+        return self._held.whole_parameters()
 
     def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter's gradient in turn: whole on rank 0; None elsewhere, and where there is no gradient."""
-        return whole_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
-
-    # --- within -----------------------------------------------------------------------------------------------------
-
-    def _agree_on_random(self) -> None:
-        """Ranks that run the same forward draw the same numbers from here on."""
-        groups = self.groups
-        agreed = self.recipe.mesh.axis_size("tp") == 1 or self.random.agree(groups.tp, torch_too=True)
-        if self.recipe.mesh.axis_size("pp") > 1:
-            agreed &= self.random.agree(groups.pipeline, torch_too=False)
-        if not agreed and not self._out_of_step:
-            self._out_of_step = max(1, self.steps)
+        return self._held.whole_gradients()

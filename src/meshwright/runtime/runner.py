@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
+from meshwright.runtime.held import HeldModel
 from meshwright.runtime.module_state import ModuleState, make_whole
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
@@ -34,6 +34,7 @@ class Runner:
 
     Attributes:
         module: the model, its parameters laid out.
+        held: what this rank holds of it.
         executor: runs this rank's stages.
     """
 
@@ -44,7 +45,7 @@ class Runner:
         self.executor = Executor(stages, programs, loss)
         self._sync, self._wholes = stages.sync, wholes
         self._routed, self._own_sums = routed, OwnSums(self.module, self.recipe, self.groups)
-        self._units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        self.held = HeldModel(self.module, self.recipe, self.groups)
 
     @property
     def pipeline(self) -> Executor | None:
@@ -69,7 +70,7 @@ class Runner:
         begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
         if not backward:
             found = self.executor.run(pieces, begin, watched, backward=False)
-            self.reshard()
+            self.held.reshard()
             return found
         if self._routed is not None:
             self._routed.begin()
@@ -85,7 +86,7 @@ class Runner:
         output = self.executor.output(args, kwargs)
         self.settle_modules()
         if self.pipeline is not None or not torch.is_grad_enabled():
-            self.reshard()
+            self.held.reshard()
         return output
 
     def loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
@@ -95,17 +96,12 @@ class Runner:
             with self.executor.trying():
                 found = self.executor.run(pieces, watched=watched, backward=False)
         finally:
-            self.reshard()
+            self.held.reshard()
         value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(value, group=self.groups.pipeline)
         return float(value)
 
     # --- the model's state ------------------------------------------------------------------------------------------
-
-    def reshard(self) -> None:
-        """Parameters back to rest. FSDP2 leaves the root gathered after a forward, for a backward that may not come."""
-        for unit in self._units:
-            unit.reshard()
 
     def settle_modules(self) -> None:
         """What forwards left on modules is whole, as on one device."""

@@ -1,0 +1,77 @@
+"""``Steps``: the steps of a job, one after another.
+
+draws      ranks that run the same forward draw the same numbers           runtime/draws.py
+division   which rows this rank runs, in which pieces                      runtime/division.py
+runner     forward and backward of these pieces                            runtime/runner.py
+division   the loss of the batch
+guard      in some steps: do ranks hold alike what they should?            runtime/guard.py
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.runtime.branches import streams
+from meshwright.runtime.division import Division
+from meshwright.runtime.draws import Draws
+from meshwright.runtime.guard import Guard
+from meshwright.runtime.rows.batch import as_given, plain, versions, with_shared
+from meshwright.runtime.rows.microbatches import write_back
+from meshwright.runtime.runner import Runner
+from meshwright.spmd.one_process import one_process
+
+
+class Steps:
+    """Runs a batch, or what the model is called with.
+
+    Attributes:
+        count: steps with a backward so far, the running one included.
+        before: optimizer steps of the checkpoint that was loaded, less ``count`` then.
+    """
+
+    def __init__(self, runner: Runner, division: Division, guard: Guard, draws: Draws) -> None:
+        self._runner, self._division, self._guard, self._draws = runner, division, guard, draws
+        self.count = self.before = 0
+
+    def resume(self, step: int) -> None:
+        """So many optimizer steps were done before the next one."""
+        self.before = step - self.count
+
+    @one_process()
+    def run(self, batch: Any, *, backward: bool) -> Tensor:
+        """The loss of a batch; with a backward, its gradients too. ``batch``: this rank's rows."""
+        self.count += backward
+        self._draws.agree(self.count)
+        runner, division, guard = self._runner, self._division, self._guard
+        batch = with_shared(plain(batch), runner.recipe.shared_inputs)
+        pieces = division.pieces(batch)
+        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
+        step = self.count + self.before
+        guarded = backward and guard.due(self.count)
+        runner.held.reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
+        with guard.watching(step) if guarded else nullcontext():
+            losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
+        if pieces.gathered is not None:
+            write_back(given, before, batch, pieces.gathered)
+        runner.settle_modules()
+        found = division.loss(losses, pieces)
+        if guarded:
+            runner.held.reshard()
+            guard.compare(step, losses)
+        return found
+
+    @one_process()
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns for this rank's rows."""
+        self._draws.agree(self.count)
+        return self._runner.output(args, kwargs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found out since the recipe."""
+        runner = self._runner
+        found = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._draws.note)
+        return tuple(filter(None, found))
