@@ -1,254 +1,32 @@
 """A part of the model: its own forward, of which this rank runs a stage, and in it the trunk and its own branches.
 
-Each call of a module is one of
-
-    run      all of it is this rank's: it runs as it is, unseen
-    stub     none of it is: what it returned when it was recorded stands in for its result
-    open     its forward runs, and its own functions are looked at one by one: this rank's are run, values of
-             others are ``RemoteTensor``, what follows from the batch alone is computed, here as on every rank
-
-A value that another stage or branch gives is, here, the tensor that was received, if something here takes it, or else an
-``RemoteTensor``: shape and type, and an error for whoever reads it. The forward stops as soon as everything that other
-stages take of this one exists. Forks and joins (regions.py) come in their turn, on every rank of the place around them.
+Each call of a module runs, is a stub, or is looked into (calls/stage.py). A value that another stage or branch gives is,
+here, the tensor that was received, if something here takes it, or else a ``RemoteTensor``: shape and type, and an error for
+whoever reads it. The forward stops as soon as everything that other stages take of this one exists. Forks and joins
+(regions.py) come in their turn, on every rank of the place around them.
 """
 
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.calls.exchange import Exchange, Started, Streams
 from meshwright.calls.hook import Forward
 from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor, RowShard, sized
+from meshwright.calls.stage import OPEN, STUB, StageProgram
 from meshwright.calls.structure import lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Tracer
-from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, spelled
+from meshwright.calls.values import StageValues
+from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
 from meshwright.private import pytree
-from meshwright.regions import Fork, Join, Placed, find_regions
-from meshwright.spmd.torch_functions import draws, is_fact
-from meshwright.submesh import Submeshes
-
-RUN, STUB, OPEN = "run", "stub", "open"
-
-
-def _at_once() -> None:
-    """Nothing is on its way."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """What a join gives.
-
-    Attributes:
-        values: value → what the place around computes with, where this rank takes it.
-        tail: what ties the next region of that place to this one.
-        arriving: the values whose memory is filled by others, and not before ``wait`` has returned.
-    """
-
-    values: Mapping[int, Tensor]
-    tail: Tensor
-    arriving: frozenset[int] = frozenset()
-    wait: Callable[[], None] = _at_once
-
-
-class Exchange(Protocol):
-    """What forks and joins (runtime/branches/exchange.py)."""
-
-    def fork(
-        self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
-    ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
-        """(value, branch) → what it computes with; and an anchor, for the join of the region."""
-
-    def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
-        """Values of branches become those of the place around. ``own``: those of this rank's branch."""
-
-    def lend(self, around: int, number: int, t: Tensor) -> None:
-        """This rank's branch made a value that a fork to come gives to others."""
-
-    def share(self, place: int, t: Tensor) -> Tensor:
-        """The rows of a tensor that this rank runs in a place."""
-
-    def portion(self, place: int) -> tuple[int, int]:
-        """How many rows there are, and how many of them this rank runs in a place."""
-
-    def inside(self, place: int) -> AbstractContextManager[None]:
-        """For the time of a part of a branch."""
-
-    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
-        """This rank's rows in a place, at their place among all rows, which are zeros; strides are those of ``like``."""
-
-    def stand_in(self, like: Tensor) -> Tensor:
-        """Ones for a value that this rank has no need of."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A block whose work has begun; ``finish`` waits for it and gives its result."""
-
-    finish: Callable[[], Any]
-
-
-class Streams(Protocol):
-    """What runs blocks at the same time on one rank (runtime/branches/streams.py)."""
-
-    def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
-        """Begins a block's forward."""
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """What crosses cuts: for each (stage, later stage), the numbers of the values, in a fixed order."""
-
-    cuts: tuple[int, ...]
-    values: Mapping[tuple[int, int], tuple[int, ...]]
-
-    def into(self, stage: int) -> dict[int, tuple[int, ...]]:
-        """Source stage → values."""
-        return {s: numbers for (s, t), numbers in self.values.items() if t == stage}
-
-    def out_of(self, stage: int) -> dict[int, tuple[int, ...]]:
-        """Later stage → values."""
-        return {t: numbers for (s, t), numbers in self.values.items() if s == stage}
-
-
-def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
-    """The values between stages. ``whole_output``: the last stage takes everything that the model returns."""
-    found: dict[tuple[int, int], set[int]] = {}
-    last = len(cuts)
-    for number, value in enumerate(graph.values):
-        home = bisect_right(cuts, value.position)
-        takers = {bisect_right(cuts, p) for p in graph.consumers.get(number, ())}
-        if whole_output and number in graph.calls[ROOT].outputs:
-            takers.add(last)
-        for taker in takers - {home}:
-            found.setdefault((home, taker), set()).add(number)
-    return Crossing(tuple(cuts), {edge: tuple(sorted(numbers)) for edge, numbers in sorted(found.items())})
-
-
-class StageProgram:
-    """What a rank does with each call and event of a recorded forward, in one stage.
-
-    Args:
-        placed: module → the places of its calls (regions.py).
-        mine: the places that the rank is of.
-        streams: module → the stream of this rank that it runs on, at the same time as others.
-        whole_output: whether all that the model returns is wanted.
-    """
-
-    def __init__(
-        self,
-        graph: ModelGraph,
-        crossing: Crossing,
-        stage: int,
-        placed: Placed | None = None,
-        places: Submeshes | None = None,
-        mine: frozenset[int] = frozenset({0}),
-        *,
-        streams: Mapping[str, int] | None = None,
-        whole_output: bool = False,
-    ) -> None:
-        ends = [0, *crossing.cuts, len(graph.events)]
-        self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
-        self.start, self.stop = ends[stage], ends[stage + 1]
-        self.last = stage == len(crossing.cuts)
-        self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
-        self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
-        self._places: Sequence[int] = ()
-        self.moves: tuple[Fork | Join, ...] = ()
-        if placed and places is not None:
-            found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
-            self._places, self.moves = found.places, found.moves
-        self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
-        self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
-        # Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
-        # if no placed module draws them.
-        self.drawn = frozenset(
-            p for p in range(self.start, self.stop)
-            if (e := graph.events[p]).draws and self.place(p)
-            and (any(g in graph.drawn_along for g in e.generators) or not any(m in (placed or {}) for m, _ in e.path))
-        )  # fmt: skip
-        # Draws of other stages from a generator of the model's own, from which several stages draw.
-        self.along = frozenset(
-            p for positions in graph.drawn_along.values() if len({bisect_right(crossing.cuts, p) for p in positions}) > 1
-            for p in positions if not self.start <= p < self.stop
-        )  # fmt: skip
-        self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
-        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is.
-        lasting = (*graph.changes.values(), *graph.parameter_writes.values())
-        changes = [p for p in lasting if self.start <= p < self.stop]
-        end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
-        self.last_change = max([*changes, *self.along, *end], default=-1)
-        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
-        self.streamed = {
-            path: ((streams or {})[call.module], self._taken(call))
-            for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
-        }  # fmt: skip
-
-    def of(self, graph: ModelGraph) -> StageProgram:
-        """The same for a forward that differs in sizes alone."""
-        found = copy.copy(self)
-        found.graph = graph
-        return found
-
-    def place(self, position: int) -> int:
-        """The place of an event."""
-        return self._places[position] if self._places else 0
-
-    def divides(self, place: int) -> bool:
-        """Whether a rank may have some rows alone of what is made in a place."""
-        return place > 0 and self.branches is not None and self.branches[place].splits
-
-    def here(self, position: int) -> bool:
-        return self.start <= position < self.stop and self.place(position) in self.mine
-
-    def _treat(self, call: Call) -> str:
-        graph, seen = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        inside = range(call.start, call.stop)
-        made = [n for p in inside for n in graph.made(p)]
-        used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
-        ours = sum(map(self.here, inside))
-        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws with it
-            return OPEN
-        if (
-            call.start < call.stop
-            and ours == len(inside)
-            and len({self.place(p) for p in inside}) == 1
-            and not call.visible
-        ):
-            kept = {*self.out, *self.joined} & set(made)
-            return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
-        if call.start == call.stop or ours or call.fresh:
-            return OPEN
-        if call.acts:  # what it reads is not here, so that it cannot be followed
-            return STUB
-        if call.visible:
-            return OPEN
-        if any(n not in seen or n in call.stashed for n in used_outside):
-            return OPEN
-        for p in inside:
-            event = graph.events[p]
-            if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
-                return OPEN
-        return STUB
-
-    def _may_wait(self, call: Call) -> bool:
-        """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
-        events = self.graph.events[call.start : call.stop]
-        plain = not any(e.mean_loss or draws(e.function) for e in events)
-        return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
-
-    def _taken(self, call: Call) -> int:
-        """The first position at which something takes what a call gave."""
-        made = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
-        later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
-        return min(later, default=len(self.graph.events))
+from meshwright.regions import Fork, Join
+from meshwright.spmd.torch_functions import is_fact
 
 
 class _Done(BaseException):
@@ -258,23 +36,14 @@ class _Done(BaseException):
 class StageInterpreter(Tracer):
     """One microbatch's forward through one stage.
 
-    Its tables, each with what holds of it throughout:
+    What it keeps besides its values (calls/values.py), each with what holds of it throughout:
 
-        _values      number → the tensor that is this value here: received, or given by an event or call of this stage. It
-                     holds what one device's holds at this point of the program: a write to its memory gives the value
-                     another number, under which the same tensor is entered (``_rename``). Never an ``RemoteTensor``.
-        _missing     numbers of ``program.out`` that are not there yet. Shrinks only; the forward may end when it is empty
-                     and ``_passed_by`` has come to ``program.last_change``.
-        _passed_by   the last position that the forward has come past, here or not. Grows only.
-        _kept        (number, branch) → what a branch goes on with for a value that it made itself: the tensor itself before a
-                     join, or its rows of it where its data ranks have some each.
-        _forked      branch → number → what it computes with for a value of the place around it. Entered by forks only.
-        _arriving    number → what waits for it: values that are in ``_values`` or ``_forked``, whose memory is not filled yet.
         _moves       forks and joins still to come, in the order of the program; all before the present position are done.
         _anchors     place → what the join of its open region is tied to; empty between regions.
         _tails       place → what the next region of it is tied to.
         _started     blocks that run beside: before which position each must have ended. None is past its position.
         _units       how many of FSDP's units are being looked into: the forward does not end within one.
+        _hooking     whether torch makes a node for a module's backward hook.
         closed       (of ``Tracer``) how many calls that are not looked into are running: while it is not 0, no event is met.
 
     Args:
@@ -302,22 +71,15 @@ class StageInterpreter(Tracer):
         super().__init__(carried)
         self.program, self.graph, self.device = program, program.graph, device
         self._name, self._send, self._exchange = name, send, exchange
-        self._values: dict[int, Tensor] = {}
-        self._streams = streams
-        self._started: list[tuple[int, Call, Started]] = []  # blocks that are running, and before what they must end
+        self._values, self._streams = StageValues(program), streams
         self._moves = [m for m in program.moves if m.around in program.mine]
-        self._forked: dict[int, dict[int, Tensor]] = {}  # branch → value → what it computes with
-        # (value, branch that made it) → what that goes on with after a join; or its rows of it, where it has some.
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._arriving: dict[int, Callable[[], None]] = {}  # value → until it is there
-        self._anchors: dict[int, list[Tensor]] = {}  # place → what ties the join of its region to the forks
-        self._tails: dict[int, Tensor] = {}  # place → what ties its next region to the last
+        self._anchors: dict[int, list[Tensor]] = {}
+        self._tails: dict[int, Tensor] = {}
+        self._started: list[tuple[int, Call, Started]] = []
+        self._units = 0
+        self._hooking = False
         for number, value in received.items():
             self.keep(value, number)
-        self._missing = set(program.out)
-        self._passed_by = -1  # the last position that the forward has come past
-        self._units = 0  # of FSDP's, whose forwards are being looked into
-        self._hooking = False  # torch makes a node for a module's backward hook
 
     def outputs(self) -> list[Tensor]:
         """What other stages take, in the program's order."""
@@ -344,18 +106,12 @@ class StageInterpreter(Tracer):
         self.name_value(t, number)
         if self.graph.values[number].position < since:
             return
-        if self.program.divides(place):
-            self._kept[number, place] = t
-        else:
-            self._values[number] = t
-        if number not in self.program.joined:
-            self._missing.discard(number)
+        self._values.enter(number, t, place)
 
     def _stop_if_done(self) -> None:
         """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
         have not."""
-        done = not self._missing and self._passed_by >= self.program.last_change
-        if done and not self.program.last and not self._units:
+        if self._values.complete and not self.program.last and not self._units:
             raise _Done
 
     def _had(self, t: Tensor, place: int = 0) -> Tensor:
@@ -363,38 +119,12 @@ class StageInterpreter(Tracer):
         number = self.number(t)
         if number is None:
             return t
-        found = self._taken(number, place)
+        found = self._values.taken(number, place)
         return self._values.get(number, t) if found is None else found
 
-    def _of_branch(self, number: int, place: int) -> tuple[Tensor | None, bool]:
-        """What a branch, or one around it, computes with for a value, and whether it made that itself; None where that is
-        what all have."""
-        if place and self.program.branches is not None:
-            for p in reversed(self.program.branches.chain(place)):
-                if number in self._forked.get(p, ()):
-                    return self._forked[p][number], False
-                if (number, p) in self._kept:
-                    return self._kept[number, p], True
-        return None, False
-
-    def _taken(self, number: int, place: int) -> Tensor | None:
-        """The same, for something that takes it now: waits for it if it is on its way."""
-        found, own = self._of_branch(number, place)
-        if not own:
-            self.arrived(number)
-        return found
-
-    def _await(self, call: Call, place: int) -> None:
-        """Waits for all that a call takes, however it comes by it."""
-        for n in list(self._arriving):
-            if any(call.start <= p < call.stop for p in self.graph.consumers.get(n, ())):
-                self._taken(n, place)
-
     def arrived(self, number: int) -> None:
-        """Waits for a value that is on its way, and with it for those that come with it."""
-        if (wait := self._arriving.get(number)) is not None:
-            wait()
-            self._arriving = {n: w for n, w in self._arriving.items() if w is not wait}
+        """See ``Tracer``."""
+        self._values.arrived(number)
 
     def _reach(self, position: int) -> None:
         """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
@@ -418,42 +148,28 @@ class StageInterpreter(Tracer):
         assert self._exchange is not None
         apart = self.program.apart  # what only some branches take is on their ranks alone
         standing = {  # of what is on its way, the memory
-            n: self._inside(n, self._of_branch(n, move.around)[0])
+            n: self._values.inside(n, self._values.of_branch(n, move.around)[0])
             for n in move.values if n in self._values or n not in apart
         }  # fmt: skip
         given, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
-            for branch in takers & self.program.mine:
-                self._forked.setdefault(branch, {})[n] = given[n, branch]
+            self._values.fork(n, takers & self.program.mine, given)
 
     def _join(self, move: Join) -> None:
         assert self._exchange is not None
-        own = {n: self._inside(n, self._taken(n, b)) for n, b in move.values if b in self.program.mine}
+        values = self._values
+        own = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self.program.mine}
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
         found = self._exchange.join(move, own, self.graph, anchors)
         self._tails[move.around] = found.tail
-        self._kept |= {(n, b): own[n] for n, b in move.values if n in own and n in move.kept}
         for n, t in found.values.items():
             self.keep(t, n)
         for n in own:
             if (move.around, n) in self.program.lent:
                 self._exchange.lend(move.around, n, found.values[n])
-        self._arriving |= dict.fromkeys(found.arriving, found.wait)
-        self._missing -= {n for n, _ in move.values}
-
-    def _inside(self, number: int, found: Tensor | None) -> Tensor:
-        """What stands for a value in a place that has it; ``found``: there alone."""
-        if found is not None:
-            return found
-        if number not in self._values:
-            event = self.graph.events[self.graph.values[number].position]
-            raise PathError(
-                f"there is no {event.function} of {spelled(event.path)} ({event.line}), "
-                "which was there when the forward was recorded"
-            )
-        return self._values[number]
+        values.join(move, own, found.arriving, found.wait)
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
@@ -502,13 +218,13 @@ class StageInterpreter(Tracer):
             return result
         call = self.graph.calls[path]
         self._reach(call.stop - 1)
-        self._passed_by = max(self._passed_by, call.stop - 1)  # (nothing stops within it)
+        self._values.come_past(call.stop - 1)  # (nothing stops within it)
         if treated == STUB:
             return self._stand_in(call, args, kwargs)
         place = self.program.place(call.start)
         given = args, kwargs
         args, kwargs = map_tensors(lambda t: self._had(t, place), given)
-        self._await(call, place)
+        self._values.taken_by(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
             stream, taken = self.program.streamed[path]
@@ -590,8 +306,8 @@ class StageInterpreter(Tracer):
         self._reach(len(self.graph.events))
         if self.program.last:
             return map_tensors(self._had, result) if self.program.moves or self.program.streamed else result
-        if self._missing:
-            event = self.graph.events[self.graph.values[min(self._missing)].position]
+        if missing := self._values.missing:
+            event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(
                 f"the forward ended without {event.function} of {spelled(event.path)} ({event.line}), "
                 "which was there when it was recorded"
@@ -659,13 +375,13 @@ class StageInterpreter(Tracer):
                 self._gave(tensors[i], number, position, place)
         result = self._answered(event, position, func, args, kwargs, tensors)
         self._rename(event, position, place)
-        self._passed_by = max(self._passed_by, position)
+        self._values.come_past(position)
         return result
 
     def _rename(self, event: Event, position: int, place: int) -> None:
         """Other names of the memory that an event wrote to have other numbers now."""
         for before, now in event.renamed:
-            t = self._kept.get((before, place), self._values.get(before))
+            t = self._values.made_in(before, place)
             self.renamed[before] = now
             if self.program.here(position) and t is not None:
                 self._gave(t, now, position, place)
@@ -709,7 +425,7 @@ class StageInterpreter(Tracer):
             result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # What the model does next may follow from the value; to the end of this call all of it is this stage's.
-            self._await(self.graph.calls[event.path], place)
+            self._values.taken_by(self.graph.calls[event.path], place)
             self.closed += 1
             return result
         if target is None:
@@ -786,7 +502,7 @@ class StageInterpreter(Tracer):
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
-        if self._arriving and func in _SHOWS and (number := self.number(args[0])) is not None:
+        if self._values.waits and func in _SHOWS and (number := self.number(args[0])) is not None:
             self.arrived(number)
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage, asked where to make something

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.calls.interpreter import STUB, StageProgram, crossings
+from meshwright.calls.stage import STUB, StageProgram, crossings
 from meshwright.errors import Findings, source_place
 from meshwright.graph import Event, ModelGraph, spelled
 from meshwright.plan import Plan

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.calls.interpreter import Joined
+from meshwright.calls.exchange import Joined
 from meshwright.calls.placeholder import PathError
 from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.calls.interpreter import Started
+from meshwright.calls.exchange import Started
 from meshwright.calls.structure import map_tensors, tensors_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp

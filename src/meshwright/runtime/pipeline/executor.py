@@ -65,8 +65,10 @@ class Executor:
         """Forward (and backward) of all microbatches; their losses, scaled, on the ranks of the last stage.
 
         Args:
+            pieces: the microbatches of this rank's rows, with the share of the loss that each has.
             begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before
                 has left.
+            backward: whether gradients are added to ``.grad``.
             watched: what is on during the forward of a stage and microbatch.
         """
         step = self.step(pieces, called, self._loss, begin, watched, backward=backward)
@@ -108,7 +110,8 @@ class Executor:
         *,
         backward: bool,
     ) -> Step:
-        """One pass over the schedule, not begun."""
+        """One pass over the schedule, not begun. ``call`` runs the model on a piece; ``loss`` is taken of what it returns, or
+        nothing is; the rest is as for ``run``."""
         known, grad = self.programs, backward or self._trying
         programs = [known.of(batch, call, loss, grad=grad) for batch in pieces.batches] if known is not None else []
         schedule = self._schedule(programs, len(pieces.batches), backward=backward)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.calls.interpreter import Crossing, StageProgram, crossings
+from meshwright.calls.stage import Crossing, StageProgram, crossings
 from meshwright.errors import StageError
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.calls.interpreter import StageInterpreter, StageProgram
+from meshwright.calls.interpreter import StageInterpreter
+from meshwright.calls.stage import StageProgram
 from meshwright.calls.structure import attributes_in, map_tensors, owner_of
 from meshwright.calls.tracer import held_in, kept_in
 from meshwright.chance import host_seeded

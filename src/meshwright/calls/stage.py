@@ -1,0 +1,172 @@
+"""``StageProgram``: what a rank does with each call and event of a recorded forward, in one stage; and what crosses cuts.
+
+Each call of a module is one of
+
+    run      all of it is this rank's: it runs as it is, unseen
+    stub     none of it is: what it returned when it was recorded stands in for its result
+    open     its forward runs, and its own functions are looked at one by one: this rank's are run, values of
+             others are ``RemoteTensor``, what follows from the batch alone is computed, here as on every rank
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.graph import ROOT, Call, ModelGraph
+from meshwright.regions import Fork, Join, Placed, find_regions
+from meshwright.spmd.torch_functions import draws
+from meshwright.submesh import Submeshes
+
+RUN, STUB, OPEN = "run", "stub", "open"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses cuts: for each (stage, later stage), the numbers of the values, in a fixed order."""
+
+    cuts: tuple[int, ...]
+    values: Mapping[tuple[int, int], tuple[int, ...]]
+
+    def into(self, stage: int) -> dict[int, tuple[int, ...]]:
+        """Source stage → values."""
+        return {s: numbers for (s, t), numbers in self.values.items() if t == stage}
+
+    def out_of(self, stage: int) -> dict[int, tuple[int, ...]]:
+        """Later stage → values."""
+        return {t: numbers for (s, t), numbers in self.values.items() if s == stage}
+
+
+def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
+    """The values between stages. ``whole_output``: the last stage takes everything that the model returns."""
+    found: dict[tuple[int, int], set[int]] = {}
+    last = len(cuts)
+    for number, value in enumerate(graph.values):
+        home = bisect_right(cuts, value.position)
+        takers = {bisect_right(cuts, p) for p in graph.consumers.get(number, ())}
+        if whole_output and number in graph.calls[ROOT].outputs:
+            takers.add(last)
+        for taker in takers - {home}:
+            found.setdefault((home, taker), set()).add(number)
+    return Crossing(tuple(cuts), {edge: tuple(sorted(numbers)) for edge, numbers in sorted(found.items())})
+
+
+class StageProgram:
+    """What a rank does with each call and event of a recorded forward, in one stage.
+
+    Args:
+        placed: module → the places of its calls (regions.py).
+        mine: the places that the rank is of.
+        streams: module → the stream of this rank that it runs on, at the same time as others.
+        whole_output: whether all that the model returns is wanted.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        crossing: Crossing,
+        stage: int,
+        placed: Placed | None = None,
+        places: Submeshes | None = None,
+        mine: frozenset[int] = frozenset({0}),
+        *,
+        streams: Mapping[str, int] | None = None,
+        whole_output: bool = False,
+    ) -> None:
+        ends = [0, *crossing.cuts, len(graph.events)]
+        self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
+        self.start, self.stop = ends[stage], ends[stage + 1]
+        self.last = stage == len(crossing.cuts)
+        self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
+        self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
+        self._places: Sequence[int] = ()
+        self.moves: tuple[Fork | Join, ...] = ()
+        if placed and places is not None:
+            found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
+            self._places, self.moves = found.places, found.moves
+        self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
+        self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
+        # Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
+        # if no placed module draws them.
+        self.drawn = frozenset(
+            p for p in range(self.start, self.stop)
+            if (e := graph.events[p]).draws and self.place(p)
+            and (any(g in graph.drawn_along for g in e.generators) or not any(m in (placed or {}) for m, _ in e.path))
+        )  # fmt: skip
+        # Draws of other stages from a generator of the model's own, from which several stages draw.
+        self.along = frozenset(
+            p for positions in graph.drawn_along.values() if len({bisect_right(crossing.cuts, p) for p in positions}) > 1
+            for p in positions if not self.start <= p < self.stop
+        )  # fmt: skip
+        self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
+        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is.
+        lasting = (*graph.changes.values(), *graph.parameter_writes.values())
+        changes = [p for p in lasting if self.start <= p < self.stop]
+        end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
+        self.last_change = max([*changes, *self.along, *end], default=-1)
+        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+        self.streamed = {
+            path: ((streams or {})[call.module], self._taken(call))
+            for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
+        }  # fmt: skip
+
+    def of(self, graph: ModelGraph) -> StageProgram:
+        """The same for a forward that differs in sizes alone."""
+        found = copy.copy(self)
+        found.graph = graph
+        return found
+
+    def place(self, position: int) -> int:
+        """The place of an event."""
+        return self._places[position] if self._places else 0
+
+    def divides(self, place: int) -> bool:
+        """Whether a rank may have some rows alone of what is made in a place."""
+        return place > 0 and self.branches is not None and self.branches[place].splits
+
+    def here(self, position: int) -> bool:
+        return self.start <= position < self.stop and self.place(position) in self.mine
+
+    def _treat(self, call: Call) -> str:
+        graph, seen = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
+        inside = range(call.start, call.stop)
+        made = [n for p in inside for n in graph.made(p)]
+        used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
+        ours = sum(map(self.here, inside))
+        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws with it
+            return OPEN
+        if (
+            call.start < call.stop
+            and ours == len(inside)
+            and len({self.place(p) for p in inside}) == 1
+            and not call.visible
+        ):
+            kept = {*self.out, *self.joined} & set(made)
+            return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
+        if call.start == call.stop or ours or call.fresh:
+            return OPEN
+        if call.acts:  # what it reads is not here, so that it cannot be followed
+            return STUB
+        if call.visible:
+            return OPEN
+        if any(n not in seen or n in call.stashed for n in used_outside):
+            return OPEN
+        for p in inside:
+            event = graph.events[p]
+            if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
+                return OPEN
+        return STUB
+
+    def _may_wait(self, call: Call) -> bool:
+        """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
+        events = self.graph.events[call.start : call.stop]
+        plain = not any(e.mean_loss or draws(e.function) for e in events)
+        return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
+
+    def _taken(self, call: Call) -> int:
+        """The first position at which something takes what a call gave."""
+        made = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
+        later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
+        return min(later, default=len(self.graph.events))
