@@ -80,7 +80,7 @@ def contiguous(shape: tuple[int, ...]) -> Strides:
 @functools.lru_cache(maxsize=8192)
 def order(shape: tuple[int, ...], strides: Strides) -> tuple[int, ...] | None:
     """The dims of a dense tensor, outermost first; None if it is not dense (it has gaps, or overlaps itself)."""
-    left, found, step = list(range(len(shape))), [], 1
+    left, dims, step = list(range(len(shape))), [], 1
     while left:
         fits = [d for d in left if strides[d] == step]
         # A dim of size 1 says by its stride where it stands, if the kernel that allocated it meant to.
@@ -90,9 +90,9 @@ def order(shape: tuple[int, ...], strides: Strides) -> tuple[int, ...] | None:
         if best is None:
             return None
         left.remove(best)
-        found.append(best)
+        dims.append(best)
         step *= max(shape[best], 1)
-    return tuple(reversed(found))
+    return tuple(reversed(dims))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -171,19 +171,19 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable
 def placed(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[Placed, ...] | None:
     """See ``asked``: of arguments that can be hashed."""
     with without_any_mode(), torch.no_grad():
-        given = _thawed(args)
+        arguments = _thawed(args)
         try:
-            out = func(*given, **{k: _thawed(v) for k, v in kwargs})
+            out = func(*arguments, **{k: _thawed(v) for k, v in kwargs})
         except Exception:  # a kernel that meta has not, or that needs values
             return None
-        memory = {storage_of(t): i for i, t in enumerate(given) if isinstance(t, Tensor)}
+        memory = {storage_of(t): i for i, t in enumerate(arguments) if isinstance(t, Tensor)}
         return tuple(
             Placed(
                 tuple(t.shape),
                 t.stride(),
                 int(t.storage_offset()),
                 memory.get(storage_of(t)),
-                any(t is x for x in given),
+                any(t is x for x in arguments),
                 noted(tuple(t.shape), t.stride()),
             )
             for t in pytree.tree_leaves(out)

@@ -56,8 +56,10 @@ def giving(function: Any, change: Callable[[Any], Any]) -> Any:
     """
     if "_mw_giving" not in vars(function):
         names = [n for n in ("forward", "backward", "vjp", "jvp") if getattr(function, n) is not getattr(Function, n)]
-        own = {name: staticmethod(_changing(getattr(function, name), change)) for name in names}
-        function._mw_giving = type(function)(function.__name__, (function,), {**own, "__module__": function.__module__})
+        methods = {name: staticmethod(_changing(getattr(function, name), change)) for name in names}
+        function._mw_giving = type(function)(
+            function.__name__, (function,), {**methods, "__module__": function.__module__}
+        )
     return function._mw_giving
 
 
@@ -143,18 +145,18 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
             again, kept = handler(function, args)
             if plain is None:
                 runs = iter([function])
-                return apply(lambda *given: next(runs, again)(*given), preserve, *args)
+                return apply(lambda *arguments: next(runs, again)(*arguments), preserve, *args)
             first: list[Callable[[Any], Any]] = []
 
-            def run(*given: Any) -> Any:
-                results, back = plain(again(*given))
+            def run(*arguments: Any) -> Any:
+                results, back = plain(again(*arguments))
                 first.append(back)
                 return results
 
-            found = apply(run, preserve, *kept)
+            outputs = apply(run, preserve, *kept)
             back = first[0]
             first.clear()
-            return back(found)
+            return back(outputs)
 
         return applied
 
@@ -195,10 +197,10 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
                 runs = [function]  # left to be told of: it is run again in a backward
                 returned: list[Any] = []
 
-                def run(*given: Any) -> Any:
+                def run(*arguments: Any) -> Any:
                     if not runs:
-                        return function(*given)
-                    returned.append(runs.pop()(*given))
+                        return function(*arguments)
+                    returned.append(runs.pop()(*arguments))
                     told.checkpoint_returns()
                     return returned[0]
 

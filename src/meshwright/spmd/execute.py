@@ -259,11 +259,11 @@ class Prepared:
             if type(source) is GlobalTensor:
                 self.itself = _index(tensors, source)
                 return source
-        found = [_result(func, args, tensors, *piece, usual) for piece in zip(pieces, layouts, places, strict=True)]
+        results = [_result(func, args, tensors, *piece, usual) for piece in zip(pieces, layouts, places, strict=True)]
         if pieces is out:
-            self.results = tuple(found)
-            return _like(out, [r.of(dispatcher, t, tensors) for r, t in zip(found, pieces, strict=True)])
-        self.result = result = found[0]
+            self.results = tuple(results)
+            return _like(out, [r.of(dispatcher, t, tensors) for r, t in zip(results, pieces, strict=True)])
+        self.result = result = results[0]
         return result.of(dispatcher, out, tensors)
 
 

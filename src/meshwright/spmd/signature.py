@@ -107,9 +107,9 @@ def number(x: Any) -> int:
 
 def passed_on(value: Any) -> list[Operand]:
     """The operands in what a decider gave as constants: it did not look for tensors there."""
-    found: list[Operand] = []
-    replaced(value, lambda x: found.append(x) if isinstance(x, Operand) else None)
-    return found
+    operands: list[Operand] = []
+    replaced(value, lambda x: operands.append(x) if isinstance(x, Operand) else None)
+    return operands
 
 
 def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,5 +258,5 @@ def _read_plain(x: Tensor, parts: list[Any]) -> None:
 
 def _autocast() -> Any:
     """To which types autocast casts, by device; a decision for another device than these is not kept."""
-    found = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    return tuple(found) or NEVER
+    enabled = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return tuple(enabled) or NEVER

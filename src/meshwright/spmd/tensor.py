@@ -158,8 +158,8 @@ class GlobalTensor(Tensor):
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         if memory_format == torch.contiguous_format:
             return self._mw_strides is None if isinstance(self._mw_layout, Shard) else self._mw_local.is_contiguous()
-        found = placed(Tensor.contiguous, (self._mw_lies(),), (("memory_format", memory_format),))
-        return found is not None and found[0].source is not None
+        places = placed(Tensor.contiguous, (self._mw_lies(),), (("memory_format", memory_format),))
+        return places is not None and places[0].source is not None
 
     def _mw_lies(self) -> Like:
         """How the whole tensor lies in memory on one device. A tensor that is not cut lies so here, too."""
@@ -175,9 +175,9 @@ class GlobalTensor(Tensor):
 
     def _mw_become(self, other: GlobalTensor) -> None:
         """Takes over what ``other`` is, as functions do that change a tensor's shape in place."""
-        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_mw_")}
+        attributes = {k: v for k, v in self.__dict__.items() if not k.startswith("_mw_")}
         self.__dict__.clear()
-        self.__dict__.update(other.__dict__, **own)
+        self.__dict__.update(other.__dict__, **attributes)
         self._mw_memo = {}
         with without_modes():
             Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # the wrapper's own shape
@@ -250,10 +250,10 @@ def spec_of(t: Tensor) -> Spec:
         return t._mw_spec
     local, is_parameter = t._mw_local, t._mw_parameter is not None
     strides, offset = (t._mw_strides, t._mw_offset) if isinstance(t._mw_layout, Shard) else (None, 0)
-    found = spec(t._mw_layout, t._mw_shape, local.dtype, local.device, strides, offset, local.stride(), is_parameter)
+    own_spec = spec(t._mw_layout, t._mw_shape, local.dtype, local.device, strides, offset, local.stride(), is_parameter)
     if t._mw_origin is None and not t._mw_silent and not t._mw_apart:
-        t._mw_spec = found
-    return found
+        t._mw_spec = own_spec
+    return own_spec
 
 
 def local_of(t: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ def _of_groups(q: Tensor, k: Tensor, v: Tensor, times: int, mask: Tensor | None,
 
 def _target(tensors: Sequence[Operand]) -> Shard | None:
     """The cut of a head or batch dim that the largest sharded operand has."""
-    found = [(x.numel(), -i, x.layout) for i, x in enumerate(tensors) if isinstance(x.layout, Shard)]
+    candidates = [(x.numel(), -i, x.layout) for i, x in enumerate(tensors) if isinstance(x.layout, Shard)]
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # a sharded dim of size 1 may be spread
-    fits = [entry for entry in found if entry[2].dim < len(lead) and entry[2].size == lead[entry[2].dim]]
+    fits = [entry for entry in candidates if entry[2].dim < len(lead) and entry[2].size == lead[entry[2].dim]]
     return max(fits, key=lambda e: e[:2])[2] if fits else None
 
 

@@ -85,7 +85,7 @@ def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: 
         return None
     summed = [label for label in mine if label not in out]
     others = [(x, names) for j, (x, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
-    own = [label for label in mine if label in out and not any(label in names for _, names in others)]
+    free = [label for label in mine if label in out and not any(label in names for _, names in others)]
     matches = (
         x.layout.on(mine.index(names[x.layout.dim]))
         for x, names in others
@@ -93,7 +93,7 @@ def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: 
     )
     return Choice(
         p.index,
-        column=mine.index(own[0]) if own and len(mine) > 1 else None,
+        column=mine.index(free[0]) if free and len(mine) > 1 else None,
         match=next(matches, None),
         row=mine.index(summed[0]) if summed else None,
     )
@@ -102,7 +102,7 @@ def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: 
 def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
     """The label to cut along: a parameter's cut first (weights do not move), then a summed label that all operands
     are cut along, then the largest operand's."""
-    found = []
+    candidates = []
     for x, names in zip(operands, labels, strict=True):
         layout = x.layout
         if not isinstance(layout, Shard):
@@ -110,8 +110,8 @@ def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Label
         label = names[layout.dim]
         holders = [y.layout for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
         agreed = label not in out and all(isinstance(h, Shard) and h.pieces == layout.pieces for h in holders)
-        found.append(((x.parameter, agreed, x.numel()), label, layout.pieces))
-    return max(found, key=lambda entry: entry[0])[1:] if found else (None, None)
+        candidates.append(((x.parameter, agreed, x.numel()), label, layout.pieces))
+    return max(candidates, key=lambda entry: entry[0])[1:] if candidates else (None, None)
 
 
 @decider("linear")

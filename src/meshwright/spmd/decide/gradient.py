@@ -20,9 +20,9 @@ def _of_value(work: Any, gradient: Tensor | None, x: Any) -> Any:
         return gradient
     if not isinstance(layout, Shard):
         return redistribute.keep_first_backward(gradient, work.axis)
-    found = work.view(gradient, layout)
-    work.lay(found, None)
-    return found
+    global_gradient = work.view(gradient, layout)
+    work.lay(global_gradient, None)
+    return global_gradient
 
 
 def _made_whole(work: Any, names: dict[str, Any], *keys: str) -> None:
@@ -42,8 +42,8 @@ def grad(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     inputs = names["inputs"] if isinstance(names["inputs"], (tuple, list)) else (names["inputs"],)
     _made_whole(work, names, "outputs", "grad_outputs")
     names["inputs"] = [local_of(x) for x in inputs]
-    found = work.engine(func)(**names)
-    return tuple(_of_value(work, g, x) for g, x in zip(found, inputs, strict=True))
+    gradients = work.engine(func)(**names)
+    return tuple(_of_value(work, g, x) for g, x in zip(gradients, inputs, strict=True))
 
 
 def backward(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

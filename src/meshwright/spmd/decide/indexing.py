@@ -54,10 +54,10 @@ def split(call: Call) -> Answer:
         return of_each(call, held, layout if isinstance(layout, (Shard, Partial)) else REPLICATE)
     size = -(-n // more[0]) if "chunk" in call.name else more[0]
     sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(number, size))
-    found = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    if any(f is None for f in found):
+    pieces = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    if any(f is None for f in pieces):
         return Gather(Blocks(x.index, tuple(sizes)))
-    cuts = tuple(f[1] for f in found if f is not None)
+    cuts = tuple(f[1] for f in pieces if f is not None)
     return Decision(Tensor.split, (held(x), [c.local(call.rank) for c in cuts], dim), {}, cuts)
 
 

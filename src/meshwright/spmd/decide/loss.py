@@ -97,7 +97,7 @@ def _of_rows(
     axis: Axis,
     x: Tensor,
     target: Tensor,
-    own: Shard,
+    cut: Shard,
     reduction: str,
     dtype: torch.dtype,
     *,
@@ -106,20 +106,20 @@ def _of_rows(
 ) -> Tensor:
     """This rank's summand of the loss of logits that are cut over rows (or over a dim after the classes), in the wide type.
 
-    ``target``, ``weight``: whole; ``own``: the cut of the target.
+    ``target``, ``weight``: whole; ``cut``: the cut of the target.
     """
     count = _denominator(target, weight, options["ignore_index"])
-    target = own.take(target, axis.rank)
+    target = cut.take(target, axis.rank)
     losses = functional.cross_entropy(x, target, weight=weight, reduction="none", **options)
     total = losses.sum(dtype=wide(losses.dtype))
     return total / count if reduction == "mean" else total
 
 
 def _of_rows_rounded(
-    axis: Axis, x: Tensor, target: Tensor, own: Shard, reduction: str, dtype: Any, **options: Any
+    axis: Axis, x: Tensor, target: Tensor, cut: Shard, reduction: str, dtype: Any, **options: Any
 ) -> Tensor:
     """The same, whole: it is rounded once."""
-    return redistribute.all_reduce(_of_rows(axis, x, target, own, reduction, dtype, **options), axis).to(dtype)
+    return redistribute.all_reduce(_of_rows(axis, x, target, cut, reduction, dtype, **options), axis).to(dtype)
 
 
 _ELEMENTWISE = """

@@ -37,9 +37,9 @@ def group_norm(call: Call) -> Answer:
     width = x.shape[1] // groups
     if layout.parts > 1 or any(n % width for n in layout.pieces[0]):
         return Gather(Units(x.index, groups))
-    own = layout.on(0)
-    args = (held(x), layout.local(call.rank) // width, need(weight, own), need(bias, own), eps)
-    return Decision(functional.group_norm, args, {}, layout, choices=(*matching(weight, own), *matching(bias, own)))
+    cut = layout.on(0)
+    args = (held(x), layout.local(call.rank) // width, need(weight, cut), need(bias, cut), eps)
+    return Decision(functional.group_norm, args, {}, layout, choices=(*matching(weight, cut), *matching(bias, cut)))
 
 
 @decider("normalize")

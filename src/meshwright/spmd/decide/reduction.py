@@ -20,11 +20,11 @@ from meshwright.spmd.decision import GATHER, Answer, Decision, held
 from meshwright.spmd.signature import Call, Operand, layout_of
 
 
-def dims_of(given: Any, rank: int) -> list[int]:
+def dims_of(dim: Any, rank: int) -> list[int]:
     """The dims an argument names; all of them for None or ()."""
-    if given is None or (isinstance(given, (tuple, list)) and not given):
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(rank))
-    return [d % max(rank, 1) for d in (given if isinstance(given, (tuple, list)) else (given,))]
+    return [d % max(rank, 1) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
 
 
 def after_reduction(layout: Shard, dims: Sequence[int], keepdim: bool) -> Shard:

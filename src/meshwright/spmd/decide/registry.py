@@ -80,6 +80,6 @@ def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         args = (kwargs.pop("input"),)
     order = _ORDER.get(func.__name__)
     if order is not None and args and kwargs.keys() <= order.keys():
-        given = dict(zip(order, args[1:], strict=False)) | kwargs
-        args, kwargs = (args[0], *(given.get(k, default) for k, default in order.items())), {}
+        by_name = dict(zip(order, args[1:], strict=False)) | kwargs
+        args, kwargs = (args[0], *(by_name.get(k, default) for k, default in order.items())), {}
     return args, kwargs

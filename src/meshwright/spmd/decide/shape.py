@@ -137,11 +137,11 @@ def reshape(call: Call) -> Answer:
         return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, follows=(x.index, dims))
     if not isinstance(layout, Shard):
         return moved(x, [None] * len(shape), Tensor.reshape, tuple(shape))
-    found = regroup(layout, tuple(x.shape), shape)
-    if found is None:
+    regrouped = regroup(layout, tuple(x.shape), shape)
+    if regrouped is None:
         return Gather(_finding(x, layout, shape))
-    shape[found.dim] = found.local(call.rank)
-    return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, found)
+    shape[regrouped.dim] = regrouped.local(call.rank)
+    return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, regrouped)
 
 
 def _same_dims(x: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:

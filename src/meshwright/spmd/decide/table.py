@@ -48,7 +48,7 @@ def _rows(index: Tensor, weight: Tensor, start: int, padding: int | None) -> Ten
     if not weight.size(0):  # a row to look at: torch refuses a table without rows
         weight = torch.cat([weight, weight.new_zeros(1, weight.size(1))])
     local = torch.where(mine, local, torch.zeros_like(local))
-    found = functional.embedding(local, weight)
+    rows = functional.embedding(local, weight)
     if padding is not None:  # the padding row is read but gets no gradient
-        found = torch.where((index == padding).unsqueeze(-1), found.detach(), found)
-    return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))
+        rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(mine.unsqueeze(-1), rows, torch.zeros_like(rows))

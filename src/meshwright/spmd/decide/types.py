@@ -37,14 +37,14 @@ def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
     """
     with without_modes(), torch.no_grad():
         one = torch.zeros((1,) * x.dim(), dtype=x.dtype, device=x.device)
-        found: torch.dtype = func(one, *args, **kwargs).dtype
-    return found
+        dtype: torch.dtype = func(one, *args, **kwargs).dtype
+    return dtype
 
 
 def like_here(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> tuple[torch.dtype, torch.device] | None:
     """The type and device of ``func(x, ...)``, asked of torch with an empty tensor like ``x``; None if it gives no tensor."""
     with without_any_mode(), torch.no_grad():
-        found = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
-    if not isinstance(found, Tensor):
+        result = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+    if not isinstance(result, Tensor):
         return None
-    return found.dtype, x.device if x.device.type == "meta" else found.device  # planning: everything is on meta
+    return result.dtype, x.device if x.device.type == "meta" else result.device  # planning: everything is on meta
