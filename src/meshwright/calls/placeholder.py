@@ -75,14 +75,14 @@ class RowShard(Placeholder):
 _SIZED = frozenset(["view", "reshape", "expand"])
 
 
-def sized(func: Any, args: tuple[Any, ...], rows: int, own: int) -> tuple[Any, ...]:
-    """The arguments of a function that takes a shape, ``rows`` long, as it is of ``own`` of them: ``x.view(8, -1)``."""
+def sized(func: Any, args: tuple[Any, ...], rows: int, local_rows: int) -> tuple[Any, ...]:
+    """The arguments of a function that takes a shape, ``rows`` long, as it is of ``local_rows`` of them: ``x.view(8, -1)``."""
     if getattr(func, "__name__", "") not in _SIZED or len(args) < 2:
         return args
     x, first, *others = args
     if isinstance(first, (tuple, list)):
-        return (x, (own, *first[1:]), *others) if first and first[0] == rows else args
-    return (x, own, *others) if first == rows else args
+        return (x, (local_rows, *first[1:]), *others) if first and first[0] == rows else args
+    return (x, local_rows, *others) if first == rows else args
 
 
 def held(t: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ def _known(t: Tensor) -> tuple[Tracer | None, int | None]:
 
 
 def _unavailable(func: Any, values: Any) -> RuntimeError:
-    found = next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
-    mark, number = found._mw_value
+    placeholder = next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
+    mark, number = placeholder._mw_value
     name, walk = getattr(func, "__name__", str(func)), mark.walk()
-    if isinstance(found, RowShard):
+    if isinstance(placeholder, RowShard):
         return PathError(f"{name} takes a tensor of which this rank has some rows alone; they are its .rows")
     if walk is None:
         return PathError(f"{name} takes a tensor of a forward that has ended; its value lives on other ranks")

@@ -48,8 +48,8 @@ def cut_input(dispatcher: Dispatcher, x: Tensor) -> Tensor:
     with without_modes():  # none of this is the model's
         local = dispatcher.cut(x, layout)
         # A slice of x itself, or of its sum, is not to be written to with it. (With a gradient it is a copy already.)
-        own = isinstance(x, GlobalTensor) and local.requires_grad
-        found = GlobalTensor(local if own else local.clone(), layout, dispatcher)
-        dispatcher.lay(found, x.stride())
-    replaced(x, found)
-    return found
+        is_copy = isinstance(x, GlobalTensor) and local.requires_grad
+        sharded = GlobalTensor(local if is_copy else local.clone(), layout, dispatcher)
+        dispatcher.lay(sharded, x.stride())
+    replaced(x, sharded)
+    return sharded

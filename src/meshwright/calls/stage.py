@@ -41,7 +41,7 @@ class Crossing:
 
 def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
     """The values between stages. ``whole_output``: the last stage takes everything that the model returns."""
-    found: dict[tuple[int, int], set[int]] = {}
+    edges: dict[tuple[int, int], set[int]] = {}
     last = len(cuts)
     for number, value in enumerate(graph.values):
         home = bisect_right(cuts, value.position)
@@ -49,8 +49,8 @@ def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = Fa
         if whole_output and number in graph.calls[ROOT].outputs:
             takers.add(last)
         for taker in takers - {home}:
-            found.setdefault((home, taker), set()).add(number)
-    return Crossing(tuple(cuts), {edge: tuple(sorted(numbers)) for edge, numbers in sorted(found.items())})
+            edges.setdefault((home, taker), set()).add(number)
+    return Crossing(tuple(cuts), {edge: tuple(sorted(numbers)) for edge, numbers in sorted(edges.items())})
 
 
 class StageProgram:
@@ -84,8 +84,8 @@ class StageProgram:
         self._places: Sequence[int] = ()
         self.moves: tuple[Fork | Join, ...] = ()
         if placed and places is not None:
-            found = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
-            self._places, self.moves = found.places, found.moves
+            regions = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
+            self._places, self.moves = regions.places, regions.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
         # Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
@@ -114,9 +114,9 @@ class StageProgram:
 
     def of(self, graph: ModelGraph) -> StageProgram:
         """The same for a forward that differs in sizes alone."""
-        found = copy.copy(self)
-        found.graph = graph
-        return found
+        program = copy.copy(self)
+        program.graph = graph
+        return program
 
     def place(self, position: int) -> int:
         """The place of an event."""

@@ -43,31 +43,31 @@ def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int,
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor within ``value``, in the order in which ``map_tensors`` meets them."""
-    found: list[Tensor] = []
-    _list(value, found, _DEPTH)
-    return found
+    tensors: list[Tensor] = []
+    _list(value, tensors, _DEPTH)
+    return tensors
 
 
-def _list(value: Any, found: list[Tensor], depth: int, around: tuple[int, ...] = ()) -> None:
+def _list(value: Any, tensors: list[Tensor], depth: int, around: tuple[int, ...] = ()) -> None:
     """``around``: ids of the objects that ``value`` is within, which may be in a circle."""
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif (kind := type(value)) is tuple or kind is list:
         for item in value:
             if type(item) not in _PLAIN:
-                _list(item, found, depth, around)
+                _list(item, tensors, depth, around)
     elif kind is dict:
         for item in value.values():
             if type(item) not in _PLAIN:
-                _list(item, found, depth, around)
+                _list(item, tensors, depth, around)
     elif kind not in _PLAIN:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             elif depth and _is_object(leaf) and id(leaf) not in around:
                 for item in list(vars(leaf).values()):
                     if _may_hold(item):
-                        _list(item, found, depth - 1, (*around, id(leaf)))
+                        _list(item, tensors, depth - 1, (*around, id(leaf)))
 
 
 def as_it_is(value: Any, kept: Container[int]) -> Any:
@@ -77,7 +77,7 @@ def as_it_is(value: Any, kept: Container[int]) -> Any:
     ``kept``: ids of what stays the very thing, too.
     """
 
-    def own(item: Any, depth: int) -> Any:
+    def copy_of(item: Any, depth: int) -> Any:
         plain = isinstance(item, (Tensor, nn.Module, type)) or callable(item) or not hasattr(item, "__dict__")
         if id(item) in kept or plain or not depth:
             return item
@@ -91,18 +91,18 @@ def as_it_is(value: Any, kept: Container[int]) -> Any:
         return made
 
     def within(item: Any, depth: int) -> Any:
-        return pytree.tree_map(lambda leaf: own(leaf, depth), item, is_leaf=lambda x: id(x) in kept)
+        return pytree.tree_map(lambda leaf: copy_of(leaf, depth), item, is_leaf=lambda x: id(x) in kept)
 
     return within(value, _DEPTH)
 
 
 def lists_in(value: Any) -> list[list[Any]]:
     """Every list within tuples, lists and dicts, and in plain objects within those, in a fixed order."""
-    found: list[list[Any]] = []
+    lists: list[list[Any]] = []
 
     def look(item: Any, depth: int) -> None:
         if isinstance(item, list):
-            found.append(item)
+            lists.append(item)
         if depth and isinstance(item, (list, tuple)):
             inner = list(item)
         elif depth and isinstance(item, dict):
@@ -115,7 +115,7 @@ def lists_in(value: Any) -> list[list[Any]]:
             look(part, depth - 1)
 
     look(value, _DEPTH)
-    return found
+    return lists
 
 
 # --- plain objects that modules hold ------------------------------------------------------------------------------------
@@ -143,13 +143,15 @@ _KINDS = WeakKeyDictionary[type, _Kind]()  # of what has been seen, as this is a
 
 def _seen_of(value: Any) -> _Kind:
     kind = type(value)
-    if (found := _KINDS.get(kind)) is None:
+    if (seen := _KINDS.get(kind)) is None:
         members = (item for base in kind.__mro__ for item in vars(base).items())
         slots = frozenset(n for n, m in members if isinstance(m, MemberDescriptorType) and n != "__dict__")
         package = str(kind.__module__).partition(".")[0]
-        own = package not in ("torch", "meshwright") and (package == "types" or package not in sys.stdlib_module_names)
-        found = _KINDS[kind] = _Kind(own and (bool(slots) or kind.__dictoffset__ != 0), slots)
-    return found
+        of_the_model = package not in ("torch", "meshwright") and (
+            package == "types" or package not in sys.stdlib_module_names
+        )
+        seen = _KINDS[kind] = _Kind(of_the_model and (bool(slots) or kind.__dictoffset__ != 0), slots)
+    return seen
 
 
 def attributes_in(value: Any) -> MutableMapping[str, Any]:
@@ -226,10 +228,10 @@ def owner_of(module: nn.Module, name: str) -> tuple[Any, str] | None:
         return module, name
     for key, value in list(vars(module).items()):
         if name.startswith(f"{key}."):
-            for inner, found in plain_objects(key, value, set()):
-                own = name[len(inner) + 1 :]
-                if name.startswith(f"{inner}.") and "." not in own:
-                    return found, own
+            for inner, owner in plain_objects(key, value, set()):
+                attribute = name[len(inner) + 1 :]
+                if name.startswith(f"{inner}.") and "." not in attribute:
+                    return owner, attribute
     return None
 
 

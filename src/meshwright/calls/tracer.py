@@ -202,8 +202,8 @@ class Tracer(FunctionMode):
         self.closed -= before is not None
         if segment is None:
             return
-        for own, t in zip(tensors_of(before), tensors_of(now), strict=True):
-            if t is not own and (number := self.number(own)) is not None:
+        for old, t in zip(tensors_of(before), tensors_of(now), strict=True):
+            if t is not old and (number := self.number(old)) is not None:
                 self.replaced(number, t)
         self.segment_ends(segment)
 

@@ -74,10 +74,10 @@ class StageValues:
         if number not in self._program.joined:
             self.missing.discard(number)
 
-    def fork(self, number: int, branches: Iterable[int], given: Mapping[tuple[int, int], Tensor]) -> None:
+    def fork(self, number: int, branches: Iterable[int], tensors: Mapping[tuple[int, int], Tensor]) -> None:
         """Branches compute with what is given to each of them, for a value of the place around them."""
         for branch in branches:
-            self._forked.setdefault(branch, {})[number] = given[number, branch]
+            self._forked.setdefault(branch, {})[number] = tensors[number, branch]
 
     def join(self, move: Join, own: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]) -> None:
         """Values of branches are those of the place around, too.
@@ -109,10 +109,10 @@ class StageValues:
 
     def taken(self, number: int, place: int) -> Tensor | None:
         """The same, for something that takes it now: waits for it if it is on its way."""
-        found, own = self.of_branch(number, place)
-        if not own:
+        tensor, made_there = self.of_branch(number, place)
+        if not made_there:
             self.arrived(number)
-        return found
+        return tensor
 
     def taken_by(self, call: Call, place: int) -> None:
         """Waits for all that a call takes, however it comes by it."""
@@ -126,10 +126,10 @@ class StageValues:
             wait()
             self._arriving = {n: w for n, w in self._arriving.items() if w is not wait}
 
-    def inside(self, number: int, found: Tensor | None) -> Tensor:
-        """What stands for a value in a place that has it; ``found``: there alone. Raises PathError if there is none."""
-        if found is not None:
-            return found
+    def inside(self, number: int, in_branch: Tensor | None) -> Tensor:
+        """What stands for a value in a place that has it; ``in_branch``: there alone. Raises PathError if there is none."""
+        if in_branch is not None:
+            return in_branch
         if number not in self._here:
             graph = self._program.graph
             event = graph.events[graph.values[number].position]
