@@ -51,7 +51,7 @@ def find_branches(
     _check_kept(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
-    several = [name for name, found in homes.items() if len(found) > 1]
+    several = [name for name, places in homes.items() if len(places) > 1]
     if several:
         more = f" and {len(several) - 3} more" if len(several) > 3 else ""
         notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
@@ -83,8 +83,8 @@ def _undivided(places: Submeshes) -> list[str]:
 
 def _work(branch: int, places: Submeshes, regions: Regions, graph: ModelGraph) -> int:
     """Of the events of a branch and those within it."""
-    own = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
-    return sum(e.work for e in own)
+    events = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
+    return sum(e.work for e in events)
 
 
 def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findings) -> None:
@@ -146,7 +146,7 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
     After a value is read, what a module does may follow from it: a branch in there may be another one. And one that is read in
     a branch is not there on ranks that follow the same call because they need something else of it.
     """
-    found = []
+    ties = []
     elsewhere: dict[int, StageProgram] = {}  # of ranks that are not of a branch
     for i, event in enumerate(graph.events):
         call, branch = graph.calls.get(event.path), regions.places[i]
@@ -154,7 +154,7 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
             continue
         if not branch:
             if {regions.places[p] for p in range(i + 1, call.stop)} - {0}:
-                found.append(i)
+                ties.append(i)
             continue
         if branch not in elsewhere:
             others = frozenset(p for p in range(len(places)) if branch not in places.chain(p))
@@ -162,8 +162,8 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
         if not any(
             elsewhere[branch].treated.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
         ):
-            found.append(i)
-    return found
+            ties.append(i)
+    return ties
 
 
 def _check_kept(placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
@@ -201,13 +201,13 @@ def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tup
     followed = graph.followed or graph
     if not followed.kept:
         return []
-    at, found = place_events(followed, placed, places), []
+    at, conflicts = place_events(followed, placed, places), []
     for slot, (used, changed) in followed.kept.items():
         branch = next((at[p] for p in (*changed, *(used[:1] if graph.followed is None else ())) if at[p]), 0)
         elsewhere = [p for p in used if at[p] != branch]
         if branch and elsewhere:
-            found.append((slot, branch, elsewhere[0]))
-    return found
+            conflicts.append((slot, branch, elsewhere[0]))
+    return conflicts
 
 
 def _check_alone(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
@@ -254,11 +254,11 @@ def _homes(
     model: nn.Module, graph: ModelGraph, regions: Regions, placed: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Parameter → the places that use it; one that this forward does not use is where its module stands."""
-    found: dict[str, tuple[int, ...]] = {}
+    homes: dict[str, tuple[int, ...]] = {}
     for name, _ in model.named_parameters():
         used = {regions.places[p] for p in graph.uses.get(name, ()) if not graph.events[p].hands_on}
-        found[name] = tuple(sorted(used)) or place_of(name, placed)
-    return found
+        homes[name] = tuple(sorted(used)) or place_of(name, placed)
+    return homes
 
 
 def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:

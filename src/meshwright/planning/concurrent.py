@@ -59,7 +59,7 @@ def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...
     for call in graph.calls.values():
         if call.start < call.stop and len(call.path) > 1:
             children.setdefault(call.path[:-1], []).append(call)
-    found: list[tuple[Candidate, ...]] = []
+    sets: list[tuple[Candidate, ...]] = []
 
     def look(path: Path) -> None:
         calls = sorted(children.get(path, []), key=lambda c: c.start)
@@ -68,14 +68,14 @@ def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...
             if len(r) > 1 and any(_weights(graph, branch) > 1 for branch in r)
         ]  # fmt: skip
         taken = {c.path for region in regions for branch in region for c in branch}
-        found.extend(tuple(_candidate(graph, branch) for branch in region) for region in regions)
+        sets.extend(tuple(_candidate(graph, branch) for branch in region) for region in regions)
         for call in calls:
             if call.path not in taken:
                 look(call.path)
 
     for root in [ROOT] if not within else [c.path for c in graph.calls.values() if c.module == within]:
         look(root)
-    return found
+    return sets
 
 
 def _weights(graph: ModelGraph, calls: Sequence[Call]) -> int:
@@ -116,11 +116,11 @@ def _tracks(members: list[int], ordered: Callable[[int, int], bool], patterns: S
 
 def _joined(members: Iterable[int], tied: Callable[[int, int], bool]) -> list[list[int]]:
     """Members that are tied to each other, if only through others, together; in their order."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in members:
-        own = [group for group in found if any(tied(i, j) for j in group)]
-        found = [group for group in found if group not in own] + [[*(j for group in own for j in group), i]]
-    return sorted(sorted(group) for group in found)
+        joined = [group for group in groups if any(tied(i, j) for j in group)]
+        groups = [group for group in groups if group not in joined] + [[*(j for group in joined for j in group), i]]
+    return sorted(sorted(group) for group in groups)
 
 
 def _dependencies(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> list[set[int]]:
@@ -157,7 +157,7 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
         entries: module → what the plan says of it.
         graph: the forward, recorded.
     """
-    ranks, found, notes = plan.mesh.axis_size("tp"), dict[str, list[str]](), list[str]()
+    ranks, slices, notes = plan.mesh.axis_size("tp"), dict[str, list[str]](), list[str]()
     said = {name for name, entry in entries.items() if entry.on not in (None, "auto")}
     names = [""] if plan.branches == "auto" else [name for name, entry in entries.items() if entry.on == "auto"]
     regions: list[_Placed] = []
@@ -170,12 +170,12 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
     for region in _admitted([], regions, lambda some: _can_run(some, plan.mesh, graph)):
         for branch, on in region:
             for module in branch.modules:
-                found.setdefault(module, []).append(on)
+                slices.setdefault(module, []).append(on)
         if len(notes) < 3:
             notes.append("at the same time: " + " | ".join(f"{branch.modules[0]} on {on}" for branch, on in region))
-    if not found:
+    if not slices:
         notes.append("branches: auto: nothing in this model was found that could run at the same time")
-    placed = {m: {"on": on[0] if len(set(on)) == 1 else on} for m, on in found.items()}
+    placed = {m: {"on": on[0] if len(set(on)) == 1 else on} for m, on in slices.items()}
     rest = {
         glob: {**entry.settings(), "on": None} if entry.on == "auto" else entry.settings()
         for glob, entry in plan.modules.items()
@@ -212,10 +212,10 @@ def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
             for module in branch.modules:
                 placed[module] = (*placed.get(module, ()), number[on])
     places = Submeshes(mesh, (trunk(mesh), *inner.values()))
-    found = find_regions(graph, placed, places)
-    beside = {p for start, stop in found.spans_of_several for p in range(start, stop)}
+    actual = find_regions(graph, placed, places)
+    beside = {p for start, stop in actual.spans_of_several for p in range(start, stop)}
     together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)
-    tied = ties_by_reads(found, placed, places, graph) or kept_apart(placed, places, graph)
+    tied = ties_by_reads(actual, placed, places, graph) or kept_apart(placed, places, graph)
     return together and not tied
 
 

@@ -24,17 +24,17 @@ def followers(graph: ModelGraph, placed: Placed, places: Submeshes) -> dict[str,
     Returns:
         Nothing if the branches run at the same time as they are, or if no such modules would make them.
     """
-    found: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for _ in graph.calls:
-        together: Mapping[str, tuple[int, ...]] = {**placed, **{module: (branch,) for module, branch in found.items()}}
+        together: Mapping[str, tuple[int, ...]] = {**placed, **{module: (branch,) for module, branch in moved.items()}}
         regions = find_regions(graph, together, places)
         if not any(True for _ in unaccompanied(regions, places)):
-            return found
+            return moved
         for branch, join in unaccompanied(regions, places):
             waiting = first_wait(regions, places, graph, join)
             call = None if waiting is None else _fed_by(regions, graph, together, *waiting)
             if call is not None:
-                found[call.module] = regions.places[graph.values[waiting[1]].position] if waiting else branch
+                moved[call.module] = regions.places[graph.values[waiting[1]].position] if waiting else branch
                 break
         else:
             return {}

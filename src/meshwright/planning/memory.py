@@ -67,8 +67,8 @@ class Memory(TorchDispatchMode):
         self.written |= dict.fromkeys(map(storage_of, targets), self.ticks)
         if not targets and not func.is_view:
             taken = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if _has_memory(t)}
-            given = {storage_of(t) for t in tensors_among((out,)) if _has_memory(t)}
-            self.made |= dict.fromkeys(given - taken, self.ticks)
+            returned = {storage_of(t) for t in tensors_among((out,)) if _has_memory(t)}
+            self.made |= dict.fromkeys(returned - taken, self.ticks)
         return out
 
     def since(self, tick: int) -> set[int]:
@@ -195,11 +195,11 @@ def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[
     """A forward after which what modules keep is what it was, and their own generators stand where they stood: planning runs
     several, and a run begins with the first."""
 
-    def again(given: nn.Module) -> Any:
+    def again(module: nn.Module) -> Any:
         kept = Kept(model)
         try:
             with held_kept(model):
-                return run(given)
+                return run(module)
         finally:
             kept.put_back()
 
@@ -215,8 +215,8 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, An
         yield path, "", vars(module)
         yield path, "", module._buffers
         for key in _own(vars(module)):
-            for name, found in plain_objects(key, vars(module)[key], seen):
-                yield path, f"{name}.", attributes_in(found)
+            for name, owner in plain_objects(key, vars(module)[key], seen):
+                yield path, f"{name}.", attributes_in(owner)
 
 
 def _own(table: MutableMapping[str, Any]) -> list[str]:
@@ -230,13 +230,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
     """What containers and plain objects within a value hold, as identities: another list where something was put in."""
-    found: list[tuple[int, Any]] = []
+    identities: list[tuple[int, Any]] = []
 
     def look(item: Any, depth: int) -> None:
         if isinstance(item, (Tensor, nn.Module, type)) or callable(item):
             return
         if isinstance(item, (bool, int, float, complex, str, bytes, type(None))):
-            found.append((0, item))
+            identities.append((0, item))
             return
         inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple, set)) else None
         if inner is None and hasattr(item, "__dict__"):
@@ -244,13 +244,13 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
         if inner is None:
             return
         inner = list(inner)
-        found.append((id(item), list(map(id, inner))))
+        identities.append((id(item), list(map(id, inner))))
         if depth:
             for part in inner:
                 look(part, depth - 1)
 
     look(value, depth)
-    return found
+    return identities
 
 
 class Use(NamedTuple):
@@ -355,8 +355,8 @@ def _can_tell(owner: Any) -> bool:
 
 def _like(cls: Any, methods: Mapping[str, Any]) -> type:
     """A class whose objects are laid out as those of ``cls``."""
-    own = {} if issubclass(cls, nn.Module) else {"__slots__": ()}
-    return type(cls)(cls.__name__, (cls,), {**own, **methods, "__module__": cls.__module__})
+    slots = {} if issubclass(cls, nn.Module) else {"__slots__": ()}
+    return type(cls)(cls.__name__, (cls,), {**slots, **methods, "__module__": cls.__module__})
 
 
 # --- what is kept together --------------------------------------------------------------------------------------------
@@ -444,9 +444,9 @@ def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Se
     Raises:
         PlanError: the way is another one in a call that stages look into.
     """
-    own, other = (_events_by_call(g) for g in (graph, following))
+    events, next_events = (_events_by_call(g) for g in (graph, following))
     spans = []
-    for path in [p for p in dict.fromkeys((*own, *other)) if own.get(p) != other.get(p)]:
+    for path in [p for p in dict.fromkeys((*events, *next_events)) if events.get(p) != next_events.get(p)]:
         calls = [graph.calls.get(path[:depth]) for depth in range(len(path), 0, -1)]
         around = next((c for c in calls if c is not None), None)
         if around is None or any(c is not None and c.acts for c in calls):
@@ -460,11 +460,11 @@ def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Se
 
 
 def _events_by_call(graph: ModelGraph) -> dict[Path, list[tuple[str, tuple[Any, ...]]]]:
-    found: dict[Path, list[tuple[str, tuple[Any, ...]]]] = {}
+    events: dict[Path, list[tuple[str, tuple[Any, ...]]]] = {}
     for event in graph.events:
         shapes = tuple(None if n is None else graph.values[n].shape for n in event.outputs)
-        found.setdefault(event.path, []).append((event.function, shapes))
-    return found
+        events.setdefault(event.path, []).append((event.function, shapes))
+    return events
 
 
 def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequence[Slot]) -> PlanError:

@@ -155,14 +155,14 @@ def cut_as_before(
     """
     together = frozenset(whole)
     places = cut_places(graph, (), [(c.start, c.stop) for c in graph.calls.values() if c.module in together])
-    own = [graph.positions.get(stage.first, -1) for stage in stages[1:]]
-    allowed = own == sorted(own) and set(own) <= set(places.anywhere)
-    if allowed and all(stage_of(own, position) in on for position, on in pinned.items()):
-        return tuple(own)
+    starts = [graph.positions.get(stage.first, -1) for stage in stages[1:]]
+    allowed = starts == sorted(starts) and set(starts) <= set(places.anywhere)
+    if allowed and all(stage_of(starts, position) in on for position, on in pinned.items()):
+        return tuple(starts)
     for among in (places.between_blocks, places.anywhere):
-        found = choose_cuts(graph, among, len(stages), sizes, pinned)
-        if found is not None:
-            return tuple(found)
+        cuts = choose_cuts(graph, among, len(stages), sizes, pinned)
+        if cuts is not None:
+            return tuple(cuts)
     return None
 
 
@@ -173,15 +173,15 @@ def _best(
     best = {(0, 0): (0.0, -1)}
     for k in range(stages):
         for j in range(k + 1, n - (stages - k - 1) + 1):
-            found = (inf, -1)
+            least = (inf, -1)
             for i in range(k, j):
-                if (k, i) not in best or best[k, i][0] >= found[0]:
+                if (k, i) not in best or best[k, i][0] >= least[0]:
                     continue
                 total = join(best[k, i][0], cost(k, i, j))
-                if total < found[0]:
-                    found = (total, i)
-            if found[0] < inf:
-                best[k + 1, j] = found
+                if total < least[0]:
+                    least = (total, i)
+            if least[0] < inf:
+                best[k + 1, j] = least
     if (stages, n) not in best:
         return inf, []
     cuts, j = [], n
@@ -198,14 +198,14 @@ def stage_of(cuts: Sequence[int], position: int) -> int:
 
 def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> tuple[Stage, ...]:
     """The stages that begin at 0 and at ``cuts``."""
-    ends, costs, found = [0, *cuts, len(graph.events)], Costs(graph, dict.fromkeys(shapes, 0)), []
+    ends, costs, stages = [0, *cuts, len(graph.events)], Costs(graph, dict.fromkeys(shapes, 0)), []
     for k, (start, stop) in enumerate(pairwise(ends)):
         event = graph.events[start]
         inside = [c for p, c in graph.calls.items() if c.module and start <= c.start < c.stop <= stop]
         paths = {c.path for c in inside}
         outermost = [c.module for c in inside if not any(c.path[:n] in paths for n in range(1, len(c.path)))]
         names = {n for e in graph.events[start:stop] for n in e.parameters}
-        found.append(
+        stages.append(
             Stage(
                 index=k,
                 first=(event.path, event.index),
@@ -218,7 +218,7 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
                 parameters=sum(prod(shapes[n]) for n in names),
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def parted_modules(graph: ModelGraph, stages: Sequence[Stage]) -> set[str]:

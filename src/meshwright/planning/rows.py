@@ -75,8 +75,8 @@ class Divided:
     def has(self, t: Tensor) -> bool:
         return t.dim() > 0 and t.shape[0] == self.rows
 
-    def cut_apart(self, run: Callable[..., Any], given: Any) -> bool:
-        """Whether ``run`` gives rows cut as those it is given, without moving any. ``given``: args and kwargs."""
+    def cut_apart(self, run: Callable[..., Any], inputs: Any) -> bool:
+        """Whether ``run`` gives rows cut as those it is given, without moving any. ``inputs``: args and kwargs."""
         ledger = Ledger()
         dispatcher = Dispatcher(PlannedAxis("rows", self.layout.ranks, 0, ledger), ledger, self._names)
 
@@ -86,14 +86,14 @@ class Divided:
             return GlobalTensor(t.detach().new_empty((self.fewer, *t.shape[1:])), self.layout, dispatcher)
 
         with SpmdMode(dispatcher, lambda x: None).on():
-            args, kwargs = pytree.tree_map_only(Tensor, by_rows, given)
-            found = tensors_of(run(*args, **kwargs))
-        cut_as_given = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in found)
+            args, kwargs = pytree.tree_map_only(Tensor, by_rows, inputs)
+            outputs = tensors_of(run(*args, **kwargs))
+        cut_as_given = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in outputs)
         return cut_as_given and not ledger.calls and not ledger.fallbacks
 
-    def some(self, given: Any) -> Any:
+    def some(self, inputs: Any) -> Any:
         """What is given, with fewer rows."""
-        return map_tensors(lambda t: t[: self.fewer] if self.has(t) and not isinstance(t, nn.Parameter) else t, given)
+        return map_tensors(lambda t: t[: self.fewer] if self.has(t) and not isinstance(t, nn.Parameter) else t, inputs)
 
 
 class _Constants(FunctionMode):
@@ -128,18 +128,18 @@ def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
                 return False
             args, kwargs = rows.some(call.given)
             with _Constants() as fewer:
-                found = tensors_of(module(*args, **kwargs))
+                shorter = tensors_of(module(*args, **kwargs))
             args, kwargs = call.given
             with _Constants() as whole:
                 module(*args, **kwargs)
     except Exception:  # what a module makes of fewer rows need not make sense to it: then it gets all
         return False
-    return len(found) == len(outputs) and all(len(t) == rows.fewer for t in found) and _alike(whole, fewer)
+    return len(shorter) == len(outputs) and all(len(t) == rows.fewer for t in shorter) and _alike(whole, fewer)
 
 
-def _plain(given: Any) -> bool:
+def _plain(value: Any) -> bool:
     """Whether pytree knows all of it: other containers would be written to."""
-    return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(given))
+    return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(value))
 
 
 class _Finder(Tracer):

@@ -94,11 +94,11 @@ class Shadow(TorchDispatchMode):
             return _NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
-        given = args
+        with_values = args
         if not all(t.is_meta for t in tensors):
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
-            args = (args[0], [self._positions(i) for i in given[1]], *args[2:])
+            args = (args[0], [self._positions(i) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return _by_shapes(func, args, kwargs)
 
@@ -128,20 +128,20 @@ def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not op_facts(func).is_fresh or not all(map(_is_plain, tensors_among((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
-        found = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
+        outputs = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
     except (_UnknownError, TypeError):  # a TypeError: what cannot be hashed
         return func(*args, **kwargs)
-    return found.on_meta() if isinstance(found, Laid) else tuple(x.on_meta() for x in found)
+    return outputs.on_meta() if isinstance(outputs, Laid) else tuple(x.on_meta() for x in outputs)
 
 
 @lru_cache(maxsize=16384)
 def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | tuple[Laid, ...]:
     """What an op gives for arguments that are described. Raises _UnknownError if these are not tensors alone."""
-    found = func(*made_again(args), **made_again(kwargs))
-    several = found if isinstance(found, tuple) else (found,)
+    outputs = func(*made_again(args), **made_again(kwargs))
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
     if not all(map(_is_plain, several)):
         raise _UnknownError
-    return tuple(map(laid, found)) if isinstance(found, tuple) else laid(found)
+    return tuple(map(laid, outputs)) if isinstance(outputs, tuple) else laid(outputs)
 
 
 def _is_plain(t: Any) -> bool:
@@ -173,9 +173,9 @@ def _unique(held: Held, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, 
 
 def _unique_dim(held: Held, x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = _to_meta(x)
-    found = held(x.new_empty(x.shape[dim]))
-    shape = (*x.shape[:dim], found, *x.shape[dim + 1 :])
-    count = x.new_empty(found, dtype=torch.int64)
+    unique = held(x.new_empty(x.shape[dim]))
+    shape = (*x.shape[:dim], unique, *x.shape[dim + 1 :])
+    count = x.new_empty(unique, dtype=torch.int64)
     return x.new_empty(shape), x.new_empty(x.shape[dim], dtype=torch.int64), count
 
 
@@ -343,10 +343,10 @@ class Meeting(FunctionMode):
                 torch.random.fork_rng(devices=[]),
                 _on_a_device(),
             ):
-                given, named = pytree.tree_map_only(
+                inputs, named = pytree.tree_map_only(
                     Tensor, lambda t: t.new_zeros((1,) * t.dim(), device=_device()), way
                 )
-                self._types[key] = func(*given, **named).dtype
+                self._types[key] = func(*inputs, **named).dtype
                 break
         return self._types.get(key)
 

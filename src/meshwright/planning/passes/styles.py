@@ -48,15 +48,15 @@ def _style(said: Entry, of_model: Style) -> Style:
 
 def model_styles(model: nn.Module, names: Names) -> tuple[dict[str, Style], list[str]]:
     """The styles of a Hugging Face ``tp_plan``, read as data; an unknown style leaves its coupled group whole."""
-    given = getattr(model, "_tp_plan", None)
-    if not isinstance(given, Mapping):
+    tp_plan = getattr(model, "_tp_plan", None)
+    if not isinstance(tp_plan, Mapping):
         return {}, []
     styles: dict[str, Style] = {}
-    unknown = {pattern: style for pattern, style in given.items() if style not in _TP_PLAN}
+    unknown = {pattern: style for pattern, style in tp_plan.items() if style not in _TP_PLAN}
     groups = {pattern.rpartition(".")[0]: style for pattern, style in unknown.items()}
     for name in names.parameters:
         module = name.rpartition(".")[0]
-        for pattern, style in given.items():
+        for pattern, style in tp_plan.items():
             if style in _TP_PLAN and (fnmatchcase(module, pattern) or fnmatchcase(name, pattern)):
                 styles[name] = Style(_TP_PLAN[style], reason=f"the model's tp_plan: {style}")
         for group, style in groups.items():
