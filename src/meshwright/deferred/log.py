@@ -77,7 +77,7 @@ class Log:
 
     def needed(self, cells: Iterable[int]) -> list[int]:
         """The entries that the present content of `cells` comes from, ascending."""
-        found: set[int] = set()
+        indices: set[int] = set()
         seen: set[tuple[int, int]] = set()
         wanted = [(cell, self._length) for cell in cells]
         while wanted:
@@ -89,12 +89,12 @@ class Log:
                     break
                 seen.add((cell, index))
                 entry = self.entries[index]
-                if index not in found:
-                    found.add(index)
+                if index not in indices:
+                    indices.add(index)
                     wanted += [(read, index) for read in entry.reads]
                 if cell in entry.kills:
                     break
-        return sorted(found)
+        return sorted(indices)
 
     def keep(self, cells: Iterable[int]) -> None:
         """Forget what the content of `cells` does not come from."""
@@ -177,9 +177,9 @@ def ref_of(tensor: Tensor, cell: int) -> Ref:
 
 
 def refs_in(tree: Any) -> list[Ref]:
-    found: list[Ref] = []
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Ref) else None, tree)
-    return found
+    refs: list[Ref] = []
+    mapped(lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None, tree)
+    return refs
 
 
 def copied(tensor: Tensor) -> Tensor:

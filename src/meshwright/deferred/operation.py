@@ -25,9 +25,9 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
+    tensors: list[Tensor] = []
+    mapped(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return tensors
 
 
 def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -42,7 +42,7 @@ def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return _foreseen(*asked)
 
 
-def _foreseen(func: Any, default: torch.dtype, given: Any, named: Any) -> Any:
+def _foreseen(func: Any, default: torch.dtype, positional: Any, named: Any) -> Any:
     """``foreseen_by``, of arguments that are described; ``default`` is torch's own, which the outputs may follow."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return None
@@ -54,7 +54,7 @@ def _foreseen(func: Any, default: torch.dtype, given: Any, named: Any) -> Any:
         was.append((of.on_meta(), of))
         return was[-1][0]
 
-    args, kwargs = made_again(given, on_meta), made_again(named, on_meta)
+    args, kwargs = made_again(positional, on_meta), made_again(named, on_meta)
     if any(argument.name == "device" for argument in schema_of(func).arguments):
         kwargs |= {"device": torch.device("meta")}
         kwargs.pop("pin_memory", None)

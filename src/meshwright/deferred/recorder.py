@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
     def _results(self, func: Any, outputs: Any, changed: Changed) -> tuple[Any, tuple[Ref | None, ...]]:
         """What the op returns: its own arguments where the schema says so, else new deferred tensors."""
-        own = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
+        aliased = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
         returns = schema_of(func).returns
         single = len(returns) == 1
         fresh: list[Ref | None] = []
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         results = []
         for result, output in zip(returns, (outputs,) if single else outputs or (), strict=True):
             if result.alias_info is not None:
-                results.append(own[next(iter(result.alias_info.before_set))])
+                results.append(aliased[next(iter(result.alias_info.before_set))])
                 fresh.extend(None for _ in tensors_in([output]))
             else:
                 results.append(mapped(made, output))
