@@ -77,7 +77,7 @@ def read_regions(
         modules: positions of a branch's events, and its place → its name.
         apart: a place → whether data ranks can each run their own rows of it.
     """
-    found = []
+    listed = []
     for join in (m for m in regions.moves if isinstance(m, Join)):
         inside: dict[int, list[int]] = {b: [] for b in join.branches}
         for p in range(join.first, join.position):
@@ -88,9 +88,11 @@ def read_regions(
             m for m in regions.moves
             if isinstance(m, Fork) and m.around == join.around and join.first <= m.position < join.position
         )  # fmt: skip
-        branches = tuple(Branch(modules(found_, b), b, tuple(found_), apart(b)) for b, found_ in inside.items())
-        found.append(Region(branches, forks, join, places[join.around].tp))
-    return found
+        branches = tuple(
+            Branch(modules(positions, b), b, tuple(positions), apart(b)) for b, positions in inside.items()
+        )
+        listed.append(Region(branches, forks, join, places[join.around].tp))
+    return listed
 
 
 @dataclass(frozen=True)
@@ -165,24 +167,24 @@ class RegionCost:
     @cached_property
     def ways(self) -> list[Way]:
         """All of them, one device first."""
-        found = [self._one(), self._by_data(), self._by_tensor(), self._beside(GIVEN, self.places)]
+        ways = [self._one(), self._by_data(), self._by_tensor(), self._beside(GIVEN, self.places)]
         if len(self.region.branches) <= self.ranks:
-            found.append(self._best())
-        return found
+            ways.append(self._best())
+        return ways
 
     @property
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of parameters that a rank gathers and reduces where data ranks shard them: branches as planned, and all
         branches on each rank, as FSDP of the whole has it.
         """
-        own = [0] * self.ranks
+        gathered = [0] * self.ranks
         for b in self.region.branches:
             place = self.places[b.place]
             cuts = self.cuts(place.tp) if place.tp > 1 else {}
             held = self._gathered(b.positions, cuts)
             for r in range(place.start, place.stop):
-                own[r] += held
-        return max(own), self._gathered(self.region.positions, {})
+                gathered[r] += held
+        return max(gathered), self._gathered(self.region.positions, {})
 
     def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Shard]) -> int:
         return self.meter.bytes(positions, cuts) + self.meter.reduced(positions, cuts)
@@ -190,14 +192,14 @@ class RegionCost:
     # --- a branch ---------------------------------------------------------------------------------------------------
 
     def _cells(self, branch: Branch) -> list[Cell]:
-        found: list[Cell] = []
+        cells: list[Cell] = []
         for ranks in range(1, self.ranks + 1):
             meshes = [_mesh(ranks // t, t) for t in range(1, ranks + 1) if ranks % t == 0]
             cell = min((self._cell(branch, mesh) for mesh in meshes), key=lambda c: c.seconds)
             if (seconds := self.given.get((branch.name, ranks))) is not None:
                 cell = Cell(seconds, Spent(seconds), cell.mesh)
-            found.append(cell)
-        return found
+            cells.append(cell)
+        return cells
 
     def _cell(self, branch: Branch, mesh: Mesh) -> Cell:
         """A branch on a mesh of its own."""
@@ -305,9 +307,9 @@ class RegionCost:
             )
             cells.append(cell)
             start += ranks
-        found = self._beside(BEST, replace(self.places, all=tuple(all_)), cells)
+        way = self._beside(BEST, replace(self.places, all=tuple(all_)), cells)
         idle = self.ranks - sum(split)
-        return replace(found, note=f"{found.note}; {idle} idle".removeprefix("; ")) if idle else found
+        return replace(way, note=f"{way.note}; {idle} idle".removeprefix("; ")) if idle else way
 
     def _way(self, name: str, compute: float, traffic: Traffic, *, imbalance: float = 1.0, note: str = "") -> Way:
         seconds = compute + traffic.seconds(self.meter.hardware)

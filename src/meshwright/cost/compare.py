@@ -64,7 +64,7 @@ def compare_branches(
     graph = planned.graph(lambda model: loss(called(model, copied(piece))))
     regions = _regions(planned, recipe, graph, rows)
     meter = Meter(graph, hardware, Parameters.of(recipe))
-    given = _named(tables or {}, regions)
+    measured = _named(tables or {}, regions)
     looked_at = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
     @cache
@@ -76,7 +76,7 @@ def compare_branches(
         alone = Planned(build, _without_branches(plan, tp), piece, loss).recipe
         return {n: p.tp for n, p in alone.by_name.items() if isinstance(p.tp, Shard)}
 
-    costs = [RegionCost(r, recipe.places, meter, rows, cuts, given) for r in regions]
+    costs = [RegionCost(r, recipe.places, meter, rows, cuts, measured) for r in regions]
     return Comparison(hardware, tuple(
         Compared(c.region.name, c.ranks, rows, tuple(c.ways), tuple(map(tuple, c.tables)), c.parameter_bytes) for c in costs
     ))  # fmt: skip
@@ -92,8 +92,8 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
             (c.start, c.module) for c in graph.calls.values()
             if c.module in recipe.placed and c.start in inside and _within(places, recipe.placed[c.module], place)
         )  # fmt: skip
-        found = dict.fromkeys(name for _, name in starts if not _above(name, [n for _, n in starts]))
-        return "+".join(found or dict.fromkeys(graph.events[p].function for p in positions))
+        outermost = dict.fromkeys(name for _, name in starts if not _above(name, [n for _, n in starts]))
+        return "+".join(outermost or dict.fromkeys(graph.events[p].function for p in positions))
 
     @cache
     def apart(place: int) -> bool:
@@ -102,9 +102,9 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
         two = replace(places[place], mesh=Mesh((("dp_replicate", 2),)))
         return planned.rows_apart(two, graph)
 
-    found = read_regions(find_regions(graph, recipe.placed, places), places, modules, apart)
+    regions = read_regions(find_regions(graph, recipe.placed, places), places, modules, apart)
     findings = Findings()
-    if all(len(r.branches) < 2 for r in found):
+    if all(len(r.branches) < 2 for r in regions):
         findings.add(
             where="modules",
             given="no branches that run beside each other",
@@ -112,11 +112,11 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
             fix="block_a: {on: 'tp[0]'}\nblock_b: {on: 'tp[1]'}",
         )
     findings.raise_if_any()
-    return found
+    return regions
 
 
-def _within(places: Submeshes, found: tuple[int, ...], place: int) -> bool:
-    return any(place in places.chain(p) for p in found)
+def _within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
+    return any(place in places.chain(p) for p in homes)
 
 
 def _above(name: str, names: list[str]) -> bool:
@@ -127,15 +127,15 @@ def _above(name: str, names: list[str]) -> bool:
 def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
     """The tables by names of branches."""
     names = list(dict.fromkeys(b.name for r in regions for b in r.branches))
-    found: dict[tuple[str, int], float] = {}
+    by_branch: dict[tuple[str, int], float] = {}
     for (glob, ranks), seconds in tables.items():
         matched = [n for n in names if fnmatchcase(n, glob)]
         if not matched or ranks < 1:
             raise ValueError(
                 f"tables: ({glob!r}, {ranks}) is no branch on some ranks; the branches are {', '.join(names)}"
             )
-        found |= {(n, ranks): seconds for n in matched}
-    return found
+        by_branch |= {(n, ranks): seconds for n in matched}
+    return by_branch
 
 
 def _without_branches(plan: Plan, tp: int) -> Plan:

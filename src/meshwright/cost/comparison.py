@@ -124,11 +124,11 @@ def _table(region: Compared, times: int) -> Iterator[str]:
             f"{way.imbalance:.2f}",
         )  # fmt: skip
         yield f"  {way.name + split:24}" + "".join(f"{c:>11}" for c in cells) + (f"   {way.note}" if way.note else "")
-    own, whole = region.parameter_bytes
-    if own:
+    of_branch, whole = region.parameter_bytes
+    if of_branch:
         yield (
-            f"  parameters that a rank gathers and reduces over data ranks: {spell_bytes(own)}, against "
-            f"{spell_bytes(whole)} by FSDP of the whole: {whole / own:.2f} times fewer"
+            f"  parameters that a rank gathers and reduces over data ranks: {spell_bytes(of_branch)}, against "
+            f"{spell_bytes(whole)} by FSDP of the whole: {whole / of_branch:.2f} times fewer"
         )
 
 

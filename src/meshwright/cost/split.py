@@ -26,8 +26,9 @@ def best_split(tables: Sequence[Sequence[float]], ranks: int) -> tuple[int, ...]
 
     def needs(limit: float) -> list[int] | None:
         # Tables fall, and bisect wants what rises: from the end, negated.
-        found = [bisect_left([-t for t in table], -limit) + 1 for table in falling]
-        return found if all(n <= len(t) for n, t in zip(found, falling, strict=True)) and sum(found) <= ranks else None
+        fewest = [bisect_left([-t for t in table], -limit) + 1 for table in falling]
+        known = all(n <= len(t) for n, t in zip(fewest, falling, strict=True))
+        return fewest if known and sum(fewest) <= ranks else None
 
     at = bisect_left(times, True, key=lambda t: needs(t) is not None)
     split = needs(times[at])
@@ -37,10 +38,10 @@ def best_split(tables: Sequence[Sequence[float]], ranks: int) -> tuple[int, ...]
 
 def monotone(table: Sequence[float]) -> list[float]:
     """Each as the least up to there."""
-    found: list[float] = []
+    falling: list[float] = []
     for t in table:
-        found.append(min(t, found[-1]) if found else t)
-    return found
+        falling.append(min(t, falling[-1]) if falling else t)
+    return falling
 
 
 def imbalance(work: Sequence[float], split: Sequence[int]) -> float:

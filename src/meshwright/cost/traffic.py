@@ -57,7 +57,7 @@ def fork_traffic(
         rows: of the batch; a value with as many, of a branch whose data ranks have their own, is sent in shares.
     """
     line = range(places[around].tp)
-    found = [NOTHING for _ in line]
+    totals = [NOTHING for _ in line]
     for fork in forks:
         tied = {n: graph.values[n] for n in fork.values if n in graph.live}
         summed = [v for n, v in tied.items() if n not in fork.homes]
@@ -74,8 +74,8 @@ def fork_traffic(
                     sent[r.sender] += size
                     received[r.receiver] += size
         swap = [Traffic(bool(back), out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
-        found = [before + moved + t for before, t in zip(found, swap, strict=True)]
-    return found
+        totals = [before + moved + t for before, t in zip(totals, swap, strict=True)]
+    return totals
 
 
 def join_traffic(graph: ModelGraph, join: Join, places: Submeshes, rows: int | None) -> list[Traffic]:
@@ -105,7 +105,7 @@ def _takers(number: int, branch: int, join: Join, places: Submeshes) -> set[int]
 def _members(branch: int, places: Submeshes) -> list[int]:
     """For each tp rank of the place around, its share of the rows in a branch; -1: it is not of it."""
     place = places[branch]
-    found = [-1] * places[place.parent].tp
+    shares = [-1] * places[place.parent].tp
     for r in range(place.start, place.stop):
-        found[r] = place.share(r - place.start)
-    return found
+        shares[r] = place.share(r - place.start)
+    return shares

@@ -33,9 +33,9 @@ class Parameters:
     @staticmethod
     def of(recipe: Recipe) -> Parameters:
         half = recipe.precision in ("bfloat16", "float16")
-        own = {n: prod(p.shape) * _itemsize(p.dtype) for n, p in recipe.by_name.items()}
-        computed = {n: prod(p.shape) * 2 if half else own[n] for n, p in recipe.by_name.items()}
-        return Parameters(computed, own, frozenset(n for n, p in recipe.by_name.items() if p.requires_grad))
+        sizes = {n: prod(p.shape) * _itemsize(p.dtype) for n, p in recipe.by_name.items()}
+        computed = {n: prod(p.shape) * 2 if half else sizes[n] for n, p in recipe.by_name.items()}
+        return Parameters(computed, sizes, frozenset(n for n, p in recipe.by_name.items() if p.requires_grad))
 
 
 def _itemsize(dtype: str) -> int:
@@ -91,8 +91,8 @@ class Meter:
         state, compute = _Cutting(), 0.0
         for p in positions:
             event = self.graph.events[p]
-            own = [cuts[n] for n in event.parameters if n in cuts]
-            share = self._follow(event, own, state, ranks, rows)
+            shards = [cuts[n] for n in event.parameters if n in cuts]
+            share = self._follow(event, shards, state, ranks, rows)
             compute += self._seconds(event, rows, share)
         inside = set(positions)
         for number, share in state.shares.items():  # what leaves, leaves whole
@@ -101,19 +101,19 @@ class Meter:
                 state.traffic += all_gather(int(self.graph.values[number].bytes * rows * share), ranks)
         return Spent(compute, state.traffic)
 
-    def _follow(self, event: Event, own: list[Shard], state: _Cutting, ranks: int, rows: float) -> float:
+    def _follow(self, event: Event, shards: list[Shard], state: _Cutting, ranks: int, rows: float) -> float:
         """The share of an event's work that a rank does; notes what of its results is cut, and what is exchanged."""
         taken = [state.shares[n] for n in event.inputs if n in state.shares]
         outputs = [n for n in (*event.outputs, event.written) if n is not None]
-        if not own and not taken:
+        if not shards and not taken:
             return 1.0
-        share = max([_share(c) for c in own] or taken)
+        share = max([_share(c) for c in shards] or taken)
         table, values = event.function == "embedding", self.graph.values
-        if (table and own[0].dim == 0) or (event.flops and own and taken):  # summands
+        if (table and shards[0].dim == 0) or (event.flops and shards and taken):  # summands
             for n in outputs:
                 state.traffic += all_reduce(int(values[n].bytes * rows), ranks)
             return share
-        if own and not taken:
+        if shards and not taken:
             for n in event.inputs:
                 if n in self.graph.live and n not in state.entered:  # one for q, k and v together
                     state.entered.add(n)
@@ -130,8 +130,8 @@ class Meter:
 
     def _backward(self, event: Event) -> int:
         """How many operations like the forward there are in its backward."""
-        given = [n for n in (*event.outputs, event.written) if n is not None]
-        if not self.graph.live.intersection(given):
+        outputs = [n for n in (*event.outputs, event.written) if n is not None]
+        if not self.graph.live.intersection(outputs):
             return 0
         if not event.flops:
             return 1
