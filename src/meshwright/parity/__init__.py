@@ -117,10 +117,10 @@ def _in_half(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout
         said = f"not compared in {plan.precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
         return replace(judged, notes=(*judged.notes, said))
     outcome = _outcome(pool, replace(case, dtype=torch.float32), plan, timeout)
-    found = _judge(one, outcome, plan, judged.notes, tolerance, started)
-    if not found:
-        return replace(found, dtype=plan.precision)
-    worst = found.worst[2]
+    report = _judge(one, outcome, plan, judged.notes, tolerance, started)
+    if not report:
+        return replace(report, dtype=plan.precision)
+    worst = report.worst[2]
     said = f"compared in {plan.precision} too: off by {worst:.1e}; rounding in another order may make {tolerance:.1e}"
     return replace(judged, notes=(*judged.notes, said))
 
@@ -128,8 +128,8 @@ def _in_half(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout
 def _judge(
     one: Reference, outcome: Outcome, plan: Plan, notes: tuple[str, ...], tolerance: float, started: float
 ) -> Report:
-    found = compare(one, outcome, tolerance)
-    every = [found.errors["loss"], *(error for kind in KINDS for error in found.errors[kind].values())]
+    findings = compare(one, outcome, tolerance)
+    every = [findings.errors["loss"], *(error for kind in KINDS for error in findings.errors[kind].values())]
     return Report(
         passed=all(error <= tolerance for error in every),
         plan=plan,
@@ -137,12 +137,12 @@ def _judge(
         dtype=_name(one.case.dtype),
         steps=one.case.steps,
         seconds=time.monotonic() - started,
-        errors=found.errors,
+        errors=findings.errors,
         recipe=outcome.recipe,
         fallbacks=outcome.fallbacks,
         collectives=outcome.collectives,
-        words=found.words,
-        hints=found.hints,
+        words=findings.words,
+        hints=findings.hints,
         notes=(*notes, *outcome.notes),
     )
 
@@ -154,8 +154,8 @@ def _notes(plan: Plan, case: Case) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _tolerance(given: float | None, case: Case) -> float:
-    return TOLERANCES[case.dtype] if given is None else given
+def _tolerance(tolerance: float | None, case: Case) -> float:
+    return TOLERANCES[case.dtype] if tolerance is None else tolerance
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -185,15 +185,15 @@ def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) 
     """One device's side; of the pool's own, where it has run this case before."""
 
     def run() -> Reference:
-        found: Reference = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)[0]
-        return found
+        one: Reference = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)[0]
+        return one
 
     return pool.kept(References).get(case, narrow=narrow, run=run)
 
 
 def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outcome:
     outcome, *others = pool.run(distributed, case, plan, ranks=plan.mesh.size, timeout=timeout)
-    return replace(outcome, buffers={rank: found for rank, found in enumerate(others, 1) if found})
+    return replace(outcome, buffers={rank: buffers for rank, buffers in enumerate(others, 1) if buffers})
 
 
 def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:

@@ -46,9 +46,9 @@ class Findings:
 def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Findings:
     """What differs between one device and the job."""
     errors, words = differences(reference.start, reference.facts, outcome.facts)
-    for rank, found in sorted(outcome.buffers.items()):
-        wanted = {n: b for n, b in reference.facts.buffers[-1].items() if n in found}
-        _worse(f"on rank {rank}", found, wanted, errors["buffers"], words)
+    for rank, actual in sorted(outcome.buffers.items()):
+        expected = {n: b for n, b in reference.facts.buffers[-1].items() if n in actual}
+        _worse(f"on rank {rank}", actual, expected, errors["buffers"], words)
     return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
 
 
@@ -66,30 +66,30 @@ def differences(start: Mapping[str, Tensor], one: Facts, job: Facts) -> tuple[Er
         parameters=_errors("parameters", job.parameters, one.parameters, _size(moved) or 1.0, words),
         buffers=_errors("buffers", job.buffers[0], one.buffers[0], None, words),
     )
-    for step, (found, wanted) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
-        _worse(f"after step {step}", found, wanted, errors["buffers"], words)
+    for step, (actual, expected) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
+        _worse(f"after step {step}", actual, expected, errors["buffers"], words)
     if (names := list(job.buffers[-1])) != list(one.buffers[-1]) and names:
         errors["buffers"][names[0]] = inf
         words["buffers", names[0]] = f"in another order: {', '.join(names[:8])}"
     return errors, words
 
 
-def _loss_error(loss: float, wanted: float) -> float:
-    error = abs(loss - wanted) / max(1.0, abs(wanted))
+def _loss_error(loss: float, expected: float) -> float:
+    error = abs(loss - expected) / max(1.0, abs(expected))
     return error if isfinite(error) else inf
 
 
 def _errors(
     kind: str,
-    found: Mapping[str, Tensor | None],
-    wanted: Mapping[str, Tensor | None],
+    actual: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor | None],
     scale: float | None,
     words: dict[tuple[str, str], str],
 ) -> dict[str, float]:
     """``scale``: None takes each tensor's own."""
     errors = {}
-    for name in [*wanted, *(n for n in found if n not in wanted)]:
-        a, b = found.get(name), wanted.get(name)
+    for name in [*expected, *(n for n in actual if n not in expected)]:
+        a, b = actual.get(name), expected.get(name)
         if scale is None and a is not None and b is not None and a.shape == b.shape:
             same = a == b  # a buffer may well hold infinities: a mask does
             a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
@@ -101,34 +101,35 @@ def _errors(
 
 def _worse(
     when: str,
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
     errors: dict[str, float],
     words: dict[tuple[str, str], str],
 ) -> None:
     """Puts in errors of buffers that are above those known before, and says of which rank or step they are."""
     said: dict[tuple[str, str], str] = {}
-    for name, error in _errors("buffers", found, wanted, None, said).items():
+    for name, error in _errors("buffers", actual, expected, None, said).items():
         if not error <= errors.get(name, 0.0):
             errors[name] = error
             words["buffers", name] = ", ".join(filter(None, [when, said.get(("buffers", name))]))
 
 
-def _error(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else inf
-    if found.shape != wanted.shape:
+def _error(actual: Tensor | None, expected: Tensor | None, scale: float) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else inf
+    if actual.shape != expected.shape:
         return inf
-    error = _size([_wide(found) - _wide(wanted)]) / scale
+    error = _size([_wide(actual) - _wide(expected)]) / scale
     return error if isfinite(error) else inf
 
 
-def _words(found: Tensor | None, wanted: Tensor | None) -> str:
-    if found is None or wanted is None:
-        return "" if found is wanted else f"none in the {'job' if found is None else 'reference'}, and one in the other"
-    if found.shape != wanted.shape:
-        return f"shape {tuple(found.shape)}, on one device {tuple(wanted.shape)}"
-    bad = [where for where, t in (("the job", found), ("one device", wanted)) if not _wide(t).isfinite().all()]
+def _words(actual: Tensor | None, expected: Tensor | None) -> str:
+    if actual is None or expected is None:
+        side = "job" if actual is None else "reference"
+        return "" if actual is expected else f"none in the {side}, and one in the other"
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)}, on one device {tuple(expected.shape)}"
+    bad = [where for where, t in (("the job", actual), ("one device", expected)) if not _wide(t).isfinite().all()]
     return f"not finite on {' and '.join(bad)}" if bad else ""
 
 
@@ -187,10 +188,10 @@ def _of_draws(reference: Reference, outcome: Outcome) -> str:
 
 
 def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: float, *, loss_is_right: bool) -> str:
-    mesh, found = outcome.recipe.mesh, outcome.facts.gradients
-    if any((found.get(name) is None) != (one.gradients.get(name) is None) for name in wrong):
+    mesh, gradients = outcome.recipe.mesh, outcome.facts.gradients
+    if any((gradients.get(name) is None) != (one.gradients.get(name) is None) for name in wrong):
         return "a gradient is there on one side only: ranks that disagree on what was used, or a part that is cut off"
-    pairs = [(name, found.get(name), one.gradients.get(name)) for name in one.gradients]
+    pairs = [(name, gradients.get(name), one.gradients.get(name)) for name in one.gradients]
     together = _factor([(a, b) for _, a, b in pairs], tolerance)
     if together is not None:
         also = "" if loss_is_right else ", the loss too" if _loss_follows(together, one, outcome) else ""
@@ -212,16 +213,16 @@ def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: fl
 
 
 def _factor(pairs: list[tuple[Tensor | None, Tensor | None]], tolerance: float) -> float | None:
-    """k, by least squares, where found = k · wanted for all pairs and k is not one."""
+    """k, by least squares, where actual = k · expected for all pairs and k is not one."""
     both = [(_wide(a).flatten(), _wide(b).flatten()) for a, b in pairs if a is not None and b is not None]
     if not both or any(a.shape != b.shape or a.is_complex() for a, b in both):
         return None
-    found, wanted = (torch.cat(side) for side in zip(*both, strict=True))
-    square = wanted.dot(wanted).item()
+    actual, expected = (torch.cat(side) for side in zip(*both, strict=True))
+    square = expected.dot(expected).item()
     if not square or not isfinite(square):
         return None
-    k = found.dot(wanted).item() / square
-    off = (found - k * wanted).abs().max() / wanted.abs().max()
+    k = actual.dot(expected).item() / square
+    off = (actual - k * expected).abs().max() / expected.abs().max()
     return k if off <= 10 * tolerance * max(1.0, abs(k)) and abs(k - 1) > tolerance else None
 
 

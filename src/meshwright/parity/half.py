@@ -31,12 +31,12 @@ def half_reference(case: Case, precision: str) -> tuple[Reference, float]:
     """One device's facts, computed in a half type, and the relative tolerance by which to judge a job in it."""
     case = replace(case, dtype=torch.float32)
     dtype = getattr(torch, precision)
-    found = _one_device(case, dtype, 0)
+    one = _one_device(case, dtype, 0)
     noise = 0.0
     for repeat in range(1, _REPEATS + 1):
-        errors, _ = differences(found.start, found.facts, _one_device(case, dtype, repeat).facts)
+        errors, _ = differences(one.start, one.facts, _one_device(case, dtype, repeat).facts)
         noise = max(noise, errors["loss"], *(e for kind in KINDS for e in errors[kind].values()))
-    return found, MARGIN * max(noise, torch.finfo(dtype).eps)
+    return one, MARGIN * max(noise, torch.finfo(dtype).eps)
 
 
 def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:

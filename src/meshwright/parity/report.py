@@ -60,9 +60,9 @@ class Report:
     def worst(self) -> tuple[str, str, float]:
         if self.failure:
             return "failure", "", inf
-        found = [("loss", "", self.errors["loss"])]
-        found += [(kind, name, error) for kind in KINDS for name, error in self.errors[kind].items()]
-        return max(found, key=lambda f: f[2])
+        errors = [("loss", "", self.errors["loss"])]
+        errors += [(kind, name, error) for kind in KINDS for name, error in self.errors[kind].items()]
+        return max(errors, key=lambda f: f[2])
 
     def layout(self, name: str) -> str:
         """A parameter's layout on each axis: ``dp_shard: Shard(0), tp: replicate``. Empty for what is no parameter."""

@@ -108,11 +108,11 @@ def reference(case: Case, *, narrow: bool) -> Reference:
     errors: list[Exception] = []
     for tried in tries:
         try:
-            found = _steady(tried)
+            one = _steady(tried)
         except Exception as error:
             errors.append(error)
             continue
-        return replace(found, notes=(*_as_tried(case, tried, errors), *found.notes))
+        return replace(one, notes=(*_as_tried(case, tried, errors), *one.notes))
     raise errors[0]
 
 
@@ -125,27 +125,27 @@ def _as_tried(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]
 
 def _steady(case: Case) -> Reference:
     """The reference; in eval mode where the model draws random numbers that matter, dropout being off, if it runs so."""
-    found, draws = _one_device(case)
+    one, draws = _one_device(case)
     if not draws or _probe(case, 1) == _probe(case, 2):
-        return found
-    notes = list(found.notes)
+        return one
+    notes = list(one.notes)
     try:
-        in_eval, draws = _one_device(replace(case, training=False)) if case.training else (found, draws)
+        in_eval, draws = _one_device(replace(case, training=False)) if case.training else (one, draws)
     except Exception as error:  # eval mode changes more than dropout: a router that has no clusters yet
         notes.append(f"not compared in eval mode, in which the model raises on one device ({error})".split("\n", 1)[0])
     else:
         if case.training:
-            found, notes = (
+            one, notes = (
                 in_eval,
                 [*in_eval.notes, "the model draws random numbers in its forward: compared in eval mode"],
             )
-    if draws and _probe(found.case, 1) != _probe(found.case, 2):
+    if draws and _probe(one.case, 1) != _probe(one.case, 2):
         notes.append(
-            f"the model draws random numbers in its forward, in {'train' if found.case.training else 'eval'} mode too: both "
+            f"the model draws random numbers in its forward, in {'train' if one.case.training else 'eval'} mode too: both "
             "sides start from the same state of the generators, and data ranks that draw for their own rows differ all the same"
         )
-        return replace(found, notes=tuple(notes), draws=_drawn(found.case))
-    return replace(found, notes=tuple(notes))
+        return replace(one, notes=tuple(notes), draws=_drawn(one.case))
+    return replace(one, notes=tuple(notes))
 
 
 def _one_device(case: Case) -> tuple[Reference, bool]:
@@ -279,8 +279,8 @@ def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
     """
     digests = [{name: digest(b) for name, b in told.items()}]
     dist.broadcast_object_list(digests, src=0)
-    own = {name: b for name, b in job.module.named_buffers() if job.recipe.owns_buffer(name, job.rank)}
-    return {name: _copy(b) for name, b in own.items() if digest(b) != digests[0].get(name)}
+    buffers = {name: b for name, b in job.module.named_buffers() if job.recipe.owns_buffer(name, job.rank)}
+    return {name: _copy(b) for name, b in buffers.items() if digest(b) != digests[0].get(name)}
 
 
 def _trained(job: Job, case: Case, batch: Any) -> Outcome:
@@ -316,9 +316,9 @@ def gradients_as_planned(job: Job) -> None:
     """
     for name, p in job.named_parameters():
         planned = job.recipe.held_shape(job.recipe.by_name[name], job.rank)
-        if p.grad is not None and (found := tuple(local_tensor(p.grad).shape)) != planned:
+        if p.grad is not None and (shape := tuple(local_tensor(p.grad).shape)) != planned:
             raise RuntimeError(
-                f"the gradient of {name} is {found} on rank {job.rank}, which holds {planned} of it: "
+                f"the gradient of {name} is {shape} on rank {job.rank}, which holds {planned} of it: "
                 "it was not reduced over data ranks (FSDP2 finds the end of backward from the tensors in the "
                 "model's output; an output of a class that torch's pytree does not know hides them)"
             )
