@@ -315,6 +315,17 @@ def outside() -> nn.Module:
     return module
 
 
+def through_as_tensor() -> nn.Module:
+    """``torch.as_tensor`` and ``asarray`` of a tensor are the tensor: who writes to them writes to it."""
+    module = nn.Conv2d(32, 40, 3)
+    nn.init.kaiming_normal_(torch.as_tensor(module.weight))
+    module.second = nn.Linear(70, 80)
+    with torch.no_grad():
+        torch.asarray(module.second.weight, requires_grad=True).mul_(torch.randn(80, 70))
+    module.third = nn.Parameter(torch.as_tensor(torch.randn(80, 70), dtype=torch.float64))
+    return module
+
+
 def dtypes() -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -366,6 +377,7 @@ TRICKS: dict[str, Build] = {
     "tables": tables,
     "odds": odds,
     "outside": outside,
+    "as_tensor": through_as_tensor,
     "dtypes": dtypes,
     "guarded": Guarded,
     "buffers copied": buffers_copied,

@@ -50,6 +50,7 @@ from meshwright.private import (
     schema_of,
     schemas,
     set_autograd_local,
+    set_version,
     storage_of,
     version,
     without_any_mode,
@@ -83,7 +84,8 @@ aten = torch.ops.aten
 USES = {
     "private.py": "_C _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
-        _post_accumulate_grad_hooks _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable _version",
+        _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
+        _unsafe_set_version_counter _version",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
@@ -574,6 +576,20 @@ def test_moves_made_once_rest_on_versions_that_count_every_write() -> None:
         assert version(torch.zeros(1)) is None
         with pytest.raises(RuntimeError):
             _ = torch.zeros(1)._version
+
+
+def test_a_value_that_is_put_back_is_what_autograd_saved() -> None:
+    w, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    saved = w * x
+    held, before = w.detach().clone(), version(w)
+    with torch.no_grad():
+        w.mul_(3)
+        w.data.copy_(held)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward(retain_graph=True)
+    set_version(w, before)
+    saved.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1, 1]
 
 
 # --- modules and parameters -------------------------------------------------------------------------------------------

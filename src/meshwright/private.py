@@ -77,6 +77,15 @@ def version(local: Tensor) -> int | None:
     return None if local.is_inference() else local._version
 
 
+def set_version(local: Tensor, number: int | None) -> None:
+    """Makes a tensor as often written as ``version`` said, with the values that it had then.
+
+    There is no public way to put a value back where autograd has saved it.
+    """
+    if number is not None:
+        torch._C._autograd._unsafe_set_version_counter((local,), (number,))
+
+
 def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Of those that are views to autograd and have a gradient, what they are views of, if the FSDP2 unit made it.
 

@@ -215,6 +215,74 @@ def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(workers):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+class Placed(Tokens):
+    """A linear of which the forward says where its parameters are, and of which type or size."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def mixed(self, x):
+        self.place(x)
+        return x + self.inner(x).tanh(), 0.0
+
+
+class MovedToDevice(Placed):
+    def place(self, x):
+        self.inner.to(x.device)
+
+
+class MadeFloat(Placed):
+    def place(self, x):
+        self.inner.float()
+
+
+class ClippedByData(Placed):
+    def place(self, x):
+        self.inner.weight.data = self.inner.weight.data.clamp(-0.1, 0.1)
+
+
+class ClippedInPlace(Placed):
+    def place(self, x):
+        with torch.no_grad():
+            self.inner.weight.copy_(self.inner.weight.clamp(-0.1, 0.1))
+
+
+def two_steps_in_float32(builds, plan):
+    """For each model the largest difference from one device, of losses, gradients and parameters in float32."""
+    furthest = []
+    for build in builds:
+        torch.manual_seed(0)
+        ids, labels = torch.randint(CLASSES, (2, 8, 6))
+        job = mw.parallelize(build, plan, batch=(ids, labels))
+        torch.manual_seed(0)
+        model = build()
+        rows = own_rows(job, {"ids": ids, "labels": labels})
+        optimizers = [torch.optim.SGD(of.parameters(), lr=0.1) for of in (job, model)]
+        for _ in range(2):
+            loss = model(ids, labels).loss
+            loss.backward()
+            found = [job.step((rows["ids"], rows["labels"])), *(g for _, g in job.whole_gradients())]
+            expected = [loss.detach(), *(p.grad for p in model.parameters())]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            found += [value for _, value in job.whole_parameters()]
+            expected += [p.detach() for p in model.parameters()]
+            pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]  # wholes are on rank 0
+            assert all(a.dtype == b.dtype for a, b in pairs)
+            furthest.append(max(float((a - b).abs().max()) for a, b in pairs))
+    return furthest
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2", "pp=2"])
+def test_a_trial_leaves_parameters_that_the_forward_places_or_writes_as_they_were(plan, workers):
+    """A trial that computes in float64 made parameters of float64 of them, moved off their values."""
+    builds = [MovedToDevice, MadeFloat, ClippedByData, ClippedInPlace]
+    for furthest in workers.run(two_steps_in_float32, builds, plan, ranks=2):
+        assert max(furthest) < 1e-5, furthest
+
+
 class Keeping(Tokens):
     """Keeps something of each forward in plain attributes."""
 

@@ -26,7 +26,7 @@ from meshwright.calls.values import StageValues
 from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
 from meshwright.private import pytree
 from meshwright.regions import Fork, Join
-from meshwright.spmd.torch_functions import is_fact
+from meshwright.spmd.torch_functions import SET_DATA, is_fact
 
 
 class _Done(BaseException):
@@ -506,6 +506,11 @@ class StageInterpreter(Tracer):
             self.arrived(number)
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage, asked where to make something
+        if func == SET_DATA and isinstance(x, nn.Parameter):
+            if x.is_meta:
+                return None  # a parameter of another stage: written there
+            if isinstance(args[1], Placeholder):
+                raise self.unavailable(args[1]._mw_value[1], "p.data = ...", "")
         return func(*args, **kwargs)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

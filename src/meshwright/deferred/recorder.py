@@ -263,6 +263,11 @@ class Readers(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.as_tensor and args and isinstance(args[0], Tensor):
+            kinds = dict(zip(("dtype", "device"), args[1:], strict=False)) | kwargs
+            return args[0].to(**{name: x for name, x in kinds.items() if x is not None})  # itself: writes reach it
+        if func is torch.asarray and args and isinstance(args[0], Tensor):
+            self._recorder.fill(args[0])
         if func in READS_BELOW:
             args, kwargs = self._recorder.values((args, kwargs))
         elif func in SHARES_MEMORY:

@@ -39,10 +39,10 @@ from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
 from meshwright.spmd.dispatcher import Dispatcher
-from meshwright.spmd.mode import SET_DATA, SPECIAL, SpmdMode
+from meshwright.spmd.mode import SPECIAL, SpmdMode
 from meshwright.spmd.signature import ReadsValue, with_values
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import FACTS, reshaped, writes_first
+from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_
 from meshwright.runtime.coupling.trial import (
     COUPLED,
     MEAN,
+    MOST_ROWS,
     RATIO,
     SUM,
     Trial,
@@ -132,7 +133,7 @@ class Division:
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        rows, runner = take_rows(rows, 0, max(fewest, 4)), self._runner
+        rows, runner = take_rows(rows, 0, max(fewest, MOST_ROWS)), self._runner
         verdict = how_rows_combine(
             rows, runner.module, self._random, runner.changed(), self._losses, dtype, self._agreed, self._fatal, single
         )

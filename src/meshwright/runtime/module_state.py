@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import attributes_in, is_plain_object
-from meshwright.private import without_modes
+from meshwright.private import set_version, version, without_modes
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import whole
 from meshwright.spmd.tensor import GlobalTensor
@@ -43,7 +44,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._parameters = [(p, local_tensor(p).detach().clone()) for p in parameters]
+        self._parameters = [_Written.of(p) for p in parameters]
         self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         for holder in holders(module):
@@ -63,23 +64,46 @@ class ModuleState:
         """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
         now = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
-        written = [(p, local_tensor(p).detach().clone()) for p, _ in self._parameters]
+        written = [_Written.of(p.parameter) for p in self._parameters]
         for holder, content in self._contents:
             fill(holder, content, copies)
-        _write(self._parameters)
+        for p in self._parameters:
+            p.restore()
         try:
             yield
         finally:
             for holder, content in now:
                 fill(holder, content)
-            _write(written)
+            for p in written:
+                p.restore()
 
 
-def _write(values: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Puts values into parameters, which stay the same objects. Autograd does not count it as a write: the forward, which
-    then writes its own, leaves what earlier forwards of the step have left."""
-    for p, value in values:
-        local_tensor(p).detach().data.copy_(value)
+@dataclass(frozen=True)
+class _Written:
+    """A parameter that a forward may write to: where its values stood, which they were, and how often it had been written.
+
+    To autograd a restored parameter is as often written as before: a forward that begins with it and writes to it leaves
+    what earlier forwards of the step have left, and have saved for their backward, which may be still to come.
+    """
+
+    parameter: nn.Parameter
+    held: Tensor
+    value: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, p: nn.Parameter) -> _Written:
+        held = local_tensor(p).detach()
+        return cls(p, held, held.clone(), version(held))
+
+    def restore(self) -> None:
+        """The parameter stays the same object; where the forward has put other memory in its place (``p.data = ...``), it
+        has that of before."""
+        now = local_tensor(self.parameter)
+        if now.data_ptr() != self.held.data_ptr() or now.dtype != self.held.dtype:
+            now.data = self.held
+        self.held.data.copy_(self.value)
+        set_version(self.held, self.version)
 
 
 def _copy(value: Tensor) -> Tensor:

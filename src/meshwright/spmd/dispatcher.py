@@ -50,7 +50,7 @@ from meshwright.spmd.signature import (
     with_values,
 )
 from meshwright.spmd.tensor import GlobalTensor, spec_of
-from meshwright.spmd.torch_functions import FACTS, aliases, reshaped, writes_first
+from meshwright.spmd.torch_functions import FACTS, SET_DATA, aliases, reshaped, writes_first
 
 
 def engine_of_torch(func: Any) -> Callable[..., Any]:
@@ -268,7 +268,7 @@ class Dispatcher:
             shaped = self.call(anew, (target._mw_twin(), *args[1:]), kwargs)
             target._mw_become(shaped if isinstance(shaped, GlobalTensor) else GlobalTensor(shaped, REPLICATE, self))
             return target
-        if func == _SET_DATA:
+        if func == SET_DATA:
             return self._set_data(target, args[1])
         if target._mw_apart:
             raise RuntimeError(
@@ -448,7 +448,6 @@ def whole(x: Any) -> Any:
 
 _KEPT = 1 << 15  # decisions, before all are forgotten: shapes may change with every batch
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _slices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GlobalTensor]:

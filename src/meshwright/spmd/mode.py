@@ -31,7 +31,7 @@ from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.dispatcher import Dispatcher, whole
 from meshwright.spmd.signature import read
 from meshwright.spmd.tensor import GlobalTensor, first_view, local_of
-from meshwright.spmd.torch_functions import FACTS, OF_ITSELF
+from meshwright.spmd.torch_functions import FACTS, OF_ITSELF, SET_DATA
 
 # Types of arguments in which there is no tensor of ours.
 _PLAIN = frozenset(
@@ -53,7 +53,6 @@ _PLAIN = frozenset(
 )
 _PLAIN_OR_VIEW = _PLAIN | {GlobalTensor}
 
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
 
 

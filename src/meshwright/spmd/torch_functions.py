@@ -180,6 +180,9 @@ def _setters(names: str) -> frozenset[Any]:
     return frozenset(getattr(Tensor, n).__set__ for n in names.split())
 
 
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 def _methods(names: str) -> frozenset[Any]:
     return frozenset(f for n in names.split() for f in functions(n))
 

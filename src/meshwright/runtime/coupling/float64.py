@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.torch_functions import is_fact, writes
+from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
+_CONVERSIONS = frozenset([*_CASTS, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
 _LOOKUPS = frozenset(["embedding", "embedding_bag"])  # a large table would be converted for the few rows that are read
 
@@ -50,10 +51,14 @@ class Wide(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA and isinstance(args[1], Tensor) and args[0].is_floating_point():
+            return func(args[0], args[1].to(args[0].dtype))
         if is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
             return func(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and (writes(func, args, kwargs) or "out" in kwargs):
             return self._write(func, args, kwargs)
+        if func in _CONVERSIONS and (same := func(*args, **kwargs)) is args[0]:
+            return same  # ``module.to(device)`` in a forward leaves its parameters as they are
         try:
             more, named = pytree.tree_map(self._wide, (args, kwargs))
             return _CASTS.get(func, func)(*more, **named)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -133,6 +134,9 @@ def how_rows_combine(
             reversed_rows(rows, rows_of(rows)), model, random, changed, losses, computing, first=int(single)
         )
         kind = kind if _tried(other, agreed, fatal).kind == kind else COUPLED
+    if kind != COUPLED and (other_split := attempt.divided_elsewhere()) is not None:
+        # Parts of which as many elements are masked make the whole by chance; divided elsewhere, they do not.
+        kind = kind if _tried(other_split, agreed, fatal).kind == kind else COUPLED
     if kind == COUPLED:
         return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     if single:
@@ -280,6 +284,20 @@ class _Attempt:
         if not all(map(isfinite, (*self._whole.losses, *self._parts[way].losses))):
             raise _NotFiniteError
         return way if self._agrees(way, self._tolerance) else COUPLED
+
+    def divided_elsewhere(self) -> _Attempt | None:
+        """The same comparison with rows divided at another place, if there is one that leaves no single row."""
+        places = {self._count // 2, self._first + 1, self._first - 1} - {self._first}
+        place = min((p for p in places if 1 < p < self._count - 1), default=None)
+        if place is None:
+            return None
+        other = copy(self)
+        other.divide(place)
+        return other
+
+    def divide(self, place: int) -> None:
+        """The first part ends there."""
+        self._first, self._parts = place, {}
 
     def weighs_nothing(self, way: str) -> bool:
         """Whether a part adds nothing to the loss of all rows: its labels are all ignored, say."""
