@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 
@@ -37,10 +38,22 @@ class Flight:
             return ([self.loss], [None]) if self.loss.requires_grad else ([], [])
         found = [
             (t, sum(self.grads[n][1:], self.grads[n][0])) for n, t in self.outputs.items()
-            if n in self.grads and t.requires_grad
+            if n in self.grads and _has_graph(t)
         ]  # fmt: skip
         return [t for t, _ in found], [g for _, g in found]
 
     def end(self) -> None:
         """After the backward: nothing is held but what is still to be sent back, and what is left of the backward."""
         self.received, self.outputs, self.loss, self.grads, self.arrived = {}, {}, None, {}, []
+
+
+def _has_graph(t: Tensor) -> bool:
+    """Whether a backward can start at a tensor. A view that was made without gradients says that it requires them, as what it
+    is a view of does, and has no graph."""
+    if not t.requires_grad or t.grad_fn is not None:
+        return t.requires_grad
+    try:
+        get_gradient_edge(t)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
