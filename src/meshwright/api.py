@@ -135,8 +135,8 @@ class Planned:
         uses, and what it changes of what modules keep."""
         recipe = self.recipe
         if recipe.branches or not recipe.stages:  # regions may not be cut; they stand where they stood
-            found = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
-            return None if -1 in found or found != sorted(found) else tuple(found)
+            starts = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
+            return None if -1 in starts or starts != sorted(starts) else tuple(starts)
         pinned = {
             position: frozenset.intersection(*(frozenset(recipe.by_name[name].stages) for name in event.parameters))
             for position, event in enumerate(graph.events) if event.parameters and not event.hands_on

@@ -45,11 +45,11 @@ class Draws:
     def noted(self, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
         """The same forward, whose draws are noted."""
 
-        def noting(given: nn.Module) -> Any:
+        def noting(model: nn.Module) -> Any:
             held = host_generators(self._model)
             of_host, of_torch = host_drawn(held), self._torch()
             try:
-                return run(given)
+                return run(model)
             finally:
                 self.of_host |= host_drawn(held) != of_host
                 self.of_torch |= self._torch() != of_torch
@@ -87,7 +87,7 @@ def numpy_words() -> bytes:
 def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[None]:
     """For the time of a block the generators give other numbers: the smallest, the largest (their first 300), or those of a
     seed; None: as they are. After it they go on as before. ``model``: so do those that its modules hold."""
-    own = torch.get_rng_state()
+    torch_state = torch.get_rng_state()
     try:
         with _host_kept(), held_kept(model):
             if isinstance(way, int):
@@ -100,7 +100,7 @@ def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[N
             with _held_drawing(way, model), _TorchDraws(way) if isinstance(way, str) else nullcontext():
                 yield
     finally:
-        torch.set_rng_state(own)
+        torch.set_rng_state(torch_state)
 
 
 class _TorchDraws(TorchDispatchMode):

@@ -49,10 +49,10 @@ def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
     """The tensors among what an op takes or gives, which are in lists or tuples at most."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for x in arguments:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, (list, tuple)):
-            found += [t for t in x if isinstance(t, Tensor)]
-    return found
+            tensors += [t for t in x if isinstance(t, Tensor)]
+    return tensors

@@ -70,10 +70,10 @@ class Generators:
 
     def state(self, *, held: bool = True) -> State:
         """The state of every generator; ``held``: of those that modules hold, too."""
-        found: State = {"cpu": torch.get_rng_state()}
+        state: State = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
-            found["cuda"] = torch.cuda.get_rng_state(self.device)
-        return found | self.host(held=held)
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state | self.host(held=held)
 
     def digest(self) -> int:
         """A number below 2**32 that differs, all but surely, between states that differ."""
@@ -81,10 +81,10 @@ class Generators:
 
     def host(self, *, held: bool = True) -> State:
         """The state of every generator but torch's default ones; ``held``: of those that modules hold, too."""
-        found: State = {"python": random.getstate()}
+        state: State = {"python": random.getstate()}
         if "numpy" in sys.modules:
-            found["numpy"] = self._numpy.state()
-        return found | {name: state_of(generator) for name, generator in self._held.items() if held}
+            state["numpy"] = self._numpy.state()
+        return state | {name: state_of(generator) for name, generator in self._held.items() if held}
 
     def set(self, state: State) -> None:
         """Puts the generators named in ``state`` where they were."""
@@ -132,35 +132,35 @@ class Generators:
     def tensors(self) -> dict[str, Tensor]:
         """The state of every generator as tensors, by name."""
         state = self.state()
-        found = {name: state.pop(name) for name in TORCH if name in state}
+        tensors = {name: state.pop(name) for name in TORCH if name in state}
         _, words, gauss = state.pop("python")
-        found["python"] = torch.tensor(words, dtype=torch.int64)
+        tensors["python"] = torch.tensor(words, dtype=torch.int64)
         if gauss is not None:
-            found["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+            tensors["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
         if isinstance(state.get("numpy"), tuple):
             _, keys, position, has_gauss, cached = state.pop("numpy")
-            found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-            found["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
+            tensors["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+            tensors["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
         for name, value in state.items():
             text = json.dumps(value, default=lambda x: x.tolist()).encode()
-            found[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return found
+            tensors[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return tensors
 
-    def set_tensors(self, found: dict[str, Tensor]) -> None:
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Puts the generators where they were when ``tensors`` was called."""
-        gauss = found.get("python_gauss")
-        state: State = {"cpu": found["cpu"]}
-        state["python"] = (3, tuple(found["python"].tolist()), None if gauss is None else gauss.item())
-        if "cuda" in found and self.device.type == "cuda":
-            state["cuda"] = found["cuda"]
-        if "numpy_gauss" in found:
+        gauss = tensors.get("python_gauss")
+        state: State = {"cpu": tensors["cpu"]}
+        state["python"] = (3, tuple(tensors["python"].tolist()), None if gauss is None else gauss.item())
+        if "cuda" in tensors and self.device.type == "cuda":
+            state["cuda"] = tensors["cuda"]
+        if "numpy_gauss" in tensors:
             import numpy
 
-            *keys, position, has_gauss = found["numpy"].tolist()
+            *keys, position, has_gauss = tensors["numpy"].tolist()
             words = numpy.array(keys, dtype=numpy.uint32)
-            state["numpy"] = ("MT19937", words, position, has_gauss, found["numpy_gauss"].item())
-        for name in self._held.keys() & found.keys():
-            state[name] = json.loads(bytes(found[name].tolist()))
+            state["numpy"] = ("MT19937", words, position, has_gauss, tensors["numpy_gauss"].item())
+        for name in self._held.keys() & tensors.keys():
+            state[name] = json.loads(bytes(tensors[name].tolist()))
         self.set(state)
 
 
@@ -205,11 +205,11 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def state_digest(state: State) -> int:
     """A number below 2**32 that differs, all but surely, between states that differ."""
-    found = 0
+    digest = 0
     for name in sorted(state):
         for part in _parts(state[name]):
-            found = zlib.crc32(part, found)
-    return found
+            digest = zlib.crc32(part, digest)
+    return digest
 
 
 def _parts(value: Any) -> Iterable[bytes]:

@@ -258,42 +258,42 @@ class ModelGraph:
         """The values that an event made: not those that it gave as it took them, as a dropout does that is off."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]
-        given = (n for n in (*named, *event.outputs, event.written) if n is not None)
-        return [n for n in dict.fromkeys(given) if self.values[n].position == position]
+        numbers = (n for n in (*named, *event.outputs, event.written) if n is not None)
+        return [n for n in dict.fromkeys(numbers) if self.values[n].position == position]
 
     @cached_property
     def consumers(self) -> dict[int, list[int]]:
         """Value → positions of the events that take it."""
-        found: dict[int, list[int]] = {}
+        consumers: dict[int, list[int]] = {}
         for i, event in enumerate(self.events):
             for value in event.inputs:
-                found.setdefault(value, []).append(i)
-        return found
+                consumers.setdefault(value, []).append(i)
+        return consumers
 
     @cached_property
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
-        found = {n for n in self.returned if self.values[n].requires_grad}
+        live = {n for n in self.returned if self.values[n].requires_grad}
         shared: set[int] = set()  # memory, of which a name is met that had no number when it was written
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
             # What is written to one name of a memory is had by all of them.
-            now = {new for _, new in event.renamed if new in found}
-            found.update(old for old, new in event.renamed if new in now and self.values[old].requires_grad)
+            now = {new for _, new in event.renamed if new in live}
+            live.update(old for old, new in event.renamed if new in now and self.values[old].requires_grad)
             written = event.written is not None and self.values[event.written].storage in shared
-            if now or written or found.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
-                found.update(n for n in event.inputs if self.values[n].requires_grad)
-            shared.update(self.values[n].storage for _, n in event.named if n in found)
-        return frozenset(found)
+            if now or written or live.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
+                live.update(n for n in event.inputs if self.values[n].requires_grad)
+            shared.update(self.values[n].storage for _, n in event.named if n in live)
+        return frozenset(live)
 
     @cached_property
     def drawn_from(self) -> dict[int, list[int]]:
         """Generator of the model's own → positions of the events that draw from it."""
-        found: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         for i, event in enumerate(self.events):
             for generator in event.generators:
-                found.setdefault(generator, []).append(i)
-        return found
+                positions.setdefault(generator, []).append(i)
+        return positions
 
     @cached_property
     def drawn_along(self) -> dict[int, list[int]]:
@@ -318,11 +318,11 @@ class ModelGraph:
     @cached_property
     def uses(self) -> dict[str, list[int]]:
         """Parameter → positions of the events that take it."""
-        found: dict[str, list[int]] = {}
+        uses: dict[str, list[int]] = {}
         for i, event in enumerate(self.events):
             for name in event.parameters:
-                found.setdefault(name, []).append(i)
-        return found
+                uses.setdefault(name, []).append(i)
+        return uses
 
 
 def spelled(path: Path) -> str:

@@ -62,11 +62,13 @@ class Hardware:
         memory = 2 * COPY / _seconds(lambda: target.copy_(source), device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             one, many = (torch.zeros(n, device=device) for n in (1, REDUCED))
-            found = _seconds(lambda: dist.all_reduce(one), device, time.perf_counter)
-            latency = latency or found
+            seconds = _seconds(lambda: dist.all_reduce(one), device, time.perf_counter)
+            latency = latency or seconds
             ranks = dist.get_world_size()
             wire = 2 * (ranks - 1) / ranks * 4 * REDUCED
-            link = link or wire / max(_seconds(lambda: dist.all_reduce(many), device, time.perf_counter) - found, 1e-9)
+            link = link or wire / max(
+                _seconds(lambda: dist.all_reduce(many), device, time.perf_counter) - seconds, 1e-9
+            )
         operation = _operation(device)
         added = (VIEW * operation, STEP * operation) if device == "cpu" else (0.0, 0.0)
         return cls(
@@ -97,14 +99,14 @@ def _seconds(run: Callable[[], object], device: str, clock: Callable[[], float] 
     import torch
 
     clock = clock or (time.thread_time if device == "cpu" else time.perf_counter)
-    found = []
+    times = []
     for _ in range(ROUNDS + 1):
         started = clock()
         run()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        found.append(clock() - started)
-    return min(found[1:])
+        times.append(clock() - started)
+    return min(times[1:])
 
 
 GPU_NODE = Hardware(

@@ -86,13 +86,13 @@ class Shard:
 
     def intervals(self, rank: int) -> tuple[Interval, ...]:
         """The half-open ranges of the dim that ``rank`` holds, in the order of its local tensor; none empty."""
-        found, base = [], 0
+        intervals, base = [], 0
         for piece in self.pieces:
             start = base + sum(piece[:rank])
             if piece[rank]:
-                found.append((start, start + piece[rank]))
+                intervals.append((start, start + piece[rank]))
             base += sum(piece)
-        return tuple(found)
+        return tuple(intervals)
 
     def on(self, dim: int) -> Shard:
         """The same cut of another dim."""
@@ -162,8 +162,8 @@ def regroup(layout: Shard, before: Sequence[int], after: Sequence[int]) -> Shard
     flat = [tuple(n * inner for n in piece) for piece in layout.pieces] * outer
     lead = 1
     for dim in range(to_lo, to_hi):
-        if found := _carry(flat, lead, after[dim], _product(after[dim + 1 : to_hi])):
-            return Shard(dim, found)
+        if pieces := _carry(flat, lead, after[dim], _product(after[dim + 1 : to_hi])):
+            return Shard(dim, pieces)
         lead *= after[dim]
     return None
 

@@ -94,11 +94,11 @@ class Mesh:
         """Where a rank stands on each axis. Raises ValueError where the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
-        found = []
+        indices = []
         for name, size in reversed(self.axes):
             rank, index = divmod(rank, size)
-            found.append((name, index))
-        return dict(reversed(found))
+            indices.append((name, index))
+        return dict(reversed(indices))
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at a coordinate; an axis left out stands at 0. The inverse of `coordinate`.
@@ -209,7 +209,7 @@ def _checked(
 ) -> tuple[tuple[str, int], ...]:
     """The pairs, aliases resolved; problems go to ``findings``. ``text``: fixes as ``a=2``, not ``a: 2``."""
     sign = "=" if text else ": "
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     words: dict[str, object] = {}  # how each axis was spelt where it was given first
     if not pairs:
         required = f"at least one axis: {listing(AXES)}"
@@ -223,15 +223,15 @@ def _checked(
             findings.add(where=place, given=f"the axis {name}", required=required, fix=fix)
         elif name in words:
             other = f", another word for {words[name]}" if word != words[name] else " again"
-            fix = f"{name}{sign}{found.get(name, 2)}"
+            fix = f"{name}{sign}{sizes.get(name, 2)}"
             findings.add(where=place, given=f"{word}{sign}{size}{other}", required="each axis once", fix=fix)
         if not _is_size(size):
             fix = f"{name if name in AXES else 'tp'}{sign}2"
             findings.add(where=place, given=f"{word}{sign}{size}", required="a whole number of at least 1", fix=fix)
         if name in AXES:
             words.setdefault(name, word)
-            found.setdefault(name, _size(size))
-    return tuple(found.items())
+            sizes.setdefault(name, _size(size))
+    return tuple(sizes.items())
 
 
 def _no_axis(name: str) -> tuple[str, str]:

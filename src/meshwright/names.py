@@ -32,8 +32,8 @@ def fold_names(names: Iterable[str]) -> tuple[Folded, ...]:
     kinds: dict[tuple[str, ...], list[str]] = {}
     for name in order:
         kinds.setdefault(pattern(name), []).append(name)
-    found = [folded for kind in kinds.values() for folded in fold_alike(kind)]
-    return tuple(sorted(found, key=lambda folded: order[folded.names[0]]))
+    folds = [folded for kind in kinds.values() for folded in fold_alike(kind)]
+    return tuple(sorted(folds, key=lambda folded: order[folded.names[0]]))
 
 
 def fold_alike(names: list[str]) -> list[Folded]:

@@ -217,22 +217,22 @@ class Recipe:
 
     def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
         """The parameter's layout on each axis of the mesh; for a branch's, on the axes of its place."""
-        found: dict[str, Layout] = {}
+        layouts: dict[str, Layout] = {}
         at = self.places[parameter.place]
         for axis, size in self.mesh.axes:
             if axis == "pp":
-                found[axis] = REPLICATE if len(self.owners(parameter)) == size else REMOTE
+                layouts[axis] = REPLICATE if len(self.owners(parameter)) == size else REMOTE
             elif axis == "tp":
                 slices = ", ".join(self.places.spelled(p) for p in parameter.places if p)
                 name = f"{axis} on {slices}" if slices and 0 not in parameter.places else axis
-                found[name] = parameter.tp if at.tp > 1 else REPLICATE
+                layouts[name] = parameter.tp if at.tp > 1 else REPLICATE
             elif axis == "dp_shard" and self.shards(parameter) > 1:
-                found[axis] = self._rows(parameter)
+                layouts[axis] = self._rows(parameter)
             else:
-                found[axis] = REPLICATE
-        if "dp_shard" not in found and self.shards(parameter) > 1:
-            found["dp_shard"] = self._rows(parameter)
-        return found
+                layouts[axis] = REPLICATE
+        if "dp_shard" not in layouts and self.shards(parameter) > 1:
+            layouts["dp_shard"] = self._rows(parameter)
+        return layouts
 
     def _rows(self, parameter: ParameterRecipe) -> Shard:
         size, rows = self.shards(parameter), parameter.local_shape(0)[0]
@@ -282,13 +282,13 @@ class Recipe:
 
 def _part(ranges: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
     """Elements ``first`` to ``last`` of the concatenation of ``ranges``."""
-    found, base = [], 0
+    intervals, base = [], 0
     for start, stop in ranges:
         lo, hi = max(first - base, 0), min(last - base, stop - start)
         if lo < hi:
-            found.append((start + lo, start + hi))
+            intervals.append((start + lo, start + hi))
         base += stop - start
-    return tuple(found)
+    return tuple(intervals)
 
 
 def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:

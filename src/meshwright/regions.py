@@ -82,14 +82,14 @@ class Regions:
 
     def alone(self) -> dict[int, Join]:
         """Branches that run in no region with another: the last join of each."""
-        found: dict[int, Join] = {}
+        last_joins: dict[int, Join] = {}
         joins = [m for m in self.moves if isinstance(m, Join)]
         together = {b for j in joins if len(j.branches) > 1 for b in j.branches}
         for join in joins:
             for branch in join.branches:
                 if branch not in together:
-                    found[branch] = join
-        return found
+                    last_joins[branch] = join
+        return last_joins
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ def returns(home: Sequence[int], taker: Sequence[int], rows: Shares, taken: Shar
         home, taker: the members of both, as of ``parts``.
         rows, taken: the rows that their shares have.
     """
-    found = []
+    transfers = []
     for first, last, group in parts(taker, taken):
         for start, stop, owners in parts(home, rows):
             if stop is not None and last is not None and not max(start, first) < min(stop, last):
                 continue
-            found += [Return(r if r in group else group[r % len(group)], r, start, stop) for r in owners]
-    return found
+            transfers += [Return(r if r in group else group[r % len(group)], r, start, stop) for r in owners]
+    return transfers
 
 
 def find_regions(
@@ -248,13 +248,13 @@ def _absorbed(
     if not chains:
         return 0
     longest = max(chains, key=len)
-    found = longest[-1] if all(longest[: len(c)] == c for c in chains) else _common(chains)
-    around = [n for n in event.inputs if made.get(n, 0) in places.chain(found)[:-1]]
-    own = max(joins.get(n, 0) for n in event.inputs if n not in around)
-    late = [made.get(n, 0) for n in around if joins.get(n, 0) > own]
+    place = longest[-1] if all(longest[: len(c)] == c for c in chains) else _common(chains)
+    around = [n for n in event.inputs if made.get(n, 0) in places.chain(place)[:-1]]
+    join = max(joins.get(n, 0) for n in event.inputs if n not in around)
+    late = [made.get(n, 0) for n in around if joins.get(n, 0) > join]
     if late:  # it comes after the join, and would need another
-        found = max(late, key=lambda p: len(places.chain(p)))
-    return found if position in graph.by_rows or not _splits(places, found) else 0
+        place = max(late, key=lambda p: len(places.chain(p)))
+    return place if position in graph.by_rows or not _splits(places, place) else 0
 
 
 def _splits(places: Submeshes, place: int) -> bool:
@@ -310,15 +310,15 @@ class _Around:
         made: dict[int, int] = {}  # value → the branch that has it, in this region
         p = self.first
         while p < self.last:
-            event, own = self.graph.events[p], self.branch[p]
-            tied = any(made.get(n, own) != own for n in event.inputs)
+            event, branch = self.graph.events[p], self.branch[p]
+            tied = any(made.get(n, branch) != branch for n in event.inputs)
             if tied or p in self.ends:
                 p = self._end(p, made) if tied and p not in self.ends else p
                 self._close(p)
                 made = {}
-                own = self.branch[p]
-            if own is not None:
-                made |= dict.fromkeys(self.graph.made(p), own)
+                branch = self.branch[p]
+            if branch is not None:
+                made |= dict.fromkeys(self.graph.made(p), branch)
             p += 1
         self._close(self.last)
         return self.moves
@@ -326,15 +326,15 @@ class _Around:
     def _end(self, position: int, made: Mapping[int, int]) -> int:
         """Where a region ends, of whose values the work from ``position`` on takes some: there, or once they are made, if a
         branch that made them has work of its own in between. Then that runs beside what takes them."""
-        events, own, needs = self.graph.events, self.branch[position], set[int]()
+        events, branch, needs = self.graph.events, self.branch[position], set[int]()
         stop, worked = position, False
         for p in range(position, self.last):
-            if self.branch[p] == own:
+            if self.branch[p] == branch:
                 if p >= stop and worked:
                     break
                 stop = max(stop, self.wholes[p])  # a call begins when all is there that it takes
                 worked = worked or bool(events[p].flops)
-                needs |= {n for n in events[p].inputs if made.get(n, own) != own}
+                needs |= {n for n in events[p].inputs if made.get(n, branch) != branch}
         end = max(self._ready(n) for n in needs)
         homes = {made[n] for n in needs}
         beside = any(events[p].flops and self.branch[p] in homes for p in range(end, position))
@@ -360,16 +360,16 @@ class _Around:
         made: dict[int, int] = {}
         taken: dict[int, int] = {}  # value → where it is taken first
         for p in range(self.first, end):
-            if (own := self.branch[p]) is None:
+            if (branch := self.branch[p]) is None:
                 continue
             event = self.graph.events[p]
-            branches.setdefault(own, p)
+            branches.setdefault(branch, p)
             new = self.graph.made(p)
             for n in event.inputs if new or event.reads else ():
                 # (What is met here for the first time is kept by a module: a buffer that the branch alone has.)
-                if n not in made and n not in new and n not in self.forked and self.homes.get(n) != own:
+                if n not in made and n not in new and n not in self.forked and self.homes.get(n) != branch:
                     taken.setdefault(n, p)
-            made |= dict.fromkeys(new, own)
+            made |= dict.fromkeys(new, branch)
         self.first = end
         if branches:
             self.moves += self._forked(taken, min(branches.values()))
@@ -386,8 +386,8 @@ class _Around:
         self.forked |= taken.keys()
         for n, due in taken.items():
             made = n in self.homes
-            given = [f.position for f in self.forks if n in f.values and f.position <= due]
-            ready = max([begun, self._ready(n), *given])
+            earlier = [f.position for f in self.forks if n in f.values and f.position <= due]
+            ready = max([begun, self._ready(n), *earlier])
             known = min((at for of, at in groups if of == made and at >= ready), default=due)
             groups.setdefault((made, known), {})[n] = ready
         return [
@@ -413,11 +413,11 @@ class _Around:
 def _wholes(graph: ModelGraph, at: Sequence[int]) -> list[int]:
     """For each position, the end of the outermost call around it whose events are all of one place, as that runs unseen;
     else the next position."""
-    found = [0] * len(graph.events)
+    ends = [0] * len(graph.events)
     for call in sorted(graph.calls.values(), key=lambda c: (c.start, -c.stop)):
-        if call.start < call.stop and not found[call.start] and len(set(at[call.start : call.stop])) == 1:
-            found[call.start : call.stop] = [call.stop] * (call.stop - call.start)
-    return [stop or p + 1 for p, stop in enumerate(found)]
+        if call.start < call.stop and not ends[call.start] and len(set(at[call.start : call.stop])) == 1:
+            ends[call.start : call.stop] = [call.stop] * (call.stop - call.start)
+    return [stop or p + 1 for p, stop in enumerate(ends)]
 
 
 __all__ = ["Fork", "Join", "Placed", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]

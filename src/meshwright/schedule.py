@@ -144,24 +144,24 @@ class _Queues:
         self, now: float, done: Mapping[tuple[int, str, int], float], stages: int
     ) -> tuple[float, Action | None]:
         """(when it can start, the action to do next): a forward while few are in flight, else a backward, else weights."""
-        found: list[tuple[float, int, Action]] = []
+        choices: list[tuple[float, int, Action]] = []
         if self.backwards and not (self.gpipe and self.forwards):
             s, m = self.backwards[0]
             kind = "I" if self.split else "B"
             after = done.get((s, "F", m)) if s == stages - 1 else done.get((s + 1, kind, m))
             if after is not None and (s, "F", m) in done:
-                found.append((max(now, after), 1, Action(s, kind, m)))
+                choices.append((max(now, after), 1, Action(s, kind, m)))
         if self.forwards and self.in_flight < self.limit and self.held < self.most:
             s, m = self.forwards[0]
             before = 0.0 if s == 0 else done.get((s - 1, "F", m))
             if before is not None:
-                found.append((max(now, before), 0, Action(s, "F", m)))
+                choices.append((max(now, before), 0, Action(s, "F", m)))
         if self.weights:
             s, m = self.weights[0]
-            found.append((now, 2, Action(s, "W", m)))
-        if not found:
+            choices.append((now, 2, Action(s, "W", m)))
+        if not choices:
             return now, None
-        start, _, action = min(found, key=lambda f: (f[0], f[1]))
+        start, _, action = min(choices, key=lambda f: (f[0], f[1]))
         return start, action
 
     def take(self, action: Action) -> None:

@@ -112,10 +112,10 @@ class Submeshes:
 
     def chain(self, place: int) -> tuple[int, ...]:
         """The place and all around it, from the trunk inwards."""
-        found = [place]
-        while self.all[found[-1]].parent >= 0:
-            found.append(self.all[found[-1]].parent)
-        return tuple(reversed(found))
+        chain = [place]
+        while self.all[chain[-1]].parent >= 0:
+            chain.append(self.all[chain[-1]].parent)
+        return tuple(reversed(chain))
 
     def spelled(self, place: int) -> str:
         """``tp[0:2]``; of a nested one ``tp[0] of tp[0:3]``; of the trunk nothing."""
@@ -146,18 +146,18 @@ class Submeshes:
         return {}
 
     def _at(self, rank: int, place: int) -> Coordinate | None:
-        given = self.mesh.coordinate(rank)
-        here = Coordinate(*(given.get(axis, 0) for axis in ("pp", *INNER)))
+        indices = self.mesh.coordinate(rank)
+        here = Coordinate(*(indices.get(axis, 0) for axis in ("pp", *INNER)))
         for p in map(self.all.__getitem__, self.chain(place)[1:]):
             if not p.start <= here.tp < p.stop:
                 return None
-            own = p.mesh.coordinate(here.tp - p.start)
-            replicate, shard = own.get("dp_replicate", 0), own.get("dp_shard", 0)
+            inner = p.mesh.coordinate(here.tp - p.start)
+            replicate, shard = inner.get("dp_replicate", 0), inner.get("dp_shard", 0)
             here = Coordinate(
                 here.pp,
                 here.dp_replicate * p.mesh.axis_size("dp_replicate") + replicate,
                 here.dp_shard * p.mesh.axis_size("dp_shard") + shard,
-                own.get("tp", 0),
+                inner.get("tp", 0),
                 p.share(here.tp - p.start),
             )
         return here
@@ -169,21 +169,21 @@ class Submeshes:
     def members(self, place: int, rank: int) -> list[int]:
         """For each tp rank of the place's parent, around ``rank``: the place's share of rows, or -1: it is not of it."""
         line = self.line(self.all[place].parent, rank)
-        found = [self.at(r, place) for r in line]
-        return [-1 if c is None else c.share for c in found]
+        coordinates = [self.at(r, place) for r in line]
+        return [-1 if c is None else c.share for c in coordinates]
 
     def line(self, place: int, rank: int) -> list[int]:
         """The ranks that differ from ``rank``, which is of the place, on its tp axis alone."""
         here = self.at(rank, place)
         assert here is not None
-        found = []
+        line = []
         for r in range(self.mesh.size):
             other = self.at(r, place)
             if other is not None and (other.pp, other.dp_replicate, other.dp_shard) == (
                 here.pp, here.dp_replicate, here.dp_shard
             ):  # fmt: skip
-                found.append((other.tp, r))
-        return [r for _, r in sorted(found)]
+                line.append((other.tp, r))
+        return [r for _, r in sorted(line)]
 
     @cached_property
     def branches(self) -> tuple[int, ...]:
@@ -205,11 +205,11 @@ def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
 
 def read_slice(on: str) -> tuple[int, int] | None:
     """``tp[2:8]`` → (2, 8); ``tp[3]`` → (3, 4); None for another text."""
-    found = SLICE.fullmatch(on.replace(" ", ""))
-    if found is None:
+    match = SLICE.fullmatch(on.replace(" ", ""))
+    if match is None:
         return None
-    start = int(found[1])
-    return start, int(found[2]) if found[2] else start + 1
+    start = int(match[1])
+    return start, int(match[2]) if match[2] else start + 1
 
 
 __all__ = ["INNER", "SLICE", "Coordinate", "Submesh", "Submeshes", "bounds", "read_slice", "trunk"]
