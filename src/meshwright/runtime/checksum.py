@@ -30,11 +30,11 @@ def checksum(t: Tensor) -> Tensor:
     if data.storage_offset() % _LANE:
         data = data.clone()  # cannot be read as 64-bit integers where it lies
     whole = data.numel() - data.numel() % _LANE
-    found = _of_lanes(data[:whole].view(torch.int64))
+    total = _of_lanes(data[:whole].view(torch.int64))
     if whole < data.numel():
         rest = data[whole:].long()
-        found = found + (rest << torch.arange(0, 8 * rest.numel(), 8, device=t.device)).sum()
-    return found
+        total = total + (rest << torch.arange(0, 8 * rest.numel(), 8, device=t.device)).sum()
+    return total
 
 
 def _of_lanes(lanes: Tensor) -> Tensor:

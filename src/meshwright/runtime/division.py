@@ -80,10 +80,12 @@ class Division:
 
     def pieces(self, batch: Any) -> Pieces:
         """What this rank runs of a batch. Collective."""
-        found = self._pieces(batch)
-        divided = self._recipe.mesh.data_size * len(found.batches) > 1 and found.gathered is None and self.rows != SPLIT
-        self._paths.begin(self._runner.module, found.scale, divided=divided)
-        return found
+        pieces = self._pieces(batch)
+        divided = (
+            self._recipe.mesh.data_size * len(pieces.batches) > 1 and pieces.gathered is None and self.rows != SPLIT
+        )
+        self._paths.begin(self._runner.module, pieces.scale, divided=divided)
+        return pieces
 
     def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
         """On during the forward of a piece."""
@@ -149,17 +151,17 @@ class Division:
         scale, shares = weights(pieces, self._counter, self._copies, self._device, way=way, alone=True)
         for piece in pieces:  # what is recorded draws no numbers in the trial
             self._runner.executor.record(piece)
-        found, reads = [], [Reads(numbers=True) for _ in pieces]
+        losses, reads = [], [Reads(numbers=True) for _ in pieces]
         for piece, share, read in zip(pieces, shares, reads, strict=True):
             with trial():
-                found.append(self._runner.loss_alone(piece, share, read.on))
-        return found, scale, [read.found for read in reads]
+                losses.append(self._runner.loss_alone(piece, share, read.on))
+        return losses, scale, [read.found for read in reads]
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""
-        found = torch.tensor([-number, number], device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        smallest, largest = found.tolist()
+        extremes = torch.tensor([-number, number], device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        smallest, largest = extremes.tolist()
         return -smallest, largest
 
     # --- after a step -----------------------------------------------------------------------------------------------
@@ -172,23 +174,23 @@ class Division:
             RowsError: on every rank: the step's values have shown that its rows cannot be divided.
         """
         mesh, paths = self._recipe.mesh, self._paths
-        found = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         for loss in losses:
-            found[0] += loss.double()
-            found[1] += loss.dtype == torch.float64
+            sums[0] += loss.double()
+            sums[1] += loss.dtype == torch.float64
         shares = [share for share in pieces.shares if share is not None]
         for ignored in (n for share in shares for n in share.ignored):
-            found[2] += ignored
+            sums[2] += ignored
         if paths.watching:
-            found = torch.cat([found, found.new_tensor(paths.sums())])
+            sums = torch.cat([sums, sums.new_tensor(paths.sums())])
         if mesh.data_size * mesh.axis_size("pp") > 1:
             with self._runner.waiting.on():
-                dist.all_reduce(found)
-            found[0] /= mesh.axis_size("tp")
-        _refuse_uncounted(shares, found[2])
-        if paths.watching and paths.differ(found[3:].tolist()):
+                dist.all_reduce(sums)
+            sums[0] /= mesh.axis_size("tp")
+        _refuse_uncounted(shares, sums[2])
+        if paths.watching and paths.differ(sums[3:].tolist()):
             self._try_paths(pieces)
-        return found[0].to(torch.float64 if found[1] else torch.float32)
+        return sums[0].to(torch.float64 if sums[1] else torch.float32)
 
     def _try_paths(self, pieces: Pieces) -> None:
         """Pieces of this step took different paths: is the loss of two of them at once what they make apart?
@@ -215,9 +217,9 @@ class Division:
 
     def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
         """A microbatch of some rank, on every rank."""
-        given = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
-        dist.broadcast_object_list(given, src=rank)
-        return mapped(lambda t: t.to(self._device), given[0])
+        holder = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
+        dist.broadcast_object_list(holder, src=rank)
+        return mapped(lambda t: t.to(self._device), holder[0])
 
 
 def _told_alike(verdict: Verdict) -> Verdict:

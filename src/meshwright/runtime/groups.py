@@ -111,24 +111,24 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) ->
 def _placed(recipe: Recipe, place: int) -> torch.Tensor:
     """The ranks of a place by their coordinates on ``DIMS``."""
     places = recipe.places
-    found = torch.zeros([places.axis_size(place, d) for d in DIMS], dtype=torch.int64)
+    ranks = torch.zeros([places.axis_size(place, d) for d in DIMS], dtype=torch.int64)
     for rank in range(recipe.mesh.size):
         if (at := places.at(rank, place)) is not None:
-            found[at.pp, at.dp_replicate, at.dp_shard, at.tp] = rank
-    return found
+            ranks[at.pp, at.dp_replicate, at.dp_shard, at.tp] = rank
+    return ranks
 
 
 def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """This rank's group for each set of places that hold the same parameter. Every rank makes all groups."""
-    found, rank, places = {}, dist.get_rank(), recipe.places
+    groups, rank, places = {}, dist.get_rank(), recipe.places
     for chosen in sorted({p.places for p in recipe.parameters if len(p.places) > 1}):
         for stage in range(recipe.mesh.axis_size("pp")):
             at = [[places.at(r, p) for p in chosen] for r in range(recipe.mesh.size)]
             ranks = [r for r, seen in enumerate(at) if any(c is not None and c.pp == stage for c in seen)]
             group = dist.new_group(ranks)
             if rank in ranks:
-                found[chosen] = group
-    return found
+                groups[chosen] = group
+    return groups
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
@@ -140,14 +140,14 @@ def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
 
 def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """This rank's group for each set of pipeline ranks that hold the same parameter. Every rank makes all groups."""
-    found, rank = {}, dist.get_rank()
+    groups, rank = {}, dist.get_rank()
     for owners in sorted({recipe.owners(line) for line in recipe.parameters} - {(r,) for r in range(placed.shape[0])}):
         for line in placed.reshape(placed.shape[0], -1).T.tolist():
             ranks = [line[r] for r in owners]
             group = dist.new_group(ranks)
             if rank in ranks:
-                found[owners] = group
-    return found
+                groups[owners] = group
+    return groups
 
 
 def ensure_world(device: str | None, timeout: float) -> torch.device:

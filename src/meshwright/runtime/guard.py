@@ -194,8 +194,8 @@ class Guard:
         """Checksums of the tensors that this rank has whole."""
         with without_modes():  # none of this is the model's
             for t in values:
-                own = isinstance(t, Tensor) and not isinstance(t, (GlobalTensor, Placeholder, nn.Parameter))
-                if own and t.device == self._groups.device and _plain(t):
+                is_whole = isinstance(t, Tensor) and not isinstance(t, (GlobalTensor, Placeholder, nn.Parameter))
+                if is_whole and t.device == self._groups.device and _plain(t):
                     self._activations.append((place, name, checksum(t)))
 
     def _meeting(self, step: int, place: int) -> Callable[[str], None]:
@@ -203,10 +203,10 @@ class Guard:
 
         def meet(collective: str) -> None:
             with without_modes():
-                own = torch.tensor([_number(collective)], device=self._groups.device)
-                numbers = [torch.empty_like(own) for _ in ranks]
-                self.cost.moved("all_gather", own)
-                dist.all_gather(numbers, own, group=group)
+                number = torch.tensor([_number(collective)], device=self._groups.device)
+                numbers = [torch.empty_like(number) for _ in ranks]
+                self.cost.moved("all_gather", number)
+                dist.all_gather(numbers, number, group=group)
                 if len({int(n) for n in numbers}) > 1:
                     self._meet_no_more()
                     told: list[Any] = [None] * len(ranks)
@@ -264,11 +264,11 @@ class Guard:
         told: list[tuple[dict[tuple[int, str], int], set[tuple[int, str]]]] = [({}, set())] * self._recipe.mesh.size
         dist.all_gather_object(told, (mine, entries.changed))
         columns, lines = list(self._columns.values()), list[str]()
-        for key in dict.fromkeys(key for own, _ in told for key in own):
-            if all(key in changed for own, changed in told if key in own):
+        for key in dict.fromkeys(key for values, _ in told for key in values):
+            if all(key in changed for values, changed in told if key in values):
                 continue  # all ranks have changed it, from their own rows perhaps
-            written = [rank for rank, (own, changed) in enumerate(told) if key in changed and key not in own]
-            for ranks in columns[key[0]].differing([own.get(key) for own, _ in told], written):
+            written = [rank for rank, (values, changed) in enumerate(told) if key in changed and key not in values]
+            for ranks in columns[key[0]].differing([values.get(key) for values, _ in told], written):
                 lines.append(f"{key[1]}: {_told_apart(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
@@ -369,18 +369,18 @@ def _number(text: str) -> int:
 
 def _listed(sums: Sequence[Tensor], device: torch.device) -> list[int]:
     """Numbers on a device as integers, by one copy."""
-    found: list[int] = torch.stack([s.to(device) for s in sums]).tolist() if sums else []
-    return found
+    numbers: list[int] = torch.stack([s.to(device) for s in sums]).tolist() if sums else []
+    return numbers
 
 
 def _steps_done(optimizers: Optimizers) -> Mapping[int, Tensor]:
     """id of a parameter → how often an optimizer has updated it, for those that count."""
-    found: dict[int, Tensor] = {}
+    steps: dict[int, Tensor] = {}
     for optimizer in [] if optimizers is None else [optimizers] if not isinstance(optimizers, Sequence) else optimizers:
         for p, state in optimizer.state.items():
             if (done := state.get("step")) is not None:
-                found[id(p)] = done if isinstance(done, Tensor) else torch.tensor(done)
-    return found
+                steps[id(p)] = done if isinstance(done, Tensor) else torch.tensor(done)
+    return steps
 
 
 # --- which ranks hold the same ------------------------------------------------------------------------------------------
@@ -394,18 +394,20 @@ def _key(line: ParameterRecipe, recipe: Recipe) -> Key:
 
 def _columns(recipe: Recipe) -> dict[Key, Column]:
     """The sets of ranks of each kind, in an order that is the same on every rank."""
-    found: dict[Key, Column] = {}
+    columns: dict[Key, Column] = {}
     ranks, places = range(recipe.mesh.size), recipe.places
     for line in recipe.parameters:
         key = _key(line, recipe)
-        if key not in found:
-            found[key] = Column(tuple(_set_of(line, recipe, rank) for rank in ranks))
+        if key not in columns:
+            columns[key] = Column(tuple(_set_of(line, recipe, rank) for rank in ranks))
     for place in range(len(places)):
         at = [places.at(rank, place) for rank in ranks]
-        found["buffer", place] = Column(tuple(None if c is None else c.pp for c in at))
+        columns["buffer", place] = Column(tuple(None if c is None else c.pp for c in at))
         if places.axis_size(place, "tp") > 1:
-            found["line", place] = Column(tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at))
-    return found
+            columns["line", place] = Column(
+                tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at)
+            )
+    return columns
 
 
 def _set_of(line: ParameterRecipe, recipe: Recipe, rank: int) -> Hashable:

@@ -157,16 +157,16 @@ class Lengths(Generic[V]):
         """What there is for the sizes of a batch; ``make`` records it."""
         if sizes is None:
             return make()
-        if (found := self._exact.get(sizes)) is not None:
-            return found
+        if (value := self._exact.get(sizes)) is not None:
+            return value
         family = self._families.made(sizes.kind, _Family)
         lengths = [length for length, _ in family.points]
         if family.between is not None and lengths[0] < sizes.length < lengths[-1]:
             return self._exact.put(sizes, family.between(sizes.length))
-        found = make()
-        family.points = _ends_and_middle([*family.points, (sizes.length, found)])
+        value = make()
+        family.points = _ends_and_middle([*family.points, (sizes.length, value)])
         family.between = self._follows(family.points) if len(family.points) > 2 else None
-        return self._exact.put(sizes, found)
+        return self._exact.put(sizes, value)
 
 
 def _ends_and_middle(points: list[tuple[int, V]]) -> list[tuple[int, V]]:

@@ -69,17 +69,17 @@ class Runner:
         """
         begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
         if not backward:
-            found = self.executor.run(pieces, begin, watched, backward=False)
+            losses = self.executor.run(pieces, begin, watched, backward=False)
             self.held.reshard()
-            return found
+            return losses
         if self._routed is not None:
             self._routed.begin()
         with self._own_sums.of_this_step():
-            found = self.executor.run(pieces, begin, watched, backward=True)
+            losses = self.executor.run(pieces, begin, watched, backward=True)
             self._sync.finish()
             if self._routed is not None:
                 self._routed.settle()
-        return found
+        return losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, its tensors whole; with a pipeline, on the ranks of its last stage, without gradients."""
@@ -94,10 +94,10 @@ class Runner:
         pieces = Pieces([copied(batch)], [1.0], [share])  # the model may write to it
         try:
             with self.executor.trying():
-                found = self.executor.run(pieces, watched=watched, backward=False)
+                losses = self.executor.run(pieces, watched=watched, backward=False)
         finally:
             self.held.reshard()
-        value = torch.tensor([float(x) for x in found] or [0.0], dtype=torch.float64, device=self.groups.device)
+        value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(value, group=self.groups.pipeline)
         return float(value)
 

@@ -137,8 +137,8 @@ class Branching:
         self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, ()))
         torch.set_rng_state(self._begun_at)
-        own = [b for b in self.places.branches if b in self.mine]
-        self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in own}
+        branches = [b for b in self.places.branches if b in self.mine]
+        self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in branches}
 
     def finish(self) -> None:
         """The step ends: all that was sent has arrived."""
@@ -163,7 +163,7 @@ class Branching:
         gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
         wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
-        given = {(n, b): wholes[n] for n, b in pairs if n in wholes}
+        forked = {(n, b): wholes[n] for n, b in pairs if n in wholes}
         tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
         anchor = self._anchor() if tail is None else tail
         if tied:
@@ -173,8 +173,8 @@ class Branching:
             anchor, *out = _Fork.apply(
                 self, move, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
             )
-            given |= dict(zip(tied, out, strict=True))
-        return given, anchor
+            forked |= dict(zip(tied, out, strict=True))
+        return forked, anchor
 
     def _anchor(self) -> Tensor:
         return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
@@ -197,24 +197,24 @@ class Branching:
             self._gates[around, number] = gate, _Gate.apply(gate, t)
 
     def gradients(
-        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+        self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
     ) -> dict[int, Tensor]:
         """Value → the sum of its gradients over the branches, on every rank that needs it.
 
         Args:
-            given: (value, branch) → the gradient on this rank.
+            gradients: (value, branch) → the gradient on this rank.
         """
         if move.homes:
-            return self._sent_back(move, given, rows, gates)
-        own: dict[int, Tensor] = {}
-        for (n, branch), g in given.items():
+            return self._sent_back(move, gradients, rows, gates)
+        summands: dict[int, Tensor] = {}
+        for (n, branch), g in gradients.items():
             g = g if self._leads(branch, rows) else torch.zeros_like(g)
-            own[n] = g if n not in own else own[n] + g
-        return dict(zip(own, self._summed(move.around, list(own.values())), strict=True))
+            summands[n] = g if n not in summands else summands[n] + g
+        return dict(zip(summands, self._summed(move.around, list(summands.values())), strict=True))
 
     def _summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients, summed over the ranks of a place: one all-reduce a type."""
-        found: list[Tensor | None] = [None] * len(gradients)
+        sums: list[Tensor | None] = [None] * len(gradients)
         for dtype in dict.fromkeys(g.dtype for g in gradients):
             chosen = [i for i, g in enumerate(gradients) if g.dtype == dtype]
             flat = torch.cat([torch.view_as_real(g).reshape(-1) if g.is_complex() else g.reshape(-1)
@@ -227,21 +227,21 @@ class Branching:
                 width = gradients[i].numel() * (2 if dtype.is_complex else 1)
                 piece, base = flat[base : base + width], base + width
                 g = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
-                found[i] = g.view(gradients[i].shape)
-        return [g for g in found if g is not None]
+                sums[i] = g.view(gradients[i].shape)
+        return [g for g in sums if g is not None]
 
     def _sent_back(
-        self, move: Fork, given: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+        self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
     ) -> dict[int, Tensor]:
         """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
         line = self._lines[move.around]
         sent: list[list[Tensor]] = [[] for _ in range(line.size)]
         wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]  # value, first row, like what
-        found: dict[int, Tensor] = {}
-        for (n, branch), g in given.items():
+        sums: dict[int, Tensor] = {}
+        for (n, branch), g in gradients.items():
             home = move.homes[n]
-            if home in self.mine and n not in found:
-                found[n] = torch.zeros_like(g)
+            if home in self.mine and n not in sums:
+                sums[n] = torch.zeros_like(g)
             for back in returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
                                 self.places[branch].shares(g.shape, rows)):  # fmt: skip
                 part = g if back.stop is None else g[back.start : back.stop]
@@ -252,13 +252,13 @@ class Branching:
         got, arrival = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
         for row, tensors in zip(wanted, got, strict=True):
             for (n, start, part), g in zip(row, tensors, strict=True):
-                arrival.then.append(partial((found[n][start : start + len(part)] if part.dim() else found[n]).add_, g))
-        if found.keys() <= gates.keys():
-            for n in found:
+                arrival.then.append(partial((sums[n][start : start + len(part)] if part.dim() else sums[n]).add_, g))
+        if sums.keys() <= gates.keys():
+            for n in sums:
                 gates[n].arrival = arrival
         else:
             arrival.wait()
-        return found
+        return sums
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
@@ -274,10 +274,10 @@ class Branching:
         self._check(mine, dict(move.values), graph)
         # What gets no gradient on one device gets none here, and not zeros.
         tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
-        given = [mine[n] if n in tied else mine[n].detach() for n in mine]
-        found, arriving, arrival = self._exchanged(move, pieces, mine)
-        tail, *out = _Join.apply(self, move, found, tuple(mine), tied, len(anchors), *anchors, *given)
-        return Joined(dict(zip(found, out, strict=True)), tail, arriving, arrival.wait)
+        entering = [mine[n] if n in tied else mine[n].detach() for n in mine]
+        joined, arriving, arrival = self._exchanged(move, pieces, mine)
+        tail, *out = _Join.apply(self, move, joined, tuple(mine), tied, len(anchors), *anchors, *entering)
+        return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
         value, members = graph.values[number], self._members[branch]
@@ -300,8 +300,8 @@ class Branching:
             for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
         ]
 
-    def _check(self, own: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
-        for n, t in own.items():
+    def _check(self, mine: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
+        for n, t in mine.items():
             value = graph.values[n]
             shape = list(value.shape)
             if (own_rows := self._own_rows(branches[n], value.shape, self.rows)) is not None:
@@ -316,11 +316,11 @@ class Branching:
     @locally
     @torch.no_grad()
     def _exchanged(
-        self, move: Join, pieces: Sequence[Piece], own: Mapping[int, Tensor]
+        self, move: Join, pieces: Sequence[Piece], mine: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
         """Value → all of it, where it is taken; those that are on their way; and until when. One all-to-all."""
         line = self._lines[move.around]
-        sent = [[own[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
+        sent = [[mine[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
         like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
         got, arrival = self._swapped("join", line, sent, like)
@@ -330,14 +330,14 @@ class Branching:
         arriving = frozenset(p.number for row in wanted for p in row if p.numel)
         for p in pieces:
             if line.rank in p.owners:
-                parts[p.number][p.start] = own[p.number]
-        found = {}
+                parts[p.number][p.start] = mine[p.number]
+        joined = {}
         for n, rows in parts.items():
-            first = found[n] = next(iter(rows.values()))
+            first = joined[n] = next(iter(rows.values()))
             if len(rows) > 1:  # from several ranks
-                found[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
-                arrival.then += [partial(found[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
-        return found, arriving, arrival
+                joined[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
+                arrival.then += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+        return joined, arriving, arrival
 
     def _swapped(
         self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
@@ -355,18 +355,18 @@ class Branching:
         got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.ledger.moved(kind, flat)
         line.order.note(kind)
-        given = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
-        work = dist.all_to_all_single(got, flat, sizes, given, group=line.group, async_op=True)
+        out_sizes = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
+        work = dist.all_to_all_single(got, flat, sizes, out_sizes, group=line.group, async_op=True)
         arrival = Arrival(work, flat)
         self._begun = [*(a for a in self._begun if a.work is not None), arrival]
-        found: list[list[Tensor]] = []
+        received: list[list[Tensor]] = []
         base = 0
         for r, row in enumerate(wanted):
-            found.append([])
+            received.append([])
             for i, like in enumerate(row):
                 piece = out[r][i] if r == line.rank else got[base : (base := base + _size(like))]
-                found[-1].append(_typed(piece, like, arrival))
-        return found, arrival
+                received[-1].append(_typed(piece, like, arrival))
+        return received, arrival
 
     @property
     def device(self) -> torch.device:
@@ -389,19 +389,19 @@ class Branching:
 
     def portion(self, place: int) -> tuple[int, int]:
         """See ``view.stage.Exchange``."""
-        own = self._own_rows(place, (self.rows,), self.rows)
-        return self.rows, self.rows if own is None else own.stop - own.start
+        own_rows = self._own_rows(place, (self.rows,), self.rows)
+        return self.rows, self.rows if own_rows is None else own_rows.stop - own_rows.start
 
     def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """See ``view.stage.Exchange``."""
-        own = self._own_rows(place, like.shape, self.rows)
-        if own is None:
+        own_rows = self._own_rows(place, like.shape, self.rows)
+        if own_rows is None:
             return rows
         strides = like.stride()
         order = sorted(range(like.dim()), key=lambda d: -strides[d])  # from the outermost dim of memory in
         laid = rows.permute(order)
         before, after = list(laid.shape), list(laid.shape)
-        before[order.index(0)], after[order.index(0)] = own.start, len(like) - own.stop
+        before[order.index(0)], after[order.index(0)] = own_rows.start, len(like) - own_rows.stop
         whole_of = torch.cat([laid.new_zeros(before), laid, laid.new_zeros(after)], order.index(0))
         return whole_of.permute([order.index(d) for d in range(like.dim())])
 
@@ -438,9 +438,9 @@ class Branching:
         return None if shares is None else slice(*shares[self._at(place).share])
 
     def _at(self, place: int) -> Coordinate:
-        found = self.places.at(self.groups.rank, place)
-        assert found is not None
-        return found
+        coordinate = self.places.at(self.groups.rank, place)
+        assert coordinate is not None
+        return coordinate
 
 
 class _Fork(torch.autograd.Function):
@@ -463,9 +463,9 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     @locally
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
-        given = dict(zip(ctx.pairs, gradients, strict=True))
-        found = ctx.branching.gradients(ctx.move, given, ctx.rows, ctx.gates)
-        return None, None, None, None, None, *(found.pop(n, None) for n, _ in ctx.pairs)
+        by_pair = dict(zip(ctx.pairs, gradients, strict=True))
+        sums = ctx.branching.gradients(ctx.move, by_pair, ctx.rows, ctx.gates)
+        return None, None, None, None, None, *(sums.pop(n, None) for n, _ in ctx.pairs)
 
 
 class _Gate(torch.autograd.Function):
@@ -494,24 +494,26 @@ class _Join(torch.autograd.Function):
         ctx: Any,
         branching: Branching,
         move: Join,
-        found: dict[int, Tensor],
+        joined: dict[int, Tensor],
         mine: tuple[int, ...],
         tied: frozenset[int],
         anchors: int,
-        *given: Tensor,
+        *entering: Tensor,
     ) -> Any:
         ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
-        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(found), tied, anchors
-        out = [t.detach() for t in found.values()]
-        ctx.mark_non_differentiable(*(t for n, t in zip(found, out, strict=True) if n not in tied))
-        return given[0].detach(), *out
+        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
+        out = [t.detach() for t in joined.values()]
+        ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in tied))
+        return entering[0].detach(), *out
 
     @staticmethod
     @locally
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
         of = dict(zip(ctx.here, gradients, strict=True))
-        own = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine]
-        return *(None,) * 6, *(None,) * ctx.anchors, *own
+        returned = [
+            ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine
+        ]
+        return *(None,) * 6, *(None,) * ctx.anchors, *returned
 
 
 @locally

@@ -110,8 +110,8 @@ class Block:
         """The gradients of what it was given."""
         if self.backward is not None:
             self.backward.result()
-        found, self.leaves = [leaf.grad for leaf in self.leaves], []
-        return found
+        gradients, self.leaves = [leaf.grad for leaf in self.leaves], []
+        return gradients
 
 
 @one_process()
@@ -124,8 +124,8 @@ def _threaded(
     thread: ThreadPoolExecutor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Started:
     grad, block = torch.is_grad_enabled(), Block(thread)
-    given = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
-    anchor = _Start.apply(block, torch.zeros((), requires_grad=grad), *given)
+    inputs = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
+    anchor = _Start.apply(block, torch.zeros((), requires_grad=grad), *inputs)
 
     def leaf(t: Tensor) -> Tensor:
         if not (grad and t.requires_grad):
@@ -159,7 +159,7 @@ class _Start(torch.autograd.Function):
     """Where a block's graph is cut off from what it was given. Its backward waits for the block's."""
 
     @staticmethod
-    def forward(ctx: Any, block: Block, anchor: Tensor, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, block: Block, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.block = block
         return anchor.detach()
 

@@ -54,15 +54,19 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
     for path, module in model.named_modules():
         for key, value in list(attributes_of(module)):
             yield (path, key), value
-            for name, found in plain_objects(key, value, seen):
-                yield from (((path, f"{name}.{own}"), inner) for own, inner in list(attributes_in(found).items()))
+            for name, plain in plain_objects(key, value, seen):
+                yield from (
+                    ((path, f"{name}.{attribute}"), inner) for attribute, inner in list(attributes_in(plain).items())
+                )
 
 
 def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name, str]:
     """The attributes that a forward of all rows leaves otherwise than one of a part, and how."""
     names = [*whole, *(name for name in part if name not in whole)]
-    found = {name: _difference(whole[name], part[name]) if name in whole and name in part else VALUES for name in names}
-    return {name: how for name, how in found.items() if how}
+    differences = {
+        name: _difference(whole[name], part[name]) if name in whole and name in part else VALUES for name in names
+    }
+    return {name: how for name, how in differences.items() if how}
 
 
 def put(model: nn.Module, values: Mapping[Name, Any]) -> None:
@@ -119,8 +123,8 @@ def _difference(a: Any, b: Any, depth: int = _DEPTH) -> str:
     if isinstance(a, dict) and isinstance(b, dict):
         a, b = ([*of.keys(), *of.values()] for of in (a, b))
     if isinstance(a, _CONTAINERS) and isinstance(b, _CONTAINERS) and depth:
-        found = {_difference(x, y, depth - 1) for x, y in zip(a, b, strict=False)}
-        return VALUES if len(a) != len(b) or VALUES in found else ROWS if ROWS in found else ""
+        inner = {_difference(x, y, depth - 1) for x, y in zip(a, b, strict=False)}
+        return VALUES if len(a) != len(b) or VALUES in inner else ROWS if ROWS in inner else ""
     if isinstance(a, set) and isinstance(b, set):
         return "" if a == b else VALUES
     if not isinstance(a, _NUMBERS) or not isinstance(b, _NUMBERS):

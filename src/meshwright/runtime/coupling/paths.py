@@ -214,10 +214,10 @@ def outside_of_parts(whole: Found, parts: Sequence[Found]) -> str:
         others = [part.numbers.get(line, []) for part in parts]
         if any(len(other) != len(numbers) for other in others):
             continue  # another way was taken: what the trial finds is the answer
-        for (number, compared), *own in zip(numbers, *others, strict=True):
+        for (number, compared), *of_parts in zip(numbers, *others, strict=True):
             slack = 1e-9 * max(1.0, abs(number))
-            among = min(x for x, _ in own) - slack <= number <= max(x for x, _ in own) + slack
-            if not among and all(other == compared for _, other in own):
+            among = min(x for x, _ in of_parts) - slack <= number <= max(x for x, _ in of_parts) + slack
+            if not among and all(other == compared for _, other in of_parts):
                 return line
     return ""
 
@@ -269,12 +269,12 @@ class Paths:
 
     def sums(self) -> list[float]:
         """Numbers to be summed over all ranks, ``SUMS`` a stage."""
-        found = [0.0] * (SUMS * self.stages)
+        sums = [0.0] * (SUMS * self.stages)
         for (stage, _), read in self._found.items():
             a, b = divmod(zlib.crc32(repr(sorted(self._open(read).items())).encode()), 2**16)
             for i, x in enumerate((1.0, a, b, a * a, b * b) if self._open(read) else (1.0, 0.0, 0.0, 0.0, 0.0)):
-                found[SUMS * stage + i] += x
-        return found
+                sums[SUMS * stage + i] += x
+        return sums
 
     def differ(self, sums: Sequence[float]) -> bool:
         """Whether pieces have taken different paths, by the sums over all ranks."""

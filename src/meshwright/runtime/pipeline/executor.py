@@ -134,6 +134,6 @@ class Executor:
         return self._schedules.made((microbatches, edges, back, backward), make)
 
 
-def _call(model: nn.Module, given: Any) -> Any:
-    args, kwargs = given
+def _call(model: nn.Module, arguments: Any) -> Any:
+    args, kwargs = arguments
     return model(*args, **kwargs)

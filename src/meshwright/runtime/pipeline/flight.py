@@ -36,11 +36,11 @@ class Flight:
         """What a backward starts from, with the gradients that other stages gave, summed."""
         if self.loss is not None:
             return ([self.loss], [None]) if self.loss.requires_grad else ([], [])
-        found = [
+        roots = [
             (t, sum(self.grads[n][1:], self.grads[n][0])) for n, t in self.outputs.items()
             if n in self.grads and _has_graph(t)
         ]  # fmt: skip
-        return [t for t, _ in found], [g for _, g in found]
+        return [t for t, _ in roots], [g for _, g in roots]
 
     def end(self) -> None:
         """After the backward: nothing is held but what is still to be sent back, and what is left of the backward."""

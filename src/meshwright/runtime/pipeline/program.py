@@ -138,15 +138,15 @@ class Programs:
         runs: list[tuple[Any, list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
-            own = copied(batch)
-            runs.append((own, versions(own)))
-            output = call(model, own)
+            clone = copied(batch)
+            runs.append((clone, versions(clone)))
+            output = call(model, clone)
             return loss(output) if loss else output
 
         with random_numbers_kept():
             graph = self.replanner.graph(run, grad=grad)
         # Not within: a look at values would seem to be the forward's own.
-        return graph, frozenset(i for own, before in runs for i in differs(own, batch, before))
+        return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
         """The tensors of a batch, by their places, whose values decided what was recorded; None if not they alone did."""
@@ -167,9 +167,9 @@ class Programs:
             return None
 
         def between(length: int) -> Program:
-            found = graph(length)
-            stages = {s: stage.of(found) for s, stage in first.stages.items()}
-            return Program(found, first.crossing, stages, first.writes)
+            resized = graph(length)
+            stages = {s: stage.of(resized) for s, stage in first.stages.items()}
+            return Program(resized, first.crossing, stages, first.writes)
 
         return between
 
@@ -187,9 +187,9 @@ class Programs:
             s: StageProgram(graph, crossing, s, *(placed or ()), streams=streams, whole_output=whole_output)
             for s in self._stages
         }
-        found = Program(graph, crossing, stages, writes)
-        self._agree(found.digest)
-        return found
+        program = Program(graph, crossing, stages, writes)
+        self._agree(program.digest)
+        return program
 
     def _agree(self, digest: int) -> None:
         """Compares a new program with those of the ranks that run the same copy of the model. Collective."""

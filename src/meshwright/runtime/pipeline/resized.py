@@ -34,11 +34,11 @@ def graphs_between(lengths: Sequence[int], graphs: Sequence[ModelGraph]) -> Call
     outer = lengths[0], lengths[-1]
 
     def between(length: int) -> ModelGraph:
-        found = copy.copy(graphs[0])
-        found.__dict__.pop("signature", None)
-        found.values = [v for pair in ends if (v := _value(pair, outer, length)) is not None]
-        found.resized = True
-        return found
+        graph = copy.copy(graphs[0])
+        graph.__dict__.pop("signature", None)
+        graph.values = [v for pair in ends if (v := _value(pair, outer, length)) is not None]
+        graph.resized = True
+        return graph
 
     return between
 
@@ -105,8 +105,8 @@ def _same_call(a: Call, b: Call) -> bool:
     fields = "module start stop outputs fresh stashed visible acts leaf".split()
     same = all(getattr(a, name) == getattr(b, name) for name in fields)
     same = same and [(g.which, g.values) for g in a.grown] == [(g.which, g.values) for g in b.grown]
-    given = [(c.returned, [g.items for g in c.grown]) for c in (a, b)]
-    return same and bool(_constants(given[0], _DEPTH) == _constants(given[1], _DEPTH))
+    structures = [(c.returned, [g.items for g in c.grown]) for c in (a, b)]
+    return same and bool(_constants(structures[0], _DEPTH) == _constants(structures[1], _DEPTH))
 
 
 def _constants(x: Any, depth: int) -> Any:

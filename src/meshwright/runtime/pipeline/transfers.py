@@ -122,7 +122,7 @@ class Transfers:
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
 
     def _send_values(self, action: Action, flight: Flight) -> None:
-        graph, found = self._programs[action.microbatch].graph, []
+        graph, tensors = self._programs[action.microbatch].graph, []
         for n in self._numbers(action):
             value, t = graph.values[n], flight.outputs[n]
             t = as_recorded(t, value) if self._casts else t
@@ -133,8 +133,8 @@ class Transfers:
                     f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
                 )
             # What is written to later, in the next microbatch perhaps, must not change on its way.
-            found.append(t.clone() if value.storage in graph.written else t)
-        self._send(action, found)
+            tensors.append(t.clone() if value.storage in graph.written else t)
+        self._send(action, tensors)
 
     def _send_gradients(self, action: Action, flight: Flight) -> None:
         numbers, values = self._numbers(action), self._programs[action.microbatch].graph.values
@@ -165,12 +165,12 @@ class Transfers:
         self._arriving[action] = [(n, b, dist.irecv(b, group=self._group, group_src=home)) for n, b in buffers]
 
     def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
-        found = []
+        entries = []
         for n, buffer, work in arriving:
             with self._traffic.waiting.on():
                 work.wait()
-            found.append((n, buffer))
-        if found and found[0][0] == _WHICH:
-            there = found.pop(0)[1].tolist()
-            found = [entry for entry, is_there in zip(found, there, strict=True) if is_there]
-        return found
+            entries.append((n, buffer))
+        if entries and entries[0][0] == _WHICH:
+            there = entries.pop(0)[1].tolist()
+            entries = [entry for entry, is_there in zip(entries, there, strict=True) if is_there]
+        return entries

@@ -55,11 +55,11 @@ def _tensors(leaf: Any, depth: int) -> list[Tensor]:
 
 def names_in(batch: Any) -> list[str]:
     """What each tensor of a batch is called: ``x``, ``1``, ``images.0``."""
-    found = []
+    names = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-        found += [name] if isinstance(leaf, Tensor) else [f"{name}.{i}" for i in range(len(_tensors(leaf, _DEPTH)))]
-    return found
+        names += [name] if isinstance(leaf, Tensor) else [f"{name}.{i}" for i in range(len(_tensors(leaf, _DEPTH)))]
+    return names
 
 
 def with_shared(batch: Any, names: Collection[str]) -> Any:

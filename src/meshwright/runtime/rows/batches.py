@@ -75,12 +75,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         first, shares = self.start, self._shares(self.start)
-        found: Iterator[Any]
+        batches: Iterator[Any]
         if _is_table(self.dataset):
-            found = map(self._of_table, shares)
+            batches = map(self._of_table, shares)
         else:
-            found = Loader(self.dataset, self.seed, self.num_workers, self.device.type == "cuda")(shares)
-        for number, batch in enumerate(found, first):
+            batches = Loader(self.dataset, self.seed, self.num_workers, self.device.type == "cuda")(shares)
+        for number, batch in enumerate(batches, first):
             self.taken = number + 1
             yield pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
 

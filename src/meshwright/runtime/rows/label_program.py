@@ -268,11 +268,11 @@ class Follower(FunctionMode):
     def _again(self, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
         names = [self.name(x) for x in args]
 
-        def again(*given: Any, **named: Any) -> Any:
-            for x, name in zip(given, names, strict=False):
+        def again(*arguments: Any, **named: Any) -> Any:
+            for x, name in zip(arguments, names, strict=False):
                 self.give_name(x, name)
             with self:
-                return function(*given, **named)
+                return function(*arguments, **named)
 
         return again, args
 

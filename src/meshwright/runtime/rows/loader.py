@@ -68,8 +68,8 @@ class _Rows(Dataset[Any]):
 
     def __getitem__(self, row: Row) -> Any:
         self._random.seed(zlib.crc32(f"{self._seed} {row.epoch} {row.number}".encode()))
-        found = self._dataset[row.number]
-        return _ShapeOnly(found) if row.shape_only else found
+        item = self._dataset[row.number]
+        return _ShapeOnly(item) if row.shape_only else item
 
     def read_here(self, share: list[Row]) -> list[Any]:
         """Rows, in the process whose generators are the model's, too."""

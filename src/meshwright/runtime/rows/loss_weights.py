@@ -307,11 +307,11 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
             unknown |= names
         elif from_sums.intersection(step.inputs):
             from_sums |= names
-    given = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
-    found = frozenset(from_sums - unknown)
-    tape.keep({n for n in recorder.used if n in found or n in given})
+    scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
+    known = frozenset(from_sums - unknown)
+    tape.keep({n for n in recorder.used if n in known or n in scalars})
     slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
-    return Program(tape, slots, found, given, tuple(dict.fromkeys(recorder.lines)))
+    return Program(tape, slots, known, scalars, tuple(dict.fromkeys(recorder.lines)))
 
 
 def _between(points: Points[Program]) -> Callable[[int], Program] | None:
@@ -341,9 +341,9 @@ class Counted:
             step = self.program.tape.maker(name)
             assert step is not None
             (plain,) = self.replay.results(step)
-            (found,) = self.replay.results(step, wide=True) if plain.is_floating_point() else (plain,)
+            (wide,) = self.replay.results(step, wide=True) if plain.is_floating_point() else (plain,)
             self.types[slot] = plain.dtype
-            self.sums[slot] = found.detach().double().cpu() * (self.rows if step.function == "mean" else 1)
+            self.sums[slot] = wide.detach().double().cpu() * (self.rows if step.function == "mean" else 1)
             self.device = plain.device
 
     def whole(self, name: Name, total: Tensor, rows: float) -> Tensor:
@@ -465,8 +465,8 @@ class Share:
         slot = self.counted.program.slots.get(count)
         return 1.0 if slot is None else self._ratio(self.counted.sums[slot], self.totals[slot])
 
-    def _ratio(self, own: Tensor, total: Tensor) -> float:
-        return float(own) / float(total) * self.of_part if float(total) and self.weight else 1.0
+    def _ratio(self, part: Tensor, total: Tensor) -> float:
+        return float(part) / float(total) * self.of_part if float(total) and self.weight else 1.0
 
     @property
     def of_part(self) -> float:

@@ -114,13 +114,13 @@ def weights(
     rows, *_ = sums = (total if alone else total / copies).split([1, 1, *(size for _, _, size in slots)])
     totals, every = dict(zip(slots, sums[2:], strict=True)), float(rows)
     scale, shares = [], []
-    for size, found in zip(sizes, counted, strict=True):
+    for size, count in zip(sizes, counted, strict=True):
         weight = size / every
         if not size and counter is not None and stand_in is not None:
-            found = counter.counted(stand_in, 1)
-            found = found if totals.keys() >= set(found.program.slots.values()) else None
+            count = counter.counted(stand_in, 1)
+            count = count if totals.keys() >= set(count.program.slots.values()) else None
         scale.append(weight if way != SUM else float(weight > 0))
-        share = None if found is None or not found.program.matters else Share(found, totals, every, weight, way)
+        share = None if count is None or not count.program.matters else Share(count, totals, every, weight, way)
         shares.append(None if share is None or share.even else share)
     return scale, shares
 
@@ -135,29 +135,29 @@ def _totals(
     waiting: CommunicationTimer | None,
 ) -> tuple[tuple[Slot, ...], Tensor]:
     """Sums over pieces of all ranks: rows, ranks that have slots of their own, and each slot; and which slots these are."""
-    own: dict[Slot, Tensor] = {}
+    sums: dict[Slot, Tensor] = {}
     for slot, value in (pair for c in counted if c is not None for pair in c.sums.items()):
         value = value.flatten()
-        own[slot] = own[slot] + value if slot in own else value
+        sums[slot] = sums[slot] + value if slot in sums else value
 
     def summed(slots: tuple[Slot, ...]) -> Tensor:
         zeros = (torch.zeros(size, dtype=torch.float64) for _, _, size in slots)
-        head = torch.tensor([sum(rows), not own.keys() <= set(slots)], dtype=torch.float64)
-        found = torch.cat([head, *(own.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
+        head = torch.tensor([sum(rows), not sums.keys() <= set(slots)], dtype=torch.float64)
+        total = torch.cat([head, *(sums.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
         if not alone and dist.get_world_size() > 1:
             with waiting.on() if waiting is not None else nullcontext():
-                dist.all_reduce(found)
-        return found.cpu()
+                dist.all_reduce(total)
+        return total.cpu()
 
     if alone or counter is None:
-        return tuple(sorted(own)), summed(tuple(sorted(own)))
-    found = summed(counter.slots)
-    if found[1]:  # some rank's forward counts what not all know of
+        return tuple(sorted(sums)), summed(tuple(sorted(sums)))
+    totals = summed(counter.slots)
+    if totals[1]:  # some rank's forward counts what not all know of
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, sorted(own))
+        dist.all_gather_object(everywhere, sorted(sums))
         counter.slots = tuple(sorted({slot for slots in everywhere for slot in map(_as_slot, slots)}))
-        found = summed(counter.slots)
-    return counter.slots, found
+        totals = summed(counter.slots)
+    return counter.slots, totals
 
 
 def _as_slot(slot: Any) -> Slot:

@@ -34,10 +34,10 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         return
     modules = dict(model.named_modules())
     named = dict(model.named_parameters(remove_duplicate=False))
-    own = [p for p in recipe.parameters if p.data != "loose" and recipe.holds(p, groups.rank)]
-    others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in own}
+    sharded = [p for p in recipe.parameters if p.data != "loose" and recipe.holds(p, groups.rank)]
+    others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in sharded}
     for unit in recipe.units:
-        if unit.name and not any(p.unit == unit.name for p in own):
+        if unit.name and not any(p.unit == unit.name for p in sharded):
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
         with _hooks_without_view(module), class_name_kept(module):
@@ -148,9 +148,9 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
     """
 
     def run(module: nn.Module, *values: Any) -> Any:
-        *given, last = values
+        *leading, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
-        subject = (*given, last) if before else last
+        subject = (*leading, last) if before else last
         tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
         plain = [local_of(held(t)) for t in tensors]
         with without_modes():
@@ -168,9 +168,9 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
 
 def _as_before(before: Tensor, now: Tensor) -> Tensor:
     """What the hook gave in place of a tensor, as the model is to see it."""
-    own = held(before)
-    if now is local_of(own):
+    subject = held(before)
+    if now is local_of(subject):
         return before
-    given = GlobalTensor(now, own._mw_layout, own._mw_dispatcher) if isinstance(own, GlobalTensor) else now
-    replaced(before, given)
-    return given
+    shown = GlobalTensor(now, subject._mw_layout, subject._mw_dispatcher) if isinstance(subject, GlobalTensor) else now
+    replaced(before, shown)
+    return shown

@@ -50,8 +50,8 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
 
     A forward may put a buffer of another shape or type in a buffer's place, or register one: its owner tells which.
     """
-    own = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
-    facts = {name: (tuple(b.shape), b.dtype) for name, b in own.items()}
+    buffers = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
+    facts = {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
     told: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
     if dist.get_world_size() > 1:
         told = [{} for _ in range(dist.get_world_size())]
@@ -66,12 +66,12 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
         owner = owners[name]
         value = None
         if groups.rank == 0 and owner == 0:
-            value = own[name].detach().to("cpu", copy=True)
+            value = buffers[name].detach().to("cpu", copy=True)
         elif groups.rank == 0:
             shape, dtype = told[owner][name]
             value = _received(shape, dtype, owner, groups)
-        elif groups.rank == owner and own[name].numel():
-            dist.send(_as_bytes(own[name]), dst=0)
+        elif groups.rank == owner and buffers[name].numel():
+            dist.send(_as_bytes(buffers[name]), dst=0)
         yield name, value
 
 

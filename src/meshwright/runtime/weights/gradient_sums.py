@@ -76,7 +76,7 @@ def _add_to(earlier: Tensor, p: nn.Parameter) -> None:
 
 
 def _groups_to_sum_over(recipe: Recipe, groups: Groups) -> dict[str, list[dist.ProcessGroup]]:
-    found: dict[str, list[dist.ProcessGroup]] = {}
+    summed_over: dict[str, list[dist.ProcessGroup]] = {}
     for line in recipe.parameters:
         if not line.requires_grad or not recipe.holds(line, groups.rank):
             continue
@@ -89,5 +89,5 @@ def _groups_to_sum_over(recipe: Recipe, groups: Groups) -> dict[str, list[dist.P
         if len(owners) > 1:
             over.append(groups.shared[owners])
         if over:
-            found[line.name] = over
-    return found
+            summed_over[line.name] = over
+    return summed_over

@@ -65,14 +65,16 @@ class Routed:
 
     def _anchored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's arguments, at least one of them with a gradient, if any can have one."""
-        given = [*args, *kwargs.values()]
-        tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
-        first = next((i for i, t in enumerate(given) if type(t) is Tensor and t.is_floating_point()), None)
+        arguments = [*args, *kwargs.values()]
+        tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+        first = next((i for i, t in enumerate(arguments) if type(t) is Tensor and t.is_floating_point()), None)
         if first is None or not torch.is_grad_enabled() or any(t.requires_grad for t in tensors):
             return None
         with without_modes():
-            given[first] = _Anchor.apply(given[first], torch.zeros((), device=given[first].device, requires_grad=True))
-        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+            arguments[first] = _Anchor.apply(
+                arguments[first], torch.zeros((), device=arguments[first].device, requires_grad=True)
+            )
+        return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
 
     def begin(self) -> None:
         """Before a step: gradients that are there already stay, whatever the step uses."""
