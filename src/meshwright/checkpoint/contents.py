@@ -87,13 +87,13 @@ def of_job(held: HeldModel) -> Contents:
     """What this rank holds of a job, at rest."""
     recipe, rank = held.recipe, held.rank
     named = dict(held.module.named_parameters(remove_duplicate=False))
-    found = [
+    parameters = [
         Held(line.name, line.aliases, named[line.name], line.shape, recipe.held(line, rank))
         for line in recipe.parameters
         if recipe.holds(line, rank)
     ]
     buffers = [(n, m, k, recipe.buffer_owner(n) == rank) for n, m, k in _buffers(held.module)]
-    return Contents(tuple(found), tuple(buffers), _extra(held.module))
+    return Contents(tuple(parameters), tuple(buffers), _extra(held.module))
 
 
 def of_module(module: nn.Module) -> Contents:
@@ -101,12 +101,12 @@ def of_module(module: nn.Module) -> Contents:
     names: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
-    found = []
+    parameters = []
     for _, p in module.named_parameters():
         first, *aliases = names[id(p)]
         whole = Piece.whole(first, p)
-        found.append(Held(first, tuple(aliases), p, whole.shape, whole.slices))
-    return Contents(tuple(found), tuple((n, m, k, True) for n, m, k in _buffers(module)), _extra(module))
+        parameters.append(Held(first, tuple(aliases), p, whole.shape, whole.slices))
+    return Contents(tuple(parameters), tuple((n, m, k, True) for n, m, k in _buffers(module)), _extra(module))
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -129,11 +129,11 @@ def _extra(model: nn.Module) -> dict[str, Any]:
 # --- optimizers ---------------------------------------------------------------------------------------------------------
 
 
-def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
+def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """None, one or several, as several."""
-    if given is None:
+    if optimizers is None:
         return ()
-    return (given,) if isinstance(given, Optimizer) else tuple(given)
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
 @dataclass(frozen=True)

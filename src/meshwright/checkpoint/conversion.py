@@ -64,23 +64,23 @@ def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTen
         names: of the model's parameters, tied ones by each name, and persistent buffers.
         files: the folder's tensors.
     """
-    own = dict.fromkeys(names, True)
-    found = Matched()
-    rename = _as_transformers_does(module, own, list(files)) or _by_prefix(own, list(files))
+    model_names = dict.fromkeys(names, True)
+    match = Matched()
+    rename = _as_transformers_does(module, model_names, list(files)) or _by_prefix(model_names, list(files))
     conversions: dict[str, _Conversion] = {}
     for name in files:
         to, pattern, converter = rename(name)
-        if to not in own:
-            found.unexpected.append(name)
+        if to not in model_names:
+            match.unexpected.append(name)
         elif converter is None:
             value = files[name]
-            found.sources[to] = Source(tuple(value.shape), value.dtype, partial(dict, {to: value}))
+            match.sources[to] = Source(tuple(value.shape), value.dtype, partial(dict, {to: value}))
         else:
             conversion = conversions.setdefault(to, _Conversion(module, converter, to))
             conversion.tensors.append((to, name, pattern))
     for conversion in conversions.values():
-        _describe(conversion, files, found)
-    return found
+        _describe(conversion, files, match)
+    return match
 
 
 # --- models of transformers ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ Rename = Callable[
 ]  # a folder's name → the model's, and the converter it goes through, if any
 
 
-def _as_transformers_does(module: nn.Module, own: Mapping[str, Any], files: list[str]) -> Rename | None:
+def _as_transformers_does(module: nn.Module, model_names: Mapping[str, Any], files: list[str]) -> Rename | None:
     """None where the module is no model of transformers, or transformers is older than its conversions (5.0)."""
     models = sys.modules.get("transformers.modeling_utils")  # loaded by whoever has a model of it
     if models is None or not isinstance(module, models.PreTrainedModel):
@@ -104,13 +104,13 @@ def _as_transformers_does(module: nn.Module, own: Mapping[str, Any], files: list
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, tuple[str, str, Any]] = {}
+    renamed: dict[str, tuple[str, str, Any]] = {}
     for name in sorted(files, key=dot_natural_key):  # in this order: some renamings look out for an earlier name
-        to, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, own)
-        if to not in own and name in own:
+        to, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, model_names)
+        if to not in model_names and name in model_names:
             to, pattern = name, None
-        found[name] = (to, pattern or "", by_pattern[pattern] if pattern else None)
-    return found.__getitem__
+        renamed[name] = (to, pattern or "", by_pattern[pattern] if pattern else None)
+    return renamed.__getitem__
 
 
 def _without_fsdp(module: nn.Module) -> Any:
@@ -151,7 +151,7 @@ class _Conversion:
         return {name: value if isinstance(value, LazyTensor) else Read(value) for name, value in made.items()}
 
 
-def _describe(conversion: _Conversion, files: Mapping[str, LazyTensor], found: Matched) -> None:
+def _describe(conversion: _Conversion, files: Mapping[str, LazyTensor], match: Matched) -> None:
     """What a conversion gives, found out without values."""
 
     def empty(name: str) -> Tensor:
@@ -160,30 +160,32 @@ def _describe(conversion: _Conversion, files: Mapping[str, LazyTensor], found: M
     try:
         made = conversion(empty)
     except Exception as error:  # a stranger's code, on a stranger's tensors
-        found.failed[conversion.to] = f"{type(error).__name__}: {error}"
+        match.failed[conversion.to] = f"{type(error).__name__}: {error}"
         return
     values = partial(conversion.unread, files)
-    found.sources.update({name: Source(tuple(t.shape), t.dtype, values) for name, t in made.items()})
+    match.sources.update({name: Source(tuple(t.shape), t.dtype, values) for name, t in made.items()})
 
 
 # --- any other model --------------------------------------------------------------------------------------------------
 
 
-def _by_prefix(own: Mapping[str, Any], files: list[str]) -> Rename:
-    add, remove = _prefix([name for name in own if name not in files], [name for name in files if name not in own])
+def _by_prefix(model_names: Mapping[str, Any], files: list[str]) -> Rename:
+    add, remove = _prefix(
+        [name for name in model_names if name not in files], [name for name in files if name not in model_names]
+    )
 
     def rename(name: str) -> tuple[str, str, Any]:
         other = add + name if add else name.removeprefix(remove)
-        return (name if name in own or other not in own else other), "", None
+        return (name if name in model_names or other not in model_names else other), "", None
 
     return rename
 
 
-def _prefix(own: list[str], files: list[str]) -> tuple[str, str]:
+def _prefix(model_names: list[str], files: list[str]) -> tuple[str, str]:
     """What is to be added to, or removed from, names of the folder so that the most are the model's; empty where nothing
     is, or two ways would do."""
-    adding = _counted(own, set(files))
-    removing = _counted(files, set(own))
+    adding = _counted(model_names, set(files))
+    removing = _counted(files, set(model_names))
     ways = [(count, add, "") for add, count in adding.items()] + [(count, "", cut) for cut, count in removing.items()]
     ways.sort(reverse=True)
     if not ways or (len(ways) > 1 and ways[0][0] == ways[1][0]):
@@ -193,7 +195,7 @@ def _prefix(own: list[str], files: list[str]) -> tuple[str, str]:
 
 def _counted(longer: Iterable[str], shorter: set[str]) -> Counter[str]:
     """Prefix → how many of ``longer`` are one of ``shorter`` after it."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name in longer:
-        found.update(name[: dot.end()] for dot in re.finditer(r"\.", name) if name[dot.end() :] in shorter)
-    return found
+        counts.update(name[: dot.end()] for dot in re.finditer(r"\.", name) if name[dot.end() :] in shorter)
+    return counts

@@ -104,10 +104,10 @@ def _bytes_of(size: str | int, findings: Findings) -> int:
     unit = match[2] if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
     factor = 1 if unit == "B" else _UNITS.get(unit, 0)
-    found = int(float(match[1]) * factor) if match else 0
-    if found < 1:
+    count = int(float(match[1]) * factor) if match else 0
+    if count < 1:
         findings.add(where="shard size", given=str(size), required="bytes, as 5GB or 500MB", fix="--shard-size 5GB")
-    return found
+    return count
 
 
 def _check(folder: Path, dtype: str | None, findings: Findings) -> None:

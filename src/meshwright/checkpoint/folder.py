@@ -103,10 +103,10 @@ class Manifest:
         """Raises ValueError where the text is not what was written, to the byte."""
         body = json.loads(text)["manifest"]
         files = {name: File(size, tuple(Piece(*p) for p in pieces)) for name, (size, pieces) in body["files"].items()}
-        found = cls(body["step"], body["about"], files)
-        if body["format"] != FORMAT or found.dump() != text:
+        manifest = cls(body["step"], body["about"], files)
+        if body["format"] != FORMAT or manifest.dump() != text:
             raise ValueError("its checksum is another")
-        return found
+        return manifest
 
 
 @dataclass(frozen=True, order=True)
@@ -223,8 +223,8 @@ def verify(
 
 def raise_if_damaged(findings: Iterable[Finding]) -> None:
     """Raises CheckpointError with what was found, if anything was."""
-    if found := list(findings):
-        raise CheckpointError(found, "this checkpoint")
+    if problems := list(findings):
+        raise CheckpointError(problems, "this checkpoint")
 
 
 def damage(path: Path, name: str, file: File, moved: Moved = nobody) -> Finding | None:
@@ -253,16 +253,16 @@ def checksum(opened: BinaryIO, length: int, moved: Moved = nobody) -> int:
 
 def described(path: Path, pieces: Iterable[tuple[str, int, int]] = (), moved: Moved = nobody) -> File:
     """A file that has just been written, as the manifest has it. ``pieces``: name, offset and length of each tensor's."""
-    found: list[Piece] = []
+    parts: list[Piece] = []
     with path.open("rb") as opened:
         size, end = os.fstat(opened.fileno()).st_size, 0
         for name, offset, length in [*sorted(pieces, key=lambda p: p[1]), ("", size, 0)]:
             if offset > end:
-                found.append(Piece("", end, offset - end, checksum(opened, offset - end, moved)))
+                parts.append(Piece("", end, offset - end, checksum(opened, offset - end, moved)))
             if length:
-                found.append(Piece(name, offset, length, checksum(opened, length, moved)))
+                parts.append(Piece(name, offset, length, checksum(opened, length, moved)))
             end = offset + length
-    return File(size, tuple(found))
+    return File(size, tuple(parts))
 
 
 def _listed(names: Iterable[str]) -> str:

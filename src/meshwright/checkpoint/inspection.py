@@ -129,10 +129,10 @@ def look(path: Path, *, contents: bool = True) -> Inspection:
     return Inspection(path, manifest.step, manifest.about, text, files, tensors, tuple(problems), checked)
 
 
-def raise_if_damaged(found: Sequence[Inspection]) -> None:
+def raise_if_damaged(inspections: Sequence[Inspection]) -> None:
     """Raises CheckpointError with every problem of all of them."""
-    if problems := [problem for inspection in found for problem in inspection.problems]:
-        raise CheckpointError(problems, "this checkpoint" if len(found) == 1 else "these checkpoints")
+    if problems := [problem for inspection in inspections for problem in inspection.problems]:
+        raise CheckpointError(problems, "this checkpoint" if len(inspections) == 1 else "these checkpoints")
 
 
 def _problem(path: Path, name: str, manifest: Manifest, contents: bool) -> Finding | None:
@@ -144,9 +144,9 @@ def _problem(path: Path, name: str, manifest: Manifest, contents: bool) -> Findi
 
 def _tensors(path: Path) -> Iterator[TensorFacts]:
     """In the order of their names; the model's first, then the optimizer's."""
-    found = read_metadata(path).state_dict_metadata
-    for name in sorted(found, key=by_number):
-        known = found[name]
+    tensors = read_metadata(path).state_dict_metadata
+    for name in sorted(tensors, key=by_number):
+        known = tensors[name]
         if not isinstance(known, TensorStorageMetadata):
             continue
         kind, _, rest = name.partition(".")

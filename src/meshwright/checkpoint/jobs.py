@@ -254,7 +254,7 @@ def load_checkpoint(
 
 def files(module: nn.Module, recipe: Recipe | None) -> dict[str, str]:
     """Plan, recipe, and the model's configuration where it has one that writes itself as JSON."""
-    found = {} if recipe is None else {"plan.yaml": recipe.plan, "recipe.json": as_json(recipe)}
+    texts = {} if recipe is None else {"plan.yaml": recipe.plan, "recipe.json": as_json(recipe)}
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         write_json = getattr(getattr(module, attribute, None), "to_json_string", None)
         if write_json is None:
@@ -263,8 +263,8 @@ def files(module: nn.Module, recipe: Recipe | None) -> dict[str, str]:
         if attribute == "config":
             kind = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
             text = json.dumps({**json.loads(text), "architectures": [kind.__name__]}, indent=2)
-        found[name] = text
-    return found
+        texts[name] = text
+    return texts
 
 
 # --- generators -------------------------------------------------------------------------------------------------------

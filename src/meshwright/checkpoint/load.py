@@ -112,13 +112,13 @@ class Stored:
     @cached_property
     def states(self) -> Mapping[str, Mapping[str, TensorStorageMetadata]]:
         """Name of a parameter → what its optimizer had for it."""
-        found: dict[str, dict[str, TensorStorageMetadata]] = {}
+        states: dict[str, dict[str, TensorStorageMetadata]] = {}
         prefix = "optimizer.state."
         for name, known in self.metadata.state_dict_metadata.items():
             if name.startswith(prefix) and isinstance(known, TensorStorageMetadata):
                 parameter, _, key = name.removeprefix(prefix).rpartition(".")
-                found.setdefault(parameter, {})[key] = known
-        return found
+                states.setdefault(parameter, {})[key] = known
+        return states
 
     def known_as(self, names: Iterable[str]) -> str | None:
         """Under which of a parameter's names it was saved."""
@@ -225,7 +225,7 @@ def optimizer_state(
     state: dict[int, dict[str, Any]] = {}
     for line in (held[key] for key in index if key in held):
         name = stored.known_as((line.name, *line.aliases)) or line.name
-        found: dict[str, Any] = dict(saved["scalars"].get(name, {}))
+        values: dict[str, Any] = dict(saved["scalars"].get(name, {}))
         for key, known in stored.states.get(name, {}).items():
             value = _allocated(line, key, known)
             if value is None or (piece := line.state(key, value)) is None:
@@ -236,11 +236,11 @@ def optimizer_state(
                     fix="load without an optimizer",
                 )
                 continue
-            found[key] = value
+            values[key] = value
             pieces.append(piece)
             names[piece.name] = f"optimizer.state.{name}.{key}"
-        if found:
-            state[index[id(line.p)]] = found
+        if values:
+            state[index[id(line.p)]] = values
     groups = []
     for number_, group in enumerate(optimizer.param_groups):
         lines = [held[id(p)] for p in group["params"] if id(p) in held]

@@ -93,9 +93,9 @@ class Lock:
 
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the folder over, which took this one for dead."""
-        found, _ = _read(self.path)
-        if found is None or found.key != self.holder.key:
-            given = f"taken over by {found}" if found is not None else "the lock is gone"
+        holder, _ = _read(self.path)
+        if holder is None or holder.key != self.holder.key:
+            given = f"taken over by {holder}" if holder is not None else "the lock is gone"
             required = f"held by {self.holder}"
             raise CheckpointError([Finding(str(self.path), given, required, _fix(self.path))], "this folder")
 
@@ -222,8 +222,8 @@ def _break(path: Path, holder: Holder | None, text: str) -> None:
     """Removes the lock of a dead holder; not one that another process has made in its place meanwhile."""
     with _alone(path) as is_it:
         if is_it:
-            found, now = _read(path)
-            if found == holder if holder is not None else now == text:
+            current, now = _read(path)
+            if current == holder if holder is not None else now == text:
                 path.unlink(missing_ok=True)
 
 

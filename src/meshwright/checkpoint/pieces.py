@@ -144,8 +144,8 @@ class PieceLoader(DefaultLoadPlanner):
             assert isinstance(known, TensorStorageMetadata)
             if not prod(piece.shape):
                 continue
-            found = create_read_items_for_chunk_list(name, known, self._chunks.of(name))
-            items += [replace(i, storage_index=replace_name(i.storage_index, saved)) for i in found]
+            reads = create_read_items_for_chunk_list(name, known, self._chunks.of(name))
+            items += [replace(i, storage_index=replace_name(i.storage_index, saved)) for i in reads]
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

@@ -69,10 +69,10 @@ def load_pretrained(
     """
     path, talk = Path(folder), RankAgreement(held.groups.files, "this folder")
     failed = Finding(str(path), "it was not read", "files that every rank can read, and memory")
-    targets, found = talk.do(lambda: _found(held, path, strict), failed)
-    talk.do(lambda: _read(held, found, moved), failed)
-    missing = tuple(names[0] for names in targets if _name_in(found, names) is None)
-    return Pretrained(path, missing, tuple(found.unexpected))
+    targets, match = talk.do(lambda: _found(held, path, strict), failed)
+    talk.do(lambda: _read(held, match, moved), failed)
+    missing = tuple(names[0] for names in targets if _name_in(match, names) is None)
+    return Pretrained(path, missing, tuple(match.unexpected))
 
 
 def _found(held: HeldModel, path: Path, strict: bool) -> tuple[Targets, Matched]:
@@ -81,22 +81,22 @@ def _found(held: HeldModel, path: Path, strict: bool) -> tuple[Targets, Matched]
     findings.extend(_prerequisites(path))
     findings.raise_if_any()
     targets = _targets(held)
-    found = matched(held.module, (n for names in targets for n in names), open_folder(path))
-    _add_problems(held, targets, found, path, strict, findings)
+    match = matched(held.module, (n for names in targets for n in names), open_folder(path))
+    _add_problems(held, targets, match, path, strict, findings)
     findings.raise_if_any()
-    return targets, found
+    return targets, match
 
 
-def _read(held: HeldModel, found: Matched, moved: Moved) -> None:
+def _read(held: HeldModel, match: Matched, moved: Moved) -> None:
     """Fills this rank's slices, and its buffers."""
     reading = _Reading()
     for line, local in _held(held):
-        if (name := _name_in(found, (line.name, *line.aliases))) is not None:
-            read_slices(reading.of(found.sources[name], name), held.recipe.held(line, held.rank), local)
+        if (name := _name_in(match, (line.name, *line.aliases))) is not None:
+            read_slices(reading.of(match.sources[name], name), held.recipe.held(line, held.rank), local)
             moved()
     for name, buffer in _buffers(held.module).items():
-        if name in found.sources:
-            read_slices(reading.of(found.sources[name], name), _all_of(buffer), buffer)
+        if name in match.sources:
+            read_slices(reading.of(match.sources[name], name), _all_of(buffer), buffer)
 
 
 class _Reading:
@@ -117,12 +117,12 @@ class _Reading:
 
 def _targets(held: HeldModel) -> Targets:
     """All names of each parameter and persistent buffer → its shape and type."""
-    found: Targets = {}
+    targets: Targets = {}
     for line in held.recipe.parameters:
-        found[(line.name, *line.aliases)] = (line.shape, getattr(torch, line.dtype))
+        targets[(line.name, *line.aliases)] = (line.shape, getattr(torch, line.dtype))
     for name, buffer in _buffers(held.module).items():
-        found[(name,)] = (tuple(buffer.shape), buffer.dtype)
-    return found
+        targets[(name,)] = (tuple(buffer.shape), buffer.dtype)
+    return targets
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -143,8 +143,8 @@ def _all_of(value: Tensor) -> Slices:
     return tuple(((0, n),) if n else () for n in value.shape)
 
 
-def _name_in(found: Matched, names: Iterable[str]) -> str | None:
-    return next((name for name in names if name in found.sources), None)
+def _name_in(match: Matched, names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in match.sources), None)
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def _prerequisites(path: Path) -> Iterator[Finding]:
         yield Finding(str(path), "safetensors is not installed", "safetensors, which comes with an extra", fix)
 
 
-def _add_problems(held: HeldModel, targets: Any, found: Matched, path: Path, strict: bool, findings: Findings) -> None:
+def _add_problems(held: HeldModel, targets: Any, match: Matched, path: Path, strict: bool, findings: Findings) -> None:
     """Everything that keeps a folder from being loaded; a folder's name that is known to be of no use is dropped."""
-    for name, why in found.failed.items():
+    for name, why in match.failed.items():
         findings.add(where=name, given=f"transformers' conversion fails: {why}", required="tensors that it can convert")
     for names, (shape, dtype) in targets.items():
-        if (there := _name_in(found, names)) is not None:
-            _check(there, found.sources[there], shape, dtype, findings)
-    findings.extend(_untied(held, found))
-    found.unexpected[:] = _counting(held.module, found.unexpected)
+        if (there := _name_in(match, names)) is not None:
+            _check(there, match.sources[there], shape, dtype, findings)
+    findings.extend(_untied(held, match))
+    match.unexpected[:] = _counting(held.module, match.unexpected)
     if strict:
-        _check_names(held.module, targets, found, path, findings)
+        _check_names(held.module, targets, match, path, findings)
 
 
 def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
@@ -178,23 +178,25 @@ def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype
         findings.add(where=name, given=given, required=required, fix="save the weights unquantised")
 
 
-def _converts(given: torch.dtype, wanted: torch.dtype) -> bool:
-    if given.is_floating_point or wanted.is_floating_point:  # 8 bits are quantised: a scale belongs to them
-        return given.is_floating_point and wanted.is_floating_point and (given.itemsize > 1 or given == wanted)
-    return given == wanted or not (given.is_complex or wanted.is_complex or given == torch.bool or wanted == torch.bool)
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    if stored.is_floating_point or wanted.is_floating_point:  # 8 bits are quantised: a scale belongs to them
+        return stored.is_floating_point and wanted.is_floating_point and (stored.itemsize > 1 or stored == wanted)
+    return stored == wanted or not (
+        stored.is_complex or wanted.is_complex or stored == torch.bool or wanted == torch.bool
+    )
 
 
-def _check_names(module: nn.Module, targets: Any, found: Matched, path: Path, findings: Findings) -> None:
-    lost = {names[0]: shape for names, (shape, _) in targets.items() if _name_in(found, names) is None}
+def _check_names(module: nn.Module, targets: Any, match: Matched, path: Path, findings: Findings) -> None:
+    lost = {names[0]: shape for names, (shape, _) in targets.items() if _name_in(match, names) is None}
     optional = _any_of(getattr(module, "_keys_to_ignore_on_load_missing", None))
-    lost = {name: shape for name, shape in lost.items() if not optional.search(name) and name not in found.failed}
+    lost = {name: shape for name, shape in lost.items() if not optional.search(name) and name not in match.failed}
     leave = "strict=False leaves what is missing as it is, and what is not expected unread"
     for folded in fold_names(lost):
-        near = nearest(folded.names[0], found.unexpected)
+        near = nearest(folded.names[0], match.unexpected)
         given = f"not in {path}" + (f"; near: {', '.join(near)}" if near else "")
         required = f"shape {list(lost[folded.names[0]])}" + (f", {len(folded.names)} times" * (len(folded.names) > 1))
         findings.add(where=str(folded), given=given, required=required, fix=leave)
-    for folded in fold_names(found.unexpected):
+    for folded in fold_names(match.unexpected):
         findings.add(where=str(folded), given=f"in {path}", required="a name of the model", fix=leave)
 
 
@@ -211,16 +213,16 @@ def _any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")
 
 
-def _untied(held: HeldModel, found: Matched) -> Iterator[Finding]:
+def _untied(held: HeldModel, match: Matched) -> Iterator[Finding]:
     """Parameters that are one in the model and two, of unlike values, in the folder. A rank looks at its own slices."""
     for line, local in _held(held):
-        there = [name for name in (line.name, *line.aliases) if name in found.sources]
-        if any(found.sources[name].shape != line.shape for name in there):
+        there = [name for name in (line.name, *line.aliases) if name in match.sources]
+        if any(match.sources[name].shape != line.shape for name in there):
             continue
         read: list[Tensor] = []
         for name in there if len(there) > 1 else ():
             read.append(torch.empty_like(local))
-            read_slices(found.sources[name].values()[name], held.recipe.held(line, held.rank), read[-1])
+            read_slices(match.sources[name].values()[name], held.recipe.held(line, held.rank), read[-1])
             if not torch.equal(read[0], read[-1]):
                 required = "one parameter: the model has them tied"
                 yield Finding(

@@ -167,7 +167,7 @@ def _merged(of_ranks: list[Any]) -> list[dict[str, Any]]:
             {**of_group[0], "names": list(dict.fromkeys(n for g in of_group for n in g["names"]))}
             for of_group in zip(*(groups for groups, _ in of_optimizer), strict=True)
         ]
-        scalars = {name: values for _, found in of_optimizer for name, values in found.items()}
+        scalars = {name: values for _, scalars_of_rank in of_optimizer for name, values in scalars_of_rank.items()}
         optimizers.append({"groups": groups, "scalars": scalars})
     return optimizers
 
@@ -200,8 +200,8 @@ def as_loaded(run: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
 
 def loaded(source: Path | BinaryIO) -> Mapping[str, Any]:
     """What ``dumped`` wrote, on the CPU wherever it was. Nothing in it is run."""
-    found: Mapping[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
-    return found
+    values: Mapping[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    return values
 
 
 def about() -> dict[str, Any]:

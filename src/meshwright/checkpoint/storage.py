@@ -54,7 +54,7 @@ class Writer(FileSystemWriter):
             for result in future.wait():
                 at = result.storage_data
                 pieces.setdefault(at.relative_path, []).append((result.index.fqn, at.offset, at.length))
-            self.files = {name: described(self._at / name, found, self._moved) for name, found in pieces.items()}
+            self.files = {name: described(self._at / name, parts, self._moved) for name, parts in pieces.items()}
             return future
 
 
@@ -76,10 +76,10 @@ class Reader(FileSystemReader):
 def read_metadata(path: Path) -> Metadata:
     """Which piece of which tensor stands where in a checkpoint. Raises pickle.UnpicklingError as ``Reader`` does."""
     with (path / METADATA).open("rb") as opened:
-        found = _Known(opened).load()
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}")
-    return found
+        metadata = _Known(opened).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
+    return metadata
 
 
 class _Known(pickle.Unpickler):

@@ -47,14 +47,14 @@ def open_folder(path: Path) -> dict[str, LazyTensor]:
     findings = Findings("this folder")
     where = _weight_map(path, findings)
     findings.raise_if_any()
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for file, expected in where.items():
         there = _open_file(file, findings)
-        found |= there
+        tensors |= there
         for name in sorted(set(expected) - set(there)) if there else ():
             findings.add(where=str(file), given=f"no {name}", required=f"{name}, which {INDEX} says is in it")
     findings.raise_if_any()
-    return found
+    return tensors
 
 
 def _weight_map(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
@@ -78,7 +78,7 @@ def _weight_map(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
 
 
 def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
-    found: dict[Path, tuple[str, ...]] = {}
+    names: dict[Path, tuple[str, ...]] = {}
     try:
         weight_map = json.loads((path / INDEX).read_text())["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
@@ -89,14 +89,14 @@ def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
     for name, file in pairs:
         if Path(file).name != file:
             findings.add(where=str(path / INDEX), given=file, required="the name of a file in this folder")
-        found[path / file] = (*found.get(path / file, ()), name)
-    return found
+        names[path / file] = (*names.get(path / file, ()), name)
+    return names
 
 
 def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     try:
         opened = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118 (not a dict)
@@ -104,12 +104,12 @@ def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
             if (code := part.get_dtype()) not in DTYPES:
                 findings.add(where=f"{file}: {name}", given=code, required=f"one of {', '.join(DTYPES)}")
                 continue
-            found[name] = FromFile(part.get_shape(), DTYPES[code], part)
+            tensors[name] = FromFile(part.get_shape(), DTYPES[code], part)
     except (OSError, SafetensorError) as error:
         fix = "fetch it anew: it is cut off, or is no such file" if file.exists() else ""
         given = "no such file" if not file.exists() else str(error)
         findings.add(where=str(file), given=given, required="a whole file of safetensors", fix=fix)
-    return found
+    return tensors
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -201,9 +201,9 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
 
 
 def _swapped(values: Sequence[Any], a: int, b: int) -> tuple[Any, ...]:
-    found = list(values)
-    found[a], found[b] = found[b], found[a]
-    return tuple(found)
+    swapped = list(values)
+    swapped[a], swapped[b] = swapped[b], swapped[a]
+    return tuple(swapped)
 
 
 # --- torch's functions of them --------------------------------------------------------------------------------------
