@@ -39,10 +39,12 @@ def export(
     with processes.told():
         from meshwright.checkpoint.export import export as write
 
-        found = write(checkpoint, out, shard_size=shard_size, dtype=dtype)
-    files = f"{len(found.files)} file{'s' if len(found.files) > 1 else ''}"
-    text = f"{found.folder}: step {found.step}, {found.tensors} tensors, {size_text(found.bytes)} in {files}"
+        exported = write(checkpoint, out, shard_size=shard_size, dtype=dtype)
+    files = f"{len(exported.files)} file{'s' if len(exported.files) > 1 else ''}"
+    text = (
+        f"{exported.folder}: step {exported.step}, {exported.tensors} tensors, {size_text(exported.bytes)} in {files}"
+    )
     console().print(Text(text), soft_wrap=True)
-    if not found.config:
+    if not exported.config:
         note = "no config.json: the checkpoint has none, so these are weights alone; job.load_pretrained reads them"
         console().print(Text(note, style="dim"), soft_wrap=True)

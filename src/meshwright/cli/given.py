@@ -54,10 +54,10 @@ class Given:
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
-        found, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
-        if found is not None:
-            count = rows(_pieces(found))
-            problems.of(lambda: check(found))
+        resolved, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
+        if resolved is not None:
+            count = rows(_pieces(resolved))
+            problems.of(lambda: check(resolved))
         problems.of(lambda: check_target(target, settings))
         if target.startswith(HF):
             problems.raise_if_any()
@@ -65,8 +65,8 @@ class Given:
         loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
         problems.of(lambda: _check_device(device))
         problems.raise_if_any()
-        assert found is not None and loaded is not None
-        return Given(loaded, found, loss_of, device, settings, count, length)
+        assert resolved is not None and loaded is not None
+        return Given(loaded, resolved, loss_of, device, settings, count, length)
 
     @staticmethod
     def from_names(
@@ -156,8 +156,8 @@ def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """
     ours: list[str] = []
     others: dict[str, str] = {}
-    for given in sets:
-        for setting in [given] if given.startswith("mesh=") else re.split(r",(?=[\w.*?\[\]!-]+=)", given):
+    for text in sets:
+        for setting in [text] if text.startswith("mesh=") else re.split(r",(?=[\w.*?\[\]!-]+=)", text):
             key, sign, value = setting.partition("=")
             if not sign or key.split(".")[0].strip() in KEYS:
                 ours.append(setting)  # also what is no setting at all: the plan says what one looks like

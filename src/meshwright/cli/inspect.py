@@ -34,19 +34,19 @@ def inspect(
         from meshwright.checkpoint.inspection import raise_if_damaged, unfinished
         from meshwright.draw.checkpoints import one, several
 
-        found = look(checkpoint, contents=not quick)
-        alone = len(found) == 1 and found[0].path == checkpoint
+        inspections = look(checkpoint, contents=not quick)
+        alone = len(inspections) == 1 and inspections[0].path == checkpoint
         begun = () if alone else unfinished(checkpoint)
         if as_json:
-            data = [inspection.to_dict() for inspection in found]
-            of_folder = {"newest": found[-1].path.name, "unfinished": list(begun), "checkpoints": data}
+            data = [inspection.to_dict() for inspection in inspections]
+            of_folder = {"newest": inspections[-1].path.name, "unfinished": list(begun), "checkpoints": data}
             print(json.dumps(data[0] if alone else of_folder, indent=1))
         elif alone:
-            console().print(one(found[0], tensors=tensors))
+            console().print(one(inspections[0], tensors=tensors))
         else:
-            console().print(several(found))
+            console().print(several(inspections))
             for name in begun:
                 console().print(Text(f"{name}: being written, or never completed; no checkpoint", style="dim"))
             if tensors:
-                console().print("", one(found[-1], tensors=True), sep="\n")
-        raise_if_damaged(found)
+                console().print("", one(inspections[-1], tensors=True), sep="\n")
+        raise_if_damaged(inspections)

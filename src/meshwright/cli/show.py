@@ -68,11 +68,11 @@ def show(
 
 def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
     """The map as plain values; with a glob, of the parameters that fit."""
-    found: dict[str, Any] = shard_map.to_dict()
+    data: dict[str, Any] = shard_map.to_dict()
     if parameter is not None:
         names = {name for row in shard_map.matching(parameter) for name in row.names}
-        found["parameters"] = [line for line in found["parameters"] if line["name"] in names]
-    return found
+        data["parameters"] = [line for line in data["parameters"] if line["name"] in names]
+    return data
 
 
 def _check_rank(mesh: Mesh, rank: int | None) -> None:

@@ -214,7 +214,7 @@ def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
 
     with processes.workers(given) as workers, _passed_on(workers) as told:
         try:
-            found: list[Outcome] = workers.run(
+            outcomes: list[Outcome] = workers.run(
                 _train_in_worker, given.named(), course,
                 ranks=given.plan.mesh.size, timeout=course.timeout, on_report=bar.tell,
             )  # fmt: skip
@@ -222,7 +222,7 @@ def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
             if told:  # before the first step there is nothing to save
                 return Outcome([], stopped=True)
             raise
-    return found[0]
+    return outcomes[0]
 
 
 @contextmanager

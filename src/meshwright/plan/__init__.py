@@ -122,7 +122,7 @@ class Plan:
         nonfinite: str = "stop",
         verify: int = 100,
     ) -> None:
-        given = {
+        values = {
             "mesh": mesh,
             "modules": modules,
             "parameters": parameters,
@@ -139,7 +139,7 @@ class Plan:
             "nonfinite": nonfinite,
             "verify": verify,
         }
-        fields = _DEFAULTS | Reader(Source(given)).plan()
+        fields = _DEFAULTS | Reader(Source(values)).plan()
         meshes = in_order(fields["mesh"])
         for name, value in {**fields, "mesh": meshes[0] if meshes else _ALONE, "meshes": meshes}.items():
             object.__setattr__(self, name, value)

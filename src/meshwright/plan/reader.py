@@ -28,39 +28,39 @@ class Reader:
         values = self.source.values
         if values is None:  # not even YAML: what follows from that is no news
             self.findings.raise_if_any()
-        found = self.fields()
-        if "mesh" not in found and (values is None or isinstance(values, Mapping)):
+        fields = self.fields()
+        if "mesh" not in fields and (values is None or isinstance(values, Mapping)):
             given = "no mesh" if values else "no plan"
             where = self.source.where(())
             self.findings.add(where=where, given=given, required="a mesh", fix=self.source.mesh_fix())
         if self.findings:
             raise PlanError(sorted(self.findings, key=_line_and_column), self.findings.subject)
-        return {**found, "modules": Entries(found["modules"])}
+        return {**fields, "modules": Entries(fields["modules"])}
 
     def right(self) -> dict[str, Any]:
         """The fields as plain values, but for those that are wrong: whatever is said over them can be read too."""
         unread = bool(self.findings) if self.source.values is None else not isinstance(self.source.values, Mapping)
-        found = self.fields()
-        values = {key: value for key, value in found.items() if value is not None}
-        values["modules"] = {glob: entry.settings() for glob, entry in found["modules"].items()}
-        if found.get("mesh"):
-            meshes = [dict(mesh.axes) for mesh in in_order(found["mesh"])]
+        fields = self.fields()
+        values = {key: value for key, value in fields.items() if value is not None}
+        values["modules"] = {glob: entry.settings() for glob, entry in fields["modules"].items()}
+        if fields.get("mesh"):
+            meshes = [dict(mesh.axes) for mesh in in_order(fields["mesh"])]
             values["mesh"] = (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO
-        elif unread or "mesh" in found:
+        elif unread or "mesh" in fields:
             values["mesh"] = {"dp_shard": 1}  # a stand-in: what is wrong with the mesh has been noted
         return values
 
     def fields(self) -> dict[str, Any]:
         """What is said, each thing as a plan keeps it; None where it is wrong."""
-        found: dict[str, Any] = {"modules": {}}
+        fields: dict[str, Any] = {"modules": {}}
         for key, value in self.section(self.source.values, (), KEYS, "a plan").items():
             if key == "mesh":
-                found["mesh"] = self.meshes(value)
+                fields["mesh"] = self.meshes(value)
             elif key in SECTIONS:
-                self.entries(value, key, found["modules"])
+                self.entries(value, key, fields["modules"])
             else:
-                found[key] = self.value(PLAN[key], value, (key,))
-        return found
+                fields[key] = self.value(PLAN[key], value, (key,))
+        return fields
 
     def meshes(self, value: object) -> Mesh | tuple[Mesh, ...] | str | None:
         """One mesh, several, or ``auto``; None where something is wrong with it."""
@@ -71,11 +71,11 @@ class Reader:
         if not value:
             where, fix = self.source.where(("mesh",)), self.source.mesh_fix()
             self.findings.add(where=where, given="no mesh", required="at least one mesh in the list", fix=fix)
-        found = [
+        meshes = [
             read_mesh(one, self.findings, lambda axis, i=str(i): self.mesh_place(i, axis))  # type: ignore[misc]
             for i, one in enumerate(value)
         ]
-        return tuple(mesh for mesh in found if mesh is not None) if value and None not in found else None
+        return tuple(mesh for mesh in meshes if mesh is not None) if value and None not in meshes else None
 
     def mesh_place(self, *parts: str) -> str:
         return self.source.where(("mesh", *filter(None, parts)))
@@ -105,7 +105,7 @@ class Reader:
         required = f"a key of {owner}: {', '.join(keys)}{hint}"
         self.findings.add(where=where, given=f"the key {key}", required=required, fix=fix)
 
-    def entries(self, values: object, section: str, found: dict[str, Entry]) -> None:
+    def entries(self, values: object, section: str, entries: dict[str, Entry]) -> None:
         """The entries of ``modules`` or ``parameters``, added to those found before."""
         if not isinstance(values, Mapping):
             example = f'{section}:\n  "*.c_attn": {{tp: column, parts: 3}}'
@@ -122,10 +122,10 @@ class Reader:
                 self.findings.add(where=self.source.where(path, key=True), given=flow(glob), required=required, fix=fix)
                 continue
             entry = self.entry(value, path)
-            if before := found.get(glob):
+            if before := entries.get(glob):
                 self.both(before, entry, path)
                 entry = before | entry
-            found[glob] = entry
+            entries[glob] = entry
 
     def entry(self, value: object, path: KeyPath) -> Entry:
         values = value.settings() if isinstance(value, Entry) else value

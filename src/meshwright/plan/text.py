@@ -81,7 +81,7 @@ class _Values:
         return value
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         for key, value in node.value:
             place = self.place(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
@@ -89,14 +89,14 @@ class _Values:
                 self.source.findings.add(where=place, given=given, required="a name as key", fix="name: value")
                 continue
             here = (*path, key.value)
-            if key.value in found:
+            if key.value in values:
                 given = f"the key {key.value} again, after {self.source.keys[here]}"
                 fix = f"leave out one of the two {key.value}"
                 self.source.findings.add(where=place, given=given, required="each key once", fix=fix)
                 continue
             self.source.keys[here] = place
-            found[key.value] = self.of(value, here)
-        return found
+            values[key.value] = self.of(value, here)
+        return values
 
     def scalar(self, node: yaml.Node) -> object:
         try:

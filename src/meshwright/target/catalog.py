@@ -61,10 +61,10 @@ def _file_of(kind: str) -> tuple[Path | None, list[str]]:
     named = escape(kind.replace("-", "_"))
     kinds: list[str] = []
     for path in _files(_CONFIGS.format(named), _CONFIGS.format("*")):
-        found = _TYPE.findall(path.read_text(encoding="utf-8"))
-        if kind in found:
+        in_file = _TYPE.findall(path.read_text(encoding="utf-8"))
+        if kind in in_file:
             return path, []
-        kinds += found
+        kinds += in_file
     return None, kinds
 
 
@@ -87,8 +87,8 @@ def _word(key: str) -> re.Pattern[str]:
 
 def _described(text: str, kind: str) -> tuple[str, list[str]]:
     """The name of the config of a model type, and what seem to be its keys."""
-    found = next((m for m in _TYPE.finditer(text) if m[1] == kind), None)
-    assert found is not None  # `text` is of the file that has it
-    names = _CLASS.findall(text[: found.start()])
+    match = next((m for m in _TYPE.finditer(text) if m[1] == kind), None)
+    assert match is not None  # `text` is of the file that has it
+    names = _CLASS.findall(text[: match.start()])
     keys = {name for groups in _KEY.findall(text) for name in groups if name and not name.startswith("_")}
     return names[-1] if names else "its config", sorted(keys)

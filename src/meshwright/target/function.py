@@ -146,8 +146,8 @@ def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> 
     return None
 
 
-def _not_there(given: str, names: list[str], what: str, spec: str, role: Role, findings: Findings) -> None:
-    near = nearest(given, names) or tuple(names[:3])
+def _not_there(name: str, names: list[str], what: str, spec: str, role: Role, findings: Findings) -> None:
+    near = nearest(name, names) or tuple(names[:3])
     function = spec.rpartition(":")[2]
     required = f"one that is there: {listing(near)}" if near else role.forms
     fix = f"{near[0]}:{function}" if near else role.example

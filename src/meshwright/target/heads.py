@@ -75,7 +75,7 @@ def _known(config: Any, heads: _Heads) -> Iterator[tuple[str, Any, bool]]:
     import transformers
 
     for kind, mapping, fits, takes in heads:
-        found = getattr(transformers, mapping).get(type(config), None)
-        for cls in found if isinstance(found, tuple | list) else [found]:
+        classes = getattr(transformers, mapping).get(type(config), None)
+        for cls in classes if isinstance(classes, tuple | list) else [classes]:
             if cls is not None and takes(cls):
                 yield kind, cls, fits(config)

@@ -41,11 +41,11 @@ class HFTarget:
 
     def __call__(self) -> nn.Module:
         config = self.config()
-        found = head(config)
-        if found is None:
+        chosen = head(config)
+        if chosen is None:
             raise PlanError(_no_head(self.model, config), "this target")
         config.dtype = None  # a config may ask for bfloat16; here the plan says what is computed in
-        model = found[0](config)
+        model = chosen[0](config)
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # the class's name says none: transformers takes this one, and warns
         return model
@@ -69,14 +69,14 @@ def hf_target(spec: str, settings: dict[str, Any], rows: int, length: int) -> tu
     model = os.path.abspath(json_of(model)) if is_path(model) else model
     config = read_config(model, settings, findings)
     findings.raise_if_any()
-    found = head(config)
-    if found is None:
+    chosen = head(config)
+    if chosen is None:
         raise PlanError(_no_head(model, config), "this target")
     build = HFTarget(model, tuple(settings.items()))
     try:
-        batch = sample(config, *found, build, rows=rows, length=tokens, default=length)
+        batch = sample(config, *chosen, build, rows=rows, length=tokens, default=length)
     except Exception as error:  # the model's own, on every batch that might be meant
-        given = f"{found[0].__name__} runs with no batch that could be made up: {told(error)[:300]}"
+        given = f"{chosen[0].__name__} runs with no batch that could be made up: {told(error)[:300]}"
         required = "values that fit each other; or a function that returns the model and its batch"
         findings.add(where=spec, given=given, required=required, fix=TARGET.code.format(name=TARGET.name))
         findings.raise_if_any()

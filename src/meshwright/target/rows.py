@@ -12,15 +12,15 @@ def with_rows(batch: Any, rows: int) -> Any:
     from meshwright.private import pytree
 
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
-    given = len(tensors[0]) if tensors else 0
-    if not given or given >= rows:
+    count = len(tensors[0]) if tensors else 0
+    if not count or count >= rows:
         return batch
-    again = [i % given for i in range(rows)]
+    again = [i % count for i in range(rows)]
 
     def more(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not t.dim() or len(t) != given:
+        if not isinstance(t, Tensor) or not t.dim() or len(t) != count:
             return t
-        large = t.nbytes // given * rows > _LARGE
+        large = t.nbytes // count * rows > _LARGE
         return t[:1].expand(rows, *t.shape[1:]) if large else t[again]  # one row many times takes no memory
 
     return pytree.tree_map(more, batch)

@@ -90,9 +90,9 @@ class _Maker:
         sized = asked is not None and asked.default is inspect.Parameter.empty
         sizes = {"image_sizes": torch.tensor([self.image()[-2:]] * self.rows)} if sized else {}
         images = self.tried(["pixel_values"], sizes, "get_image_features")
-        found = self.shapes(images, "get_image_features")
-        found = getattr(found, "pooler_output", found)
-        features = found if isinstance(found, tuple | list) else [found]
+        output = self.shapes(images, "get_image_features")
+        output = getattr(output, "pooler_output", output)
+        features = output if isinstance(output, tuple | list) else [output]
         count = sum(prod(f.shape[:-1]) for f in features) // self.rows
         token = getattr(self.config, "image_token_id", None)
         token = self.config.image_token_index if token is None else token
