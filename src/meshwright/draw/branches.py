@@ -34,13 +34,13 @@ def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
     The table has the share of the work that a branch is, and what one of its ranks has to do, of what the busiest has.
     """
     yield from _streams(shard_map.recipe)
-    found = shard_map.branches
-    if not found:
+    facts = shard_map.branches
+    if not facts:
         return
     yield Text()
-    yield _table(found)
-    for around in dict.fromkeys(branch.parent for branch in found):
-        for beside in _beside([b for b in found if b.parent == around], shard_map.recipe.places):
+    yield _table(facts)
+    for around in dict.fromkeys(branch.parent for branch in facts):
+        for beside in _beside([b for b in facts if b.parent == around], shard_map.recipe.places):
             yield Text()
             yield _region(beside, shard_map.recipe.places)
 
@@ -65,17 +65,17 @@ def _calls(turns: Sequence[int]) -> str:
     return " and ".join(str(turn + 1) for turn in turns)
 
 
-def _table(found: Sequence[BranchFacts]) -> Table:
+def _table(facts: Sequence[BranchFacts]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("place", "ranks", "mesh", "rows", "modules"):
         table.add_column(title, no_wrap=title != "modules")
     for title in ("parameters", "work", "a rank"):
         table.add_column(title, justify="right", no_wrap=True)
-    for b in found[:_MOST]:
+    for b in facts[:_MOST]:
         rows = "divided" if b.splits else "all"
         table.add_row(b.on, ranks_text(b.ranks), str(b.mesh), rows, modules_text(b), count_text(b.numel),
                       f"{b.work:.0%}".replace("%", " %"), f"{b.load:.0%}".replace("%", " %"))  # fmt: skip
-    if len(found) > _MOST:
+    if len(facts) > _MOST:
         table.add_row("…", *[""] * 7)
     return table
 
@@ -84,10 +84,10 @@ def _beside(siblings: list[BranchFacts], places: Submeshes) -> list[list[BranchF
     """Branches of one place, in sets whose slices do not overlap: others cannot run at the same time."""
     sets: list[list[BranchFacts]] = []
     for branch in siblings:
-        own = places[branch.number]
+        place = places[branch.number]
         for chosen in sets:
             others = [places[b.number] for b in chosen]
-            if all(own.stop <= o.start or o.stop <= own.start for o in others):
+            if all(place.stop <= o.start or o.stop <= place.start for o in others):
                 chosen.append(branch)
                 break
         else:
@@ -99,8 +99,8 @@ def _region(beside: Sequence[BranchFacts], places: Submeshes) -> Text:
     """Who runs what between fork and join, for the first of the groups of ranks that do so."""
     around = beside[0].parent
     everyone = [rank for branch in beside for rank in branch.ranks]
-    found = {(at.pp, at.dp_replicate, at.dp_shard) for rank in everyone if (at := places.at(rank, around))}
-    first, others = places.line(around, min(everyone)), len(found) - 1
+    groups = {(at.pp, at.dp_replicate, at.dp_shard) for rank in everyone if (at := places.at(rank, around))}
+    first, others = places.line(around, min(everyone)), len(groups) - 1
     ranks = [ranks_text([r for r in branch.ranks if r in first]) for branch in beside]
     names = [modules_text(branch) for branch in beside]
     before = f"ranks {ranks_text(first)} ─ fork ─"

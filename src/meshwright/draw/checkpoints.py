@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # facts are made where torch is loaded
 _WHOLE, _DAMAGED = Text("whole", style="green"), Text("damaged", style="bold red")
 
 
-def several(found: Sequence[Inspection]) -> RenderableType:
+def several(inspections: Sequence[Inspection]) -> RenderableType:
     """A line for each checkpoint, oldest first; the newest is marked."""
     table = _table("checkpoint", "step", "saved", "size", "layout", "")
-    for inspection in found:
-        newest = Text(" ← newest", style="bold") if inspection is found[-1] else Text("")
+    for inspection in inspections:
+        newest = Text(" ← newest", style="bold") if inspection is inspections[-1] else Text("")
         table.add_row(
             inspection.path.name, str(inspection.step) if inspection.step >= 0 else "?",
             str(inspection.about.get("time", "?")), size_text(inspection.bytes), _mesh(inspection),
@@ -128,8 +128,8 @@ def _alike(tensors: Sequence[TensorFacts]) -> Iterator[tuple[Folded, TensorFacts
     kinds: dict[object, list[str]] = {}
     for t in tensors:
         kinds.setdefault((t.shape, t.dtype, t.pieces), []).append(t.name)
-    found = [folded for names in kinds.values() for folded in fold_names(names)]
-    for folded in sorted(found, key=lambda folded: order[folded.names[0]]):
+    folds = [folded for names in kinds.values() for folded in fold_names(names)]
+    for folded in sorted(folds, key=lambda folded: order[folded.names[0]]):
         yield folded, tensors[order[folded.names[0]]]
 
 

@@ -237,13 +237,13 @@ class ShardMap:
     @cached_property
     def bytes_by_rank(self) -> tuple[int, ...]:
         """`bytes_at` every rank."""
-        found = [0] * self.mesh.size
+        sizes = [0] * self.mesh.size
         for line, count in self._alike.items():
             for ranks, slices in _held_by(line, self.recipe):
                 held = count * elements(slices) * itemsize(line.dtype)
                 for rank in ranks:
-                    found[rank] += held
-        return tuple(found)
+                    sizes[rank] += held
+        return tuple(sizes)
 
     @cached_property
     def bytes(self) -> int:
@@ -294,10 +294,10 @@ class ShardMap:
     @cached_property
     def _alike(self) -> Mapping[ParameterRecipe, int]:
         """One parameter of each kind that is cut alike, and how many there are."""
-        found: dict[Any, list[ParameterRecipe]] = {}
+        kinds: dict[Any, list[ParameterRecipe]] = {}
         for line in self.recipe.parameters:
-            found.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages, line.places), []).append(line)
-        return {lines[0]: len(lines) for lines in found.values()}
+            kinds.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages, line.places), []).append(line)
+        return {lines[0]: len(lines) for lines in kinds.values()}
 
 
 # --- one parameter ----------------------------------------------------------------------------------------------------
@@ -372,13 +372,13 @@ def _branch(number: int, recipe: Recipe) -> BranchFacts:
     here = {name: tuple(i for i, p in enumerate(turns[name]) if p == number) for name in dict.fromkeys(place.modules)}
     used = [line for line in recipe.parameters if number in line.places]
     owners = {pp for line in used for pp in recipe.owners(line)}  # of the pipeline; without parameters any
-    found = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
+    coordinates = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
     beside = [p for p in recipe.branches if p.parent == place.parent]
     return BranchFacts(
         number=number,
         on=recipe.places.spelled(number),
         parent=place.parent,
-        ranks=tuple(rank for rank, at in found if at is not None and (not owners or at.pp in owners)),
+        ranks=tuple(rank for rank, at in coordinates if at is not None and (not owners or at.pp in owners)),
         mesh=place.mesh,
         modules=tuple((name, calls if set(turns[name]) != {number} else ()) for name, calls in here.items()),
         splits=place.splits,

@@ -64,13 +64,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
         text = (folder / FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    found = []
+    lines = []
     for line in text.splitlines():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return lines
 
 
 def check_tensorboard() -> None:

@@ -86,13 +86,13 @@ class Board:
         return {rank: Whereabouts.of_data(data) for rank, data in self._of_all("where", range(self.ranks)).items()}
 
     def alarm(self) -> Alarm | None:
-        found = self._get("alarm")
-        return None if found is None else Alarm(**found)
+        alarm = self._get("alarm")
+        return None if alarm is None else Alarm(**alarm)
 
     def raise_alarm(self, cause: str) -> Alarm:
         """The alarm that is raised by now: this one, or the one of a rank that was faster."""
-        given = json.dumps(asdict(Alarm(self.rank, cause)))
-        return Alarm(**json.loads(self._store.compare_set(self._key("alarm"), "", given)))
+        alarm = json.dumps(asdict(Alarm(self.rank, cause)))
+        return Alarm(**json.loads(self._store.compare_set(self._key("alarm"), "", alarm)))
 
     def set_told(self) -> None:
         self._set("told", True)

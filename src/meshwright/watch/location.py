@@ -144,31 +144,31 @@ def _frames() -> list[Frame]:
     one that is in a collective, the frames of that one come first."""
     of_thread = sys._current_frames()
     main = threading.main_thread().ident
-    found = _outward(of_thread.get(main or 0))
-    if any(f.name == "_engine_run_backward" for f in found[:2]):
-        own = threading.get_ident()
-        others = [_outward(f) for ident, f in of_thread.items() if ident not in (main, own)]
-        found = next((o for o in others if o and o[0].file.startswith(_DISTRIBUTED)), []) + found
-    return found
+    frames = _outward(of_thread.get(main or 0))
+    if any(f.name == "_engine_run_backward" for f in frames[:2]):
+        watcher = threading.get_ident()
+        others = [_outward(f) for ident, f in of_thread.items() if ident not in (main, watcher)]
+        frames = next((o for o in others if o and o[0].file.startswith(_DISTRIBUTED)), []) + frames
+    return frames
 
 
 def _raised(error: BaseException) -> list[Frame]:
     """Where an error, or the first cause of it, comes from; the innermost frame first."""
     while error.__cause__ is not None:
         error = error.__cause__
-    found, trace = [], error.__traceback__
+    frames, trace = [], error.__traceback__
     while trace is not None:
-        found.append(Frame(trace.tb_frame, trace.tb_lineno))
+        frames.append(Frame(trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    return found[::-1]
+    return frames[::-1]
 
 
 def _outward(frame: FrameType | None) -> list[Frame]:
-    found = []
+    frames = []
     while frame is not None:
-        found.append(Frame(frame, frame.f_lineno))
+        frames.append(Frame(frame, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
@@ -195,13 +195,13 @@ def _ranks_of(frame: Frame) -> Ranks:
     try:
         import torch.distributed as dist
 
-        given = frame.of.f_locals
+        arguments = frame.of.f_locals
         for peer in ("src", "dst") if frame.name in ("send", "recv", "isend", "irecv") else ():
-            if isinstance(given.get(peer), int):
-                return (given[peer],)
-        if "group" not in given:
+            if isinstance(arguments.get(peer), int):
+                return (arguments[peer],)
+        if "group" not in arguments:
             return ()
-        return tuple(dist.get_process_group_ranks(given["group"] or dist.group.WORLD))
+        return tuple(dist.get_process_group_ranks(arguments["group"] or dist.group.WORLD))
     except Exception:  # a report without the ranks is better than none
         return ()
 

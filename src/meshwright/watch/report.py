@@ -54,12 +54,12 @@ class Hang:
 
     def suspects(self) -> dict[int, str]:
         """Rank → why, the worst first."""
-        found = {r: "it never came" for r in range(self.ranks) if r not in self.beats}
+        suspects = {r: "it never came" for r in range(self.ranks) if r not in self.beats}
         for rank, beat in sorted(self.beats.items()):
             if rank in self.silent or (rank not in self.where and beat.state == HERE):
-                found[rank] = "no sign of life: killed, stopped, cut off, or stuck in code that holds Python's lock"
+                suspects[rank] = "no sign of life: killed, stopped, cut off, or stuck in code that holds Python's lock"
         failed = {r: f"it failed: {b.error}" for r, b in sorted(self.beats.items()) if b.state == FAILED}
-        return found or failed or self._apart()
+        return suspects or failed or self._apart()
 
     def _apart(self) -> dict[int, str]:
         """Suspects among those that all answered."""
@@ -148,7 +148,7 @@ def _indented(head: str, lines: list[str]) -> list[str]:
 
 def _by_value(of: Mapping[int, V]) -> dict[V, list[int]]:
     """Value → ranks that have it, in the order of the first of them."""
-    found: dict[V, list[int]] = {}
+    ranks: dict[V, list[int]] = {}
     for rank, value in of.items():
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks.setdefault(value, []).append(rank)
+    return ranks

@@ -80,9 +80,9 @@ class _Unpacker(pickle.Unpickler):
     ranks send each other objects (``dist.all_gather_object``)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        cls = super().find_class(module, name)
         is_maker = module.startswith("cloudpickle") and name == "_make_skeleton_class"
-        return functools.partial(_class_of_main, found) if is_maker else found
+        return functools.partial(_class_of_main, cls) if is_maker else cls
 
 
 def _class_of_main(make: Callable[..., type], *args: Any) -> type:

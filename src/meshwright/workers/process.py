@@ -177,9 +177,9 @@ def _readable(dump: str) -> str:
     kept = []
     for block in re.split(r"\n\s*\n", dump.strip()):
         lines = block.splitlines()
-        own = [line for line in lines if f'"{worker_module.__file__}"' in line]
-        if any(line.endswith("in listen") for line in own) or LISTENER in lines[0]:
+        internal = [line for line in lines if f'"{worker_module.__file__}"' in line]
+        if any(line.endswith("in listen") for line in internal) or LISTENER in lines[0]:
             continue
-        own += [line for line in lines if 'File "<string>", line 1 in <module>' in line]
-        kept.append("\n".join(line for line in lines[1:] if line not in own))
+        internal += [line for line in lines if 'File "<string>", line 1 in <module>' in line]
+        kept.append("\n".join(line for line in lines[1:] if line not in internal))
     return "\n\n".join(block for block in kept if block) or "  (unknown: it did not answer a signal)"
