@@ -175,3 +175,50 @@ def test_parameters_of_another_type_than_their_unit_stay_out_of_it(workers):
 def test_such_parameters_are_named_if_a_half_type_would_leave_them_uncast():
     with pytest.raises(mw.PlanError, match=r"(?s)precision.*layers\.0\.scale \(float32 in a unit of float64\)"):
         mw.make_recipe(OfTwoTypes, {"mesh": {"dp_shard": 2}, "precision": "bfloat16"}, (rows()[0].double(),))
+
+
+class Angles(nn.Module):
+    """Computes angles in its first forward, and keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.frequencies = nn.Parameter(torch.linspace(0.1, 1, 8), requires_grad=False)
+        self.register_buffer("kept", torch.zeros(8), persistent=False)
+        self.is_kept = False
+
+    def forward(self, x):
+        if not self.is_kept:
+            self.kept.copy_((3 * self.frequencies.detach()).sin())
+            self.is_kept = True
+        return x * self.kept
+
+
+class Turned(nn.Module):
+    def __init__(self, angles):
+        super().__init__()
+        self.angles, self.block = angles, FeedForward()
+
+    def forward(self, x):
+        return x + self.block(self.angles(x))
+
+
+class OneEmbeddingForAll(nn.Module):
+    """Its blocks hold one module, whose parameter the first block alone uses, in the first forward alone."""
+
+    def __init__(self):
+        super().__init__()
+        angles = Angles()
+        self.blocks = nn.ModuleList(Turned(angles) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_parameter_that_stands_in_several_units_is_in_none(workers):
+    report = mw.check(OneEmbeddingForAll, rows(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    assert report.passed, str(report)
+    of = {line.name: line for line in report.recipe.parameters}
+    assert of["blocks.0.angles.frequencies"].data == "loose"
+    assert of["blocks.0.block.up.weight"].data == "shard"

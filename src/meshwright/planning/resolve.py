@@ -24,7 +24,12 @@ from meshwright.planning.draft import Draft, Names, Run
 from meshwright.planning.passes.branches import place_branches, read_branches
 from meshwright.planning.passes.checks import check_rows, check_scripted, check_tp, stop_if_wrong
 from meshwright.planning.passes.entries import find_concurrent, read_entries
-from meshwright.planning.passes.parameters import keep_other_types, keep_written, parameter_lines
+from meshwright.planning.passes.parameters import (
+    keep_other_types,
+    keep_shared_by_units,
+    keep_written,
+    parameter_lines,
+)
 from meshwright.planning.passes.program import record_forward
 from meshwright.planning.passes.recompute import choose_recompute, recompute_in_branches, recompute_in_stages
 from meshwright.planning.passes.shards import check_refused, shard_over_tp
@@ -56,7 +61,7 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (
     cut_into_stages, choose_schedule, keep_units_in_stages, recompute_in_stages, tell_shared, place_buffers,
     recompute_in_branches, keep_units_in_branches, check_shared, stop_if_wrong,
     # 5  the recipe
-    keep_other_types, stop_if_wrong,
+    keep_shared_by_units, keep_other_types, stop_if_wrong,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,28 @@ def keep_written(draft: Draft) -> Draft:
     names = f"{', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}"
     told = [f"the forward writes {names}: whole on every data rank"] if draft.plan.mesh.data_size > 1 else []
     return replace(draft, loose=dict.fromkeys(written, "")).noted(told if written else [])
+
+
+def keep_shared_by_units(draft: Draft) -> Draft:
+    """Parameters that stand in a unit and outside it, too, stay out of all units: FSDP2 would shard such a parameter twice.
+    (Two blocks have one rotary embedding, say. If it is used in both, ``close_units`` has seen to it; it may be used in the
+    first alone, which keeps the angles.)"""
+    if draft.data == 1:
+        return draft
+    units = [u.name for u in draft.units]  # innermost first, the root last
+    shared = {}
+    for name, (_, aliases) in draft.names.parameters.items():
+        holders = dict.fromkeys(_unit_around(place, units) for place in (name, *aliases))
+        if len(holders) > 1:
+            shared[name] = f"held by {' and '.join(unit or 'the root' for unit in [*holders][:2])}" + " …" * (
+                len(holders) > 2
+            )
+    return replace(draft, loose={**draft.loose, **shared})
+
+
+def _unit_around(parameter: str, units: Sequence[str]) -> str:
+    """The innermost unit that a place of a parameter is in."""
+    return next(unit for unit in units if not unit or parameter.startswith(unit + "."))
 
 
 def keep_other_types(draft: Draft) -> Draft:
