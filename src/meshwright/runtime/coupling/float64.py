@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.signature import kept_apart
+from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +38,7 @@ def wide(*, perturbed: bool) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Wide(perturbed=perturbed):
+        with Wide(perturbed=perturbed), kept_apart("float64"):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -55,6 +57,9 @@ class Wide(FunctionMode):
             return func(args[0], args[1].to(args[0].dtype))
         if is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
             return func(*args, **kwargs)
+        if GlobalTensor in types:  # of a function whose body is run beside the view: what each rank computes is wide
+            with self:
+                return GlobalTensor.__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], Tensor) and (writes(func, args, kwargs) or "out" in kwargs):
             return self._write(func, args, kwargs)
         if func in _CONVERSIONS and (same := func(*args, **kwargs)) is args[0]:

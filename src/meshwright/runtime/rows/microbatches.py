@@ -214,4 +214,6 @@ def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: i
     """
     ours, theirs, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
     for i in written(gathered, before):
-        ours[i].copy_(theirs[i][first : first + rows] if has_rows(ours[i], rows) else theirs[i])
+        value = theirs[i][first : first + rows] if has_rows(ours[i], rows) else theirs[i]
+        if value.data_ptr() != ours[i].data_ptr():  # (one rank's rows are not gathered)
+            ours[i].copy_(value)
