@@ -598,6 +598,42 @@ def data_written(b: Builder) -> None:
     b.do(b.pick(["{0}.data.mul_(0.5)", "{0}.detach().add_(0.1)", "{0}.data.zero_()"]), b.value(b.safe_to_write))
 
 
+# --- what is looked up, ordered and written by index ------------------------------------------------------------------
+
+
+@operation("indexed", 3)
+def indexed(b: Builder) -> None:
+    x = b.value(whole)
+    shape = b.get(x).shape
+    d = b.pick(range(1, len(shape)))
+    n = shape[d]
+    ways = [f"{{0}}.cummax({d}).values", f"{{0}}.cummin({d}).values", f"{{0}}.sort({d}, descending=True).values", f"{{0}}.gather({d}, {{0}}.argsort({d}))",
+            f"{{0}}.take_along_dim({{0}}.argsort({d}), {d})", f"torch.zeros_like({{0}}).scatter_add({d}, {{0}}.detach().argsort({d}), {{0}})",
+            f"{{0}}.kthvalue({n}, {d}).values", f"{{0}}.median({d}).values", f"{{0}}.logcumsumexp({d})", f"{{0}}.diff(dim={d})", "{0}.tril()", "{0}.triu()",
+            f"torch.zeros_like({{0}}).index_add({d}, torch.arange({n}).flip(0), {{0}})", f"{{0}}.unfold({d}, 1, 1).squeeze(-1)",
+            "torch.cdist({0}.flatten(1)[:, None], {0}.flatten(1)[:, None]).flatten(1)", f"torch.fft.rfft({{0}}, dim={d}).abs().square()",
+            "torch.view_as_real(torch.complex({0}, {0}.tanh())).sum(-1)", "torch.polar({0}.abs() + 1, {0}).real"]  # fmt: skip
+    b.new(b.pick(ways), x)
+
+
+@operation("indexed", 1)
+def put(b: Builder) -> None:
+    x = b.value(lambda t: whole(t) and b.safe_to_write(t))
+    b.do(b.pick(["{0}.index_put_((slice(None) if False else torch.arange({0}.shape[0]),), {0}.detach() * 0.1, accumulate=True)",
+                 "{0}.fill_diagonal_(0.2) if {0}.dim() == 2 else {0}.add_(0.1)", "{0}[:, [0, 0]] = {0}.detach()[:, :1] * 0.5", "{0}.clamp_min_(-0.5)"]), x)  # fmt: skip
+
+
+@operation("placed", 2)
+def placed(b: Builder) -> None:
+    """The forward says where a module's parameters are, of which type, or writes to them."""
+    x = b.value(whole)
+    name = b.member("linear", f"nn.Linear({b.get(x).shape[-1]}, {b.size()})")
+    dtype = "double" if b.get(x).dtype == torch.float64 else "float"
+    b.do(b.pick([f"self.{name}.to({{0}}.device)", f"self.{name}.{dtype}()", f"self.{name}.weight.data.clamp_(-0.5, 0.5)",
+                 f"self.{name}.requires_grad_(True)"]), x)  # fmt: skip
+    b.new(f"self.{name}({{0}})", x)
+
+
 # --- buffers ------------------------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.paths import Found, outside_of_parts
 from meshwright.runtime.coupling.saved import written_after_saved
 from meshwright.runtime.coupling.untouched import Slot, untouched
-from meshwright.runtime.rows.batch import doubled, reversed_rows
+from meshwright.runtime.rows.batch import doubled, reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -134,9 +134,13 @@ def how_rows_combine(
             reversed_rows(rows, rows_of(rows)), model, random, changed, losses, computing, first=int(single)
         )
         kind = kind if _tried(other, agreed, fatal).kind == kind else COUPLED
-    if kind != COUPLED and (other_split := attempt.divided_elsewhere()) is not None:
+    if kind != COUPLED and rows_of(rows) > 2:
         # Parts of which as many elements are masked make the whole by chance; divided elsewhere, they do not.
-        kind = kind if _tried(other_split, agreed, fatal).kind == kind else COUPLED
+        rolled = rolled_rows(rows, rows_of(rows))
+        other = attempt.divided_elsewhere() or _Attempt(
+            rolled, model, random, changed, losses, computing, first=int(single)
+        )
+        kind = kind if _tried(other, agreed, fatal).kind == kind else COUPLED
     if kind == COUPLED:
         return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
     if single:

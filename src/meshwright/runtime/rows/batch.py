@@ -90,6 +90,11 @@ def reversed_rows(batch: Any, rows: int) -> Any:
     return mapped(lambda t: t.flip(0) if has_rows(t, rows) else t, batch)
 
 
+def rolled_rows(batch: Any, rows: int) -> Any:
+    """A batch of ``rows`` rows that begins with its last row."""
+    return mapped(lambda t: t.roll(1, 0) if has_rows(t, rows) else t, batch)
+
+
 def joined(batches: Sequence[Any]) -> Any:
     """A batch with the rows of several, in turn; of what has no rows, that of the first. None: they are not of one kind."""
     each = [tensors_in(batch) for batch in batches]
