@@ -222,3 +222,35 @@ def test_a_parameter_that_stands_in_several_units_is_in_none(workers):
     of = {line.name: line for line in report.recipe.parameters}
     assert of["blocks.0.angles.frequencies"].data == "loose"
     assert of["blocks.0.block.up.weight"].data == "shard"
+
+
+class Passes(nn.Module):
+    """Computes with its parameters, or hands on what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, computes):
+        return self.linear(x).tanh() if computes else x * 2
+
+
+class CallsTwice(nn.Module):
+    """Calls each block twice, and computes with its parameters in one of the calls, the first or the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Passes() for _ in range(2))
+
+    def forward(self, x):
+        first, second = self.blocks
+        y = first(x, True) + first(x, False) + second(x, False) + second(x, True)
+        return (
+            y.square().mean() if bool(y.sum() < 1e9) else y.sum()
+        )  # ranks may go different ways, so that all reduce alike
+
+
+def test_a_gradient_of_one_of_several_calls_of_a_unit_stays(workers):
+    report = mw.check(CallsTwice, rows(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    assert report.passed, str(report)
+    assert len(report.recipe.units) == 3 and report.recipe.routed

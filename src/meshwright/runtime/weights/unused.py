@@ -41,6 +41,9 @@ class Routed:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._groups = groups
         self._filled: set[int] = set()
+        self._used: set[int] = (
+            set()
+        )  # a unit that is called several times is reduced as often: these had a gradient once
         self._earlier: set[int] = set()  # those that have a gradient of an earlier step
         self._count = len(recipe.parameters)
         numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
@@ -58,10 +61,12 @@ class Routed:
                     module.register_forward_pre_hook(self._anchored, prepend=True, with_kwargs=True)
 
     def _fill(self, fsdp_param: Any) -> None:
-        if (p := without_gradient(fsdp_param)) is not None:
-            with without_modes():  # a backward may run under the view, to make activations again
-                p.grad = torch.zeros_like(p)
-            self._filled.add(id(fsdp_param))
+        if (p := without_gradient(fsdp_param)) is None:
+            self._used.add(id(fsdp_param))
+            return
+        with without_modes():  # a backward may run under the view, to make activations again
+            p.grad = torch.zeros_like(p)
+        self._filled.add(id(fsdp_param))
 
     def _anchored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's arguments, at least one of them with a gradient, if any can have one."""
@@ -84,8 +89,9 @@ class Routed:
         """After a step's last backward: gradients that no rank had, in this step or before, go back to ``None``. Collective."""
         used = torch.zeros(self._count, dtype=torch.int32, device=self._groups.device)
         for number, fsdp_param in self._parameters:
-            used[number] = id(fsdp_param) not in self._filled
+            used[number] = id(fsdp_param) in self._used or id(fsdp_param) not in self._filled
         self._filled.clear()
+        self._used.clear()
         dist.all_reduce(used, dist.ReduceOp.MAX)
         was_used = used.tolist()
         for number, fsdp_param in self._parameters:
