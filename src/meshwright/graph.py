@@ -142,7 +142,8 @@ class Call:
         outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
         given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
         taken: the tensors in what it was called with, as they were then: a list among it may have grown since.
-        fresh: whether a tensor in what it returned follows from the batch, and was made within.
+        fresh: whether a tensor in what it returned follows from the batch, and was made within; or a function in it may keep
+            such a tensor. No copy of what was recorded can stand in for it.
         stashed: values that it left on the module, or in what it was called with.
         visible: whether it changes something that was there before and is used after it: memory that follows from the
             batch, a list that it was given, an attribute; Python's or NumPy's random numbers. So every stage looks into it.

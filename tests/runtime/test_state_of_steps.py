@@ -214,3 +214,51 @@ def test_state_that_a_forward_makes_is_in_one_stage(workers: LocalWorkers, way: 
 def test_state_that_a_forward_makes_and_that_changes_what_follows_from_the_batch_is_an_error(way: str) -> None:
     with pytest.raises(mw.PlanError, match="another way than the one before it, for what that left in last"):
         mw.make_recipe(partial(Made, way, to_batch=True), "pp=2", rows(0).float())
+
+
+class Centre(nn.Module):
+    """Gives its input without its mean, and a function that puts the mean back."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        back = {
+            "closure": lambda y: y + mean,
+            "partial": partial(torch.add, mean),
+            "method": mean.add,
+            "default": lambda y, mean=mean: y + mean,
+        }[self.how]
+        return (x - mean) * self.scale, {"back": back}
+
+
+class Centred(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.centre, self.layers = Centre(how), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        y, more = self.centre(x)
+        for layer in self.layers:
+            y = layer(y).tanh()
+        return more["back"](y).square().mean()
+
+
+def losses_of_three_batches(how, plan):
+    """Of three batches that differ, each seen once; ``plan``: None is one device."""
+    batches = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    seed_all(0)
+    if plan is None:
+        model = Centred(how).double()
+        return [model(x).item() for x in batches]
+    job = mw.parallelize(partial(Centred, how), plan, batch=(batches[0],), loss=lambda loss: loss, dtype=torch.float64)
+    return [job.step((x,)).item() for x in batches]
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "method", "default"])
+def test_a_function_that_a_module_returns_keeps_what_follows_from_this_batch(how, workers):
+    found = workers.run(losses_of_three_batches, how, {"mesh": "pp=2"}, ranks=2)
+    for losses in found:
+        assert losses == pytest.approx(losses_of_three_batches(how, None), rel=1e-9)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator, MutableMapping
-from types import MemberDescriptorType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -46,6 +47,31 @@ def tensors_of(value: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     _list(value, tensors, _DEPTH)
     return tensors
+
+
+def holds_code(value: Any) -> bool:
+    """Whether ``value`` holds something that runs later and keeps what it will run with: a closure, a bound method, a partial,
+    a generator. Which tensors it will take is not known."""
+    return _holds_code(value, _DEPTH)
+
+
+def _holds_code(value: Any, depth: int, around: tuple[int, ...] = ()) -> bool:
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return False
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, FunctionType):
+            if leaf.__closure__ or leaf.__defaults__ or leaf.__kwdefaults__:
+                return True
+        elif isinstance(leaf, (MethodType, functools.partial, Iterator)):
+            return True
+        elif isinstance(leaf, BuiltinMethodType):
+            if isinstance(leaf.__self__, Tensor):
+                return True
+        elif not isinstance(leaf, Tensor) and depth and _is_object(leaf) and id(leaf) not in around:
+            within = (*around, id(leaf))
+            if any(_holds_code(item, depth - 1, within) for item in list(vars(leaf).values())):
+                return True
+    return False
 
 
 def _list(value: Any, tensors: list[Tensor], depth: int, around: tuple[int, ...] = ()) -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import model_line
 from meshwright.calls.hook import Forward
-from meshwright.calls.structure import as_it_is, lists_in, map_tensors, tensors_of
+from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_among
@@ -114,7 +114,7 @@ class Recorder(Tracer):
         call.draws_host |= graph.draws and call.acts and bool(host_generators(module))
         call.stop, call.returned = len(graph.events), as_it_is(result, {*map(id, args), *map(id, kwargs.values())})
         call.outputs = tuple(self.number(t) for t in tensors)
-        call.fresh = any(
+        call.fresh = holds_code((result, [grown.items for grown in call.grown])) or any(
             n is None and (id(t) not in had or isinstance(t, nn.Parameter))
             for n, t in zip(call.outputs, tensors, strict=True)
         )
