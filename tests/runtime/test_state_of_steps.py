@@ -216,6 +216,19 @@ def test_state_that_a_forward_makes_and_that_changes_what_follows_from_the_batch
         mw.make_recipe(partial(Made, way, to_batch=True), "pp=2", rows(0).float())
 
 
+class Adds:
+    def __init__(self, mean):
+        self.mean = mean
+
+    def __call__(self, y):
+        return y + self.mean
+
+
+class Holder:
+    def __init__(self, back):
+        self.back = back
+
+
 class Centre(nn.Module):
     """Gives its input without its mean, and a function that puts the mean back."""
 
@@ -230,6 +243,7 @@ class Centre(nn.Module):
             "partial": partial(torch.add, mean),
             "method": mean.add,
             "default": lambda y, mean=mean: y + mean,
+            "object": Holder(Adds(mean)),
         }[self.how]
         return (x - mean) * self.scale, {"back": back}
 
@@ -243,7 +257,8 @@ class Centred(nn.Module):
         y, more = self.centre(x)
         for layer in self.layers:
             y = layer(y).tanh()
-        return more["back"](y).square().mean()
+        back = more["back"].back if self.centre.how == "object" else more["back"]
+        return back(y).square().mean()
 
 
 def losses_of_three_batches(how, plan):
@@ -257,7 +272,7 @@ def losses_of_three_batches(how, plan):
     return [job.step((x,)).item() for x in batches]
 
 
-@pytest.mark.parametrize("how", ["closure", "partial", "method", "default"])
+@pytest.mark.parametrize("how", ["closure", "partial", "method", "default", "object"])
 def test_a_function_that_a_module_returns_keeps_what_follows_from_this_batch(how, workers):
     found = workers.run(losses_of_three_batches, how, {"mesh": "pp=2"}, ranks=2)
     for losses in found:

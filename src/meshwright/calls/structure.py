@@ -71,6 +71,10 @@ def _holds_code(value: Any, depth: int, around: tuple[int, ...] = ()) -> bool:
             within = (*around, id(leaf))
             if any(_holds_code(item, depth - 1, within) for item in list(vars(leaf).values())):
                 return True
+            if (
+                callable(leaf) and around and tensors_of(leaf)
+            ):  # an attribute of an object: tensors_of passes it over there
+                return True
     return False
 
 

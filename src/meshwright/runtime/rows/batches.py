@@ -91,9 +91,9 @@ class Batches:
             return
         epoch, skipped = divmod(start, per_epoch)
         while self.epochs is None or epoch < self.epochs:
-            order = self._order(epoch).tolist()
+            order = self._order(epoch)  # a tensor: of a large table, a list would be ten times as large
             for i in range(skipped, per_epoch):
-                rows = order[i * self.global_batch : (i + 1) * self.global_batch]
+                rows = order[i * self.global_batch : (i + 1) * self.global_batch].tolist()
                 first, stop = bounds(len(rows), self.pieces)[self.piece]
                 # A short last batch may have no row for this rank: then tensors without rows, of the right shape.
                 yield [Row(epoch, row) for row in rows[first:stop]] or [Row(epoch, rows[0], shape_only=True)]

@@ -41,9 +41,7 @@ class Routed:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._groups = groups
         self._filled: set[int] = set()
-        self._used: set[int] = (
-            set()
-        )  # a unit that is called several times is reduced as often: these had a gradient once
+        self._used: set[int] = set()  # had a gradient in one reduction: a unit that is called twice is reduced twice
         self._earlier: set[int] = set()  # those that have a gradient of an earlier step
         self._count = len(recipe.parameters)
         numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
