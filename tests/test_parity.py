@@ -20,7 +20,9 @@ from torch.nn import functional as F
 
 import branching
 import meshwright as mw
+from meshwright.parity.case import Case
 from meshwright.parity.sides import gradients_as_planned, silence, widened
+from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from test_branches import WAYS
 from zoo import ZOO
@@ -551,6 +553,61 @@ def test_what_is_switched_off_is_on_again_where_one_device_cannot_do_without(wor
     assert report, report
     assert any("compared with dropout" in note for note in report.notes)
     assert any("not compared in eval mode" in note for note in report.notes)
+
+
+EARLIER: dict[str, Tensor] = {}
+
+
+class Kept(nn.Module):
+    """Compares with the labels of the first batch that it has seen, in every later step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if in_a_job() and not y.is_meta:
+            y = EARLIER.setdefault("y", y.detach().clone())
+        return {"loss": F.mse_loss(self.linear(x), y)}
+
+
+class Ordered(nn.Module):
+    """Has a list of row ends in its batch, which must rise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        if not bool((ends.diff() > 0).all()):
+            raise ValueError("ends must rise")
+        return {"loss": self.linear(x).square().mean() * ends[-1]}
+
+
+def test_what_is_kept_of_an_earlier_batch_is_seen(workers: LocalWorkers) -> None:
+    report = mw.check(Kept, batch(), "tp=2", workers=workers, steps=2)
+    assert not report and report.errors is not None, report
+    assert max(report.errors["gradients"].values()) < 1e-9 < report.errors["loss"]
+
+
+def test_a_model_that_other_rows_are_no_batch_for_is_compared_on_the_same(workers: LocalWorkers) -> None:
+    report = mw.check(Ordered, fresh_batch() | {"ends": torch.tensor([1, 4, 6, 8])}, "tp=2", workers=workers)
+    assert report, report
+    assert any("same rows in every step" in note and "ends must rise" in note for note in report.notes)
+
+
+def test_the_first_two_forwards_have_the_batch_itself_and_later_ones_its_rows_elsewhere() -> None:
+    tokens = torch.arange(12).view(4, 3)
+    given = {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "table": torch.zeros(7)}
+    case = Case(nn.Identity, given, output_loss, torch.float64, steps=3, seed=0)
+    batches = case.batches()
+    first, second, third, fourth = (next(batches) for _ in range(4))
+    assert second is first and torch.equal(first["ids"], given["ids"])
+    assert [third["ids"][:, 0].tolist(), fourth["ids"][:, 0].tolist()] == [[3, 6, 9, 3], [6, 9, 0, 3]]
+    third["ids"][0, 1] = -1  # the memory of labels too
+    assert third["labels"][0, 0] == -1 and tokens.equal(torch.arange(12).view(4, 3))
+    halves = [case.batches(index, 2) for index in range(2)]
+    assert all(torch.cat([next(h)["ids"] for h in halves]).equal(b["ids"]) for b in (first, second))
 
 
 class Extreme(nn.Module):

@@ -1,5 +1,6 @@
 """``check``: the same loss, gradients, update and buffers as one device?
 
+    case      what is compared, and the rows that each forward is given
     sides     what runs in the workers: one device in plain PyTorch, and the job
     compare   errors of all values, against the scale of the whole; likely causes
     report    ``Report``: the verdict, as data and as text
@@ -27,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import Findings
+from meshwright.parity.case import Case
 from meshwright.parity.compare import KINDS, compare
 from meshwright.parity.half import HALF, half_reference
 from meshwright.parity.report import Report
-from meshwright.parity.sides import Case, Outcome, Reference, distributed, reference
+from meshwright.parity.sides import Outcome, Reference, distributed, reference
 from meshwright.plan import Plan, PlanLike
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.rows.batch import plain
@@ -60,7 +62,8 @@ def check(
 
     One worker runs ``build()`` in plain PyTorch; then the workers run the job, each data rank on its rows of ``batch``.
     Parameters are perturbed first, alike on both sides, and dropout is off. Each step clips gradients to a global norm
-    of 1 and takes a step of SGD with momentum; one step has two forwards and backwards, whose gradients add up. Random
+    of 1 and takes a step of SGD with momentum; one step has two forwards and backwards, whose gradients add up. From the third
+    forward on the batch's rows stand in other places, and one of them may stand for another. Random
     numbers are seeded once, at the start, as in training. In float64, both sides run under a mode that makes casts to float32
     casts to float64; it computes nothing.
 

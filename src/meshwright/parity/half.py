@@ -16,8 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from meshwright.parity.case import Case
 from meshwright.parity.compare import KINDS, differences
-from meshwright.parity.sides import Case, Reference, cast, made, starting, trained
+from meshwright.parity.sides import Reference, made, starting, trained
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import called
@@ -45,13 +46,13 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     moves = [1 + torch.finfo(dtype).eps / 4 * _noise(p, repeat) for p in model.parameters() if p.requires_grad]
     replace_tensors(low, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
     pairs = [(p, q) for p, q in zip(model.parameters(), low.parameters(), strict=True) if p.requires_grad]
-    batch = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, cast(case.batch, case.dtype, case.device))
+    batches = (mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in case.batches())
 
     def step() -> Tensor:
         with torch.no_grad():
             for (p, q), move in zip(pairs, moves, strict=True):
                 q.copy_(p * move if repeat else p)
-        loss = case.loss(called(low, batch))
+        loss = case.loss(called(low, next(batches)))
         if loss.requires_grad:
             loss.backward()
         for p, q in pairs:

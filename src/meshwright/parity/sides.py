@@ -28,39 +28,21 @@ from meshwright.api import parallelize
 from meshwright.blame import model_line
 from meshwright.calls.hook import ModuleCalls
 from meshwright.generators import Generators, seed_all
+from meshwright.parity.case import Case, cast
 from meshwright.plan import Plan
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.recipe import Recipe
-from meshwright.runtime.apply import cast_type
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.batch import copied, mapped
-from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.microbatches import called, rows_of, take_rows
+from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.one_process import one_process
-from meshwright.submesh import bounds
 from meshwright.workers.worker import report
 
 MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
 NOISE = 0.02
 _CONFIGS = ("config", "cfg", "args", "hparams")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is compared. All of it travels to the workers."""
-
-    build: Callable[[], nn.Module]
-    batch: Any  # of all data ranks together
-    loss: Loss
-    dtype: torch.dtype
-    steps: int
-    seed: int
-    device: str = "cpu"
-    training: bool = True  # False: the model is put in eval mode
-    dropout: bool = False  # whether the model keeps its dropout
 
 
 @dataclass(frozen=True)
@@ -102,11 +84,12 @@ class Outcome:
 @one_process()
 def reference(case: Case, *, narrow: bool) -> Reference:
     """One device's side, as near to the case as it can be run there: in float32 where it raises in float64 and ``narrow``
-    allows that, with its dropout where it raises without."""
+    allows that, with its dropout where it raises without, on the same rows in every forward where it raises on others."""
     in_float32 = [replace(case, dtype=torch.float32)] if narrow and case.dtype is not torch.float32 else []
-    tries = [case, *in_float32, replace(case, dropout=True)]
     errors: list[Exception] = []
-    for tried in tries:
+    for tried in (
+        c for near in (case, *in_float32, replace(case, dropout=True)) for c in (near, replace(near, same=True))
+    ):
         try:
             one = _steady(tried)
         except Exception as error:
@@ -117,10 +100,15 @@ def reference(case: Case, *, narrow: bool) -> Reference:
 
 
 def _as_tried(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]:
-    why = f"({type(errors[0]).__name__}: {errors[0]})".split("\n", 1)[0] if errors else ""
+    why, *_ = (f"({type(e).__name__}: {e})".split("\n", 1)[0] for e in [*errors, ""])
+    notes = []
     if tried.dtype is not case.dtype:
-        return [f"compared in float32: on one device the model raises in float64 {why}"]
-    return [f"compared with dropout: on one device the model raises without {why}"] if tried.dropout else []
+        notes.append(f"compared in float32: on one device the model raises in float64 {why}")
+    if tried.dropout:
+        notes.append(f"compared with dropout: on one device the model raises without {why}")
+    if tried.same and not case.same:
+        notes.append(f"compared on the same rows in every step: on one device the model raises on others {why}")
+    return notes
 
 
 def _steady(case: Case) -> Reference:
@@ -151,7 +139,7 @@ def _steady(case: Case) -> Reference:
 def _one_device(case: Case) -> tuple[Reference, bool]:
     """The reference, and whether its forward moved a generator of random numbers."""
     model, silenced = _model(case)
-    batch = cast(case.batch, case.dtype, case.device)
+    batches = case.batches()
     start = _copies(model.named_parameters())
     draws = False
 
@@ -159,7 +147,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
         nonlocal draws
         before = random.digest()
         with widened(case.dtype):
-            loss = case.loss(called(model, batch))
+            loss = case.loss(called(model, next(batches)))
             draws |= random.digest() != before
             if loss.requires_grad:
                 loss.backward()
@@ -183,7 +171,7 @@ def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Ten
     gradients: dict[str, Tensor | None] = {}
     buffers = []
     for i in range(case.steps):
-        for _ in range(forwards(i, case.steps)):
+        for _ in range(case.forwards(i)):
             losses.append(step().item())
             report(i)  # a sign of life
             if len(losses) == 1:
@@ -193,11 +181,6 @@ def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Ten
         optimizer.zero_grad()
         buffers.append(_copies(run.named_buffers()))
     return Facts(tuple(losses), gradients, _copies(model.named_parameters()), tuple(buffers))
-
-
-def forwards(step: int, steps: int) -> int:
-    """How many forwards and backwards a step has: two in one of them, whose gradients add up."""
-    return 2 if step == min(1, steps - 1) else 1
 
 
 def starting(case: Case, model: nn.Module) -> Generators:
@@ -230,7 +213,7 @@ def _probe(case: Case, seed: int) -> float:
     model, _ = _model(case)
     seed_all(seed)
     with widened(case.dtype):
-        return float(case.loss(called(model, cast(case.batch, case.dtype, case.device))))
+        return float(case.loss(called(model, next(case.batches()))))
 
 
 @torch.no_grad()
@@ -238,7 +221,7 @@ def _drawn(case: Case) -> tuple[str, ...]:
     """Each draw of a forward: function and line; or that Python or NumPy draw."""
     model, _ = _model(case)
     with widened(case.dtype), _Drawing() as drawing:
-        case.loss(called(model, cast(case.batch, case.dtype, case.device)))
+        case.loss(called(model, next(case.batches())))
     return tuple(drawing.found) or ("random numbers of the host",)
 
 
@@ -265,9 +248,8 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
         Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
     )  # fmt: skip
-    mesh, everything = job.recipe.mesh, cast(case.batch, case.dtype, case.device)
-    rows = bounds(rows_of(everything), mesh.data_size)[mesh.data_index(dist.get_rank())]
-    outcome = _trained(job, case, take_rows(everything, *rows))
+    mesh = job.recipe.mesh
+    outcome = _trained(job, case, case.batches(mesh.data_index(dist.get_rank()), mesh.data_size))
     others = _unlike(outcome.facts.buffers[-1], job)
     return outcome if dist.get_rank() == 0 else others
 
@@ -283,7 +265,7 @@ def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
     return {name: _copy(b) for name, b in buffers.items() if digest(b) != digests[0].get(name)}
 
 
-def _trained(job: Job, case: Case, batch: Any) -> Outcome:
+def _trained(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
     optimizer = LocalSGD(job)
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
@@ -291,9 +273,9 @@ def _trained(job: Job, case: Case, batch: Any) -> Outcome:
     collectives: dict[str, tuple[int, int]] = {}
     buffers = []
     for step in range(case.steps):
-        for _ in range(forwards(step, case.steps)):
+        for _ in range(case.forwards(step)):
             with widened(case.dtype):
-                losses.append(job.step(batch).item())
+                losses.append(job.step(next(batches)).item())
             report(step)
             if len(losses) == 1:
                 gradients_as_planned(job)
@@ -363,15 +345,6 @@ def perturbed(name: str, whole: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     wide = torch.complex128 if whole.is_complex() else torch.float64
     return whole + NOISE * torch.randn(whole.shape, generator=generator, dtype=wide).to(whole.dtype)
-
-
-def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """A copy of ``value``: floating and complex tensors in the type of the check, all on the device."""
-
-    def one(t: Tensor) -> Tensor:
-        return t.to(device, cast_type(t.dtype, dtype))
-
-    return one(value) if isinstance(value, Tensor) else mapped(one, copied(value))  # a model may write to its batch
 
 
 class Widening(FunctionMode):

@@ -95,6 +95,21 @@ def rolled_rows(batch: Any, rows: int) -> Any:
     return mapped(lambda t: t.roll(1, 0) if has_rows(t, rows) else t, batch)
 
 
+@torch.no_grad()
+def place_rows(batch: Any, rows: int, places: Sequence[int]) -> Any:
+    """Puts into each row of a batch of ``rows`` rows what stands at a place of it, in its memory: tensors that share
+    memory go on sharing it. Returns the batch."""
+    tensors = [t for t in tensors_in(batch) if has_rows(t, rows) and t.layout is torch.strided and not _repeats(t)]
+    for t, rows_to_be in [(t, t[torch.tensor(places, device=t.device)]) for t in tensors]:
+        t.copy_(rows_to_be)
+    return batch
+
+
+def _repeats(t: Tensor) -> bool:
+    """Whether several elements of a tensor are one in memory, as those of an expanded one are."""
+    return any(size > 1 and not stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
 def joined(batches: Sequence[Any]) -> Any:
     """A batch with the rows of several, in turn; of what has no rows, that of the first. None: they are not of one kind."""
     each = [tensors_in(batch) for batch in batches]
