@@ -178,12 +178,13 @@ ROOT: Path = (("", 0),)
 class Span:
     """Positions between which a forward is not cut: no stage begins at ``first`` + 1 to ``last``.
 
-    ``why``: for people.
+    ``why``: for people. ``of_batch``: as a size there is that of this batch. If it must be cut there, each batch is recorded.
     """
 
     first: int
     last: int
     why: str
+    of_batch: bool = False
 
 
 @dataclass

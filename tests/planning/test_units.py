@@ -254,3 +254,35 @@ def test_a_gradient_of_one_of_several_calls_of_a_unit_stays(workers):
     report = mw.check(CallsTwice, rows(), {"mesh": {"dp_shard": 2}}, workers=workers)
     assert report.passed, str(report)
     assert len(report.recipe.units) == 3 and report.recipe.routed
+
+
+class Recurrent(nn.Module):
+    """A block whose state comes from outside: at first the block's own parameter, taken before its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.both = nn.Parameter(torch.randn(8)), nn.Linear(8, 16)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x, state):
+        a, b = self.both(x + state).chunk(2, -1)
+        return x + self.out(a * b.sigmoid())
+
+
+class StatesOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Recurrent() for _ in range(3))
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x, block.state if i == 1 else 0.5)
+        return x.square().mean() + self.blocks[2].both.bias.sum() + sum(block.state.sum() for block in self.blocks[::2])
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
+def test_a_parameter_that_is_taken_before_its_unit_runs_is_in_none(mesh, workers):
+    """Also if the forward was given up within a unit, to run again with what was learnt there (how ``chunk`` cuts over tp)."""
+    report = mw.check(StatesOutside, rows(), {"mesh": mesh}, workers=workers)
+    assert report.passed, str(report)
+    assert [u.name for u in report.recipe.units] == [""]

@@ -397,7 +397,7 @@ class StageInterpreter(Tracer):
     ) -> Any:
         """What an event gives here."""
         if event.hands_on and any(t.is_meta for t in tensors):
-            return self._pass(event, args)  # a parameter of another stage, which goes nowhere here
+            return self._pass(event, args, tensors)  # a parameter of another stage, which goes nowhere here
         held = all(n in self._values for n in event.inputs)
         if self.program.here(position) or (held and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
@@ -406,7 +406,7 @@ class StageInterpreter(Tracer):
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
-        return self._pass(event, args)
+        return self._pass(event, args, tensors)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.graph.positions[event.path, event.index]
@@ -476,7 +476,7 @@ class StageInterpreter(Tracer):
         device = self.device if like.is_meta else like.device
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
 
-    def _pass(self, event: Event, args: tuple[Any, ...]) -> Any:
+    def _pass(self, event: Event, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
         """An event of another stage."""
         recorded = self.graph.outputs[event.path, event.index]
         if event.written is not None and args and isinstance(args[0], Tensor):
@@ -486,10 +486,12 @@ class StageInterpreter(Tracer):
                 )  # after ``unsqueeze_``, in the model's own hands
                 torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
             self.name_value(args[0], event.written)
-        numbers = iter(event.outputs)
+        numbers, given = iter(event.outputs), {self.number(t): t for t in tensors}
 
         def stand(t: Tensor) -> Any:
             number = next(numbers)
+            if number in event.inputs and number in given:  # the very thing: a write to either is one to both
+                return given[number]
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])
             if (

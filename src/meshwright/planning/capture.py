@@ -62,6 +62,8 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
         recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, kept, draws)
     if staged and shadow.sized:
         recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)
+    if staged and shadow.measured and not recorder.graph.of_this_batch:
+        _with_sizes_of_batch(recorder, record, changed, kept, draws)
     recorder.graph.followed = followed
     recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - kept.memories())
     return recorder.graph
@@ -101,23 +103,54 @@ def _with_sizes_of_values(
     """A recording in which sizes were assumed that follow from values (of what a mask selects), with what these sizes keep
     together: a tensor of such a size does not cross a cut. Which those are shows if other sizes are assumed."""
     graph = recorder.graph
-    try:
-        other = record(changed, fewer=True, draws=draws)[0].graph
-    except PlanError:
-        other = None
-    finally:
-        kept.put_back()
-    if other is not None and [(e.path, e.function, e.outputs) for e in graph.events] == [
-        (e.path, e.function, e.outputs) for e in other.events
-    ]:
-        sized = (n for n, (a, b) in enumerate(zip(graph.values, other.values, strict=True)) if a.shape != b.shape)
-        graph.spans += size_of_value(graph, sized)
+    other = _of_other_sizes(record, changed, kept, draws, fewer=True)
+    sized = _of_another_size(graph, other)
+    if sized is not None and not sized & recorder.asked:
+        graph.spans += size_of_value(graph, sorted(sized))
         return recorder
     recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
     kept.put_back()
     if other is not None:
         recorder.graph.spans += path_of_sizes(recorder.graph, other)
     return recorder
+
+
+def _with_sizes_of_batch(
+    recorder: Recorder,
+    record: Callable[..., tuple[Recorder, Shadow]],
+    changed: Sequence[Slot],
+    kept: Kept,
+    draws: bool,
+) -> None:
+    """Writes to a graph what sizes of the batch's own values keep together: of what its labels select, say. Another batch has
+    other sizes: if more than tensors of these sizes follows from them, each batch is recorded."""
+    graph = recorder.graph
+    sized = _of_another_size(graph, _of_other_sizes(record, changed, kept, draws, fewer_known=True))
+    if sized is None or sized & recorder.asked:
+        graph.of_this_batch = True
+    else:
+        graph.spans += size_of_value(graph, sorted(sized), of_batch=True)
+
+
+def _of_other_sizes(
+    record: Callable[..., tuple[Recorder, Shadow]], changed: Sequence[Slot], kept: Kept, draws: bool, **sizes: bool
+) -> ModelGraph | None:
+    """The forward, recorded with other sizes of what follows from values; None if it cannot be run with them."""
+    try:
+        return record(changed, draws=draws, **sizes)[0].graph
+    except PlanError:
+        return None
+    finally:
+        kept.put_back()
+
+
+def _of_another_size(graph: ModelGraph, other: ModelGraph | None) -> set[int] | None:
+    """The values that have another size in another recording; None if that has other events."""
+    if other is None or [(e.path, e.function, e.outputs) for e in graph.events] != [
+        (e.path, e.function, e.outputs) for e in other.events
+    ]:
+        return None
+    return {n for n, (a, b) in enumerate(zip(graph.values, other.values, strict=True)) if a.shape != b.shape}
 
 
 def _recorded(
@@ -127,6 +160,7 @@ def _recorded(
     changed: Sequence[Slot],
     *,
     fewer: bool = False,
+    fewer_known: bool = False,
     sizes_read: bool = False,
     draws: bool = False,
 ) -> tuple[Recorder, Shadow]:
@@ -135,11 +169,13 @@ def _recorded(
     Args:
         origins: gets the memory that the path follows from.
         changed: where modules keep what it changes.
-        fewer: assume that masks select half of what there is, and not all.
+        fewer: assume that masks select half of what there is, and not all; ``fewer_known``: that masks of the batch select
+            another number than they do.
         sizes_read: what makes a tensor whose size follows from values is a read, on which Python acts.
         draws: whether it draws random numbers of the host's.
     """
-    shadow, meeting = Shadow(fewer=fewer, origins=origins), Meeting(origins)
+    shadow = Shadow(fewer=fewer, fewer_known=fewer_known, origins=origins)
+    meeting = Meeting(origins)
     recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
     modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
     with ExitStack() as stack:

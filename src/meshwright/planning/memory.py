@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -413,10 +413,11 @@ def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
     return Span(first, last, f"{why} ({line})")
 
 
-def size_of_value(graph: ModelGraph, values: Iterable[int]) -> list[Span]:
-    """What keeps values of sizes that follow from values on one side of a cut."""
+def size_of_value(graph: ModelGraph, values: Iterable[int], *, of_batch: bool = False) -> list[Span]:
+    """What keeps values of sizes that follow from values, of the batch perhaps, on one side of a cut."""
     uses = ([graph.values[n].position, *graph.consumers.get(n, ())] for n in values)
-    spans = (_span(graph, positions, "a tensor whose size follows from values") for positions in uses)
+    why = "a tensor whose size follows from values"
+    spans = (replace(_span(graph, positions, why), of_batch=of_batch) for positions in uses)
     return [s for s in dict.fromkeys(spans) if s.first < s.last]
 
 

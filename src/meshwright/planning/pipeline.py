@@ -36,8 +36,15 @@ class Submeshes:
     reasons: tuple[str, ...]
 
 
-def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = ()) -> Submeshes:
-    """The positions at which a stage may begin; ``regions``: spans in which branches run (regions.py)."""
+def cut_places(
+    graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = (), *, of_batch: bool = False
+) -> Submeshes:
+    """The positions at which a stage may begin.
+
+    Args:
+        regions: spans in which branches run (regions.py).
+        of_batch: also where a size is that of this batch.
+    """
     end = len(graph.events)
     closed, in_block, reasons = [False] * (end + 1), [False] * (end + 1), []
 
@@ -64,7 +71,7 @@ def cut_places(graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple
             stop = stops.get(event.path, end)
             close(i + 1, stop, closed)
             reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")
-    for span in graph.spans:
+    for span in (s for s in graph.spans if not (of_batch and s.of_batch)):
         close(span.first + 1, min(span.last, end) + 1, closed)
         reasons.append(span.why)
     anywhere = tuple(b for b in range(1, end) if not closed[b])
@@ -98,17 +105,20 @@ def choose_cuts(
     stages: int,
     sizes: Mapping[str, int],
     pinned: Mapping[int, frozenset[int]],
+    *,
+    empty: bool = False,
 ) -> list[int] | None:
     """The positions at which stages 1, 2 … begin; None where the program has no such cuts.
 
     Args:
         places: positions to choose from, in order.
+        empty: whether a stage but the last may have nothing to do.
         sizes: parameter → bytes.
         pinned: position of an event → the stages it may be on.
     """
     marks, costs = [0, *places, len(graph.events)], Costs(graph, sizes)
     n = len(marks) - 1
-    if n < stages:
+    if n < stages and not empty:
         return None
     work = [[costs.work[marks[j]] - costs.work[marks[i]] for j in range(n + 1)] for i in range(n + 1)]
     pins = sorted(pinned)
@@ -117,7 +127,7 @@ def choose_cuts(
         lo, hi = bisect_right(pins, marks[i] - 1), bisect_right(pins, marks[j] - 1)
         return all(k in pinned[p] for p in pins[lo:hi])
 
-    least, _ = _best(n, stages, lambda k, i, j: float(work[i][j]) if fits(k, i, j) else inf, max)
+    least, _ = _best(n, stages, lambda k, i, j: float(work[i][j]) if fits(k, i, j) else inf, max, empty)
     if least == inf:
         return None
 
@@ -128,13 +138,13 @@ def choose_cuts(
     def light(k: int, i: int, j: int) -> bool:
         return work[i][j] <= least * SLACK and fits(k, i, j)
 
-    smallest, _ = _best(n, stages, lambda k, i, j: memory(i, j) if light(k, i, j) else inf, max)
+    smallest, _ = _best(n, stages, lambda k, i, j: memory(i, j) if light(k, i, j) else inf, max, empty)
 
     def crossing(k: int, i: int, j: int) -> float:
         fine = light(k, i, j) and memory(i, j) <= smallest * SLACK
         return float(costs.crossing[marks[i]]) if fine else inf
 
-    _, cuts = _best(n, stages, crossing, lambda a, b: a + b)
+    _, cuts = _best(n, stages, crossing, lambda a, b: a + b, empty)
     return [marks[i] for i in cuts]
 
 
@@ -146,7 +156,7 @@ def cut_as_before(
     pinned: Mapping[int, frozenset[int]],
 ) -> tuple[int, ...] | None:
     """Where stages begin in another forward than the sample's: where they did, if that is right in this one too; else
-    anywhere else that is; None if nothing is.
+    anywhere else that is, a stage without work if need be; None if nothing is.
 
     Args:
         stages: of the sample's forward.
@@ -154,27 +164,42 @@ def cut_as_before(
         pinned: position → the stages that it may be on, as they have the parameters and buffers that it takes.
     """
     together = frozenset(whole)
-    places = cut_places(graph, (), [(c.start, c.stop) for c in graph.calls.values() if c.module in together])
+    regions = [(c.start, c.stop) for c in graph.calls.values() if c.module in together]
     starts = [graph.positions.get(stage.first, -1) for stage in stages[1:]]
-    allowed = starts == sorted(starts) and set(starts) <= set(places.anywhere)
-    if allowed and all(stage_of(starts, position) in on for position, on in pinned.items()):
-        return tuple(starts)
-    for among in (places.between_blocks, places.anywhere):
-        cuts = choose_cuts(graph, among, len(stages), sizes, pinned)
+    fits = all(stage_of(starts, position) in on for position, on in pinned.items())
+    for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
+        places = cut_places(graph, (), regions, of_batch=of_batch)
+        if fits and starts == sorted(starts) and set(starts) <= set(places.anywhere):
+            cuts: Sequence[int] | None = starts
+        else:
+            found = (
+                choose_cuts(graph, among, len(stages), sizes, pinned, empty=empty)
+                for empty in (False, True) for among in (places.between_blocks, places.anywhere)
+            )  # fmt: skip
+            cuts = next((c for c in found if c is not None), None)
         if cuts is not None:
+            graph.of_this_batch |= of_batch
             return tuple(cuts)
     return None
 
 
 def _best(
-    n: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+    n: int,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+    empty: bool = False,
 ) -> tuple[float, list[int]]:
-    """Cuts of 0..n into ``stages`` runs, none empty, with the least joined cost; (the cost, where runs 1, 2 … begin)."""
+    """Cuts of 0..n into ``stages`` runs, with the least joined cost; (the cost, where runs 1, 2 … begin).
+
+    ``empty``: runs but the last may be empty.
+    """
     best = {(0, 0): (0.0, -1)}
     for k in range(stages):
-        for j in range(k + 1, n - (stages - k - 1) + 1):
+        fewest = 0 if empty and k < stages - 1 else 1
+        for j in range(n + 1):
             least = (inf, -1)
-            for i in range(k, j):
+            for i in range(j - fewest + 1):
                 if (k, i) not in best or best[k, i][0] >= least[0]:
                     continue
                 total = join(best[k, i][0], cost(k, i, j))

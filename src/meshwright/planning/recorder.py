@@ -20,7 +20,7 @@ from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment
 from meshwright.planning.memory import AttributeUses, Memory, Touches, Use, contents, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import is_random, op_facts, writes
+from meshwright.spmd.torch_functions import SIZES, is_random, op_facts, writes
 
 
 class Cost(TorchDispatchMode):
@@ -77,6 +77,7 @@ class Recorder(Tracer):
         self._changed_in: dict[Path, list[Slot]] = {}  # call → what it changed of what modules keep
         self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
+        self.asked: set[int] = set()  # values whose sizes Python was told
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
@@ -252,6 +253,12 @@ class Recorder(Tracer):
             if t.requires_grad and (number := self.number(t)) is not None:
                 self.graph.values[number] = replace(self.graph.values[number], requires_grad=True)
         return result
+
+    def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``. Of sizes it is noted that Python has them."""
+        if func in SIZES and (number := self.number(args[0])) is not None:
+            self.asked.add(number)
+        return func(*args, **kwargs)
 
     def segment_begins(self, segment: Segment) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)

@@ -44,6 +44,7 @@ class Shadow(TorchDispatchMode):
         contrary: answer every question the other way: masks are empty, what is true of the batch is not. A module that
             is called either way is called on every rank, whatever its rows.
         fewer: assume that a mask without values holds half of what there is, and not all.
+        fewer_known: take it that a mask of the batch selects another number than it does.
         origins: gets the memory that the answers follow from.
 
     Attributes:
@@ -51,14 +52,22 @@ class Shadow(TorchDispatchMode):
         known: how many of them were real: the path that was taken is that of this batch.
         assumed: (function, the model's line) of each that was not.
         sized: how many sizes were assumed that follow from values.
+        measured: how many sizes are those of what a mask of the batch selects. Another batch has others.
         memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
         written: the names of parameters that were written.
     """
 
-    def __init__(self, *, contrary: bool = False, fewer: bool = False, origins: Origins | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        contrary: bool = False,
+        fewer: bool = False,
+        fewer_known: bool = False,
+        origins: Origins | None = None,
+    ) -> None:
         super().__init__()
-        self._origins = origins
-        self.contrary, self.fewer, self.reads, self.known, self.sized = contrary, fewer, 0, 0, 0
+        self._origins, self.contrary, self.fewer, self._fewer_known = origins, contrary, fewer, fewer_known
+        self.reads = self.known = self.sized = self.measured = 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
         self.written: set[str] = set()
@@ -81,12 +90,12 @@ class Shadow(TorchDispatchMode):
         if not any(t.is_meta for t in tensors):
             if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
                 kwargs["device"] = torch.device("cpu")
-            out = func(*args, **kwargs)
+            out = func(*self._of_other_sizes(func, args), **kwargs)
             if self._origins is not None:
                 self._origins.end(func, args, kwargs, tensors, out)
             return out
         if func in _SIZED:
-            self.sized += 1
+            self.sized += func is not aten.masked_select.default or tensors[1].is_meta
             return _SIZED[func](self._held, *args, **kwargs)
         if func in _ASSUMED:
             return _ASSUMED[func](*args, **kwargs)
@@ -97,23 +106,56 @@ class Shadow(TorchDispatchMode):
         with_values = args
         if not all(t.is_meta for t in tensors):
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
-        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor):
-            args = (args[0], [self._positions(i) for i in with_values[1]], *args[2:])
+        if func in (*_INDEXED, aten.index_put_.default, aten.index_put.default):
+            gives = func in _INDEXED  # something of as many elements
+            args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return _by_shapes(func, args, kwargs)
+
+    def _of_other_sizes(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a function of the batch alone; masks by which it selects hold another number than they do, if other
+        sizes are asked for: as many as of what has no values."""
+        if func not in _INDEXED or not any(map(_is_mask, args[1])):
+            return args
+        self.measured += 1
+        return (args[0], [_of_another(i) if _is_mask(i) else i for i in args[1]]) if self._fewer_known else args
 
     def _held(self, mask: Tensor) -> int:
         """How many elements a mask selects; all, or half of them, if it has no values: meta kernels cannot count."""
         if not mask.is_meta:
-            return int(mask.count_nonzero())
+            self.measured += 1
+            held = int(mask.count_nonzero())
+            return _another(held, mask.numel()) if self._fewer_known else held
         return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
 
-    def _positions(self, index: Tensor | None) -> list[Tensor | None]:
-        """A mask as the positions it holds."""
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
+    def _positions(self, index: Tensor | None, gives: bool) -> list[Tensor | None]:
+        """A mask as the positions it holds; ``gives``: of which there are as many as of what the function gives."""
+        if index is None or not _is_mask(index):
             return [index]
         self.sized += index.is_meta
-        return [torch.empty(self._held(index), dtype=torch.int64, device=META) for _ in range(index.dim())]
+        held = self._held(index) if gives or index.is_meta else int(index.count_nonzero())
+        return [torch.empty(held, dtype=torch.int64, device=META) for _ in range(index.dim())]
+
+
+_INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _another(held: int, most: int) -> int:
+    """Another number than a mask of ``most`` elements holds."""
+    return held // 2 if held > 1 or held == most else min(2, most)
+
+
+def _of_another(mask: Tensor) -> Tensor:
+    """A mask that holds another number of elements."""
+    held, most = int(mask.count_nonzero()), mask.numel()
+    order = mask.flatten().bool().to(torch.uint8).argsort(descending=True, stable=True)  # those that it holds first
+    made = torch.zeros(most, dtype=torch.bool)
+    made[order[: _another(held, most)]] = True
+    return made.view(mask.shape)
 
 
 # --- shapes that were asked before ------------------------------------------------------------------------------------

@@ -316,11 +316,13 @@ class Planner:
 
     def parameter(self, x: Tensor) -> Tensor | None:
         """The view's parameter for a parameter of the model; None for other tensors."""
-        name = self.parameters.get(id(x))
+        own = x if self.uses is None else self.uses.own(x)
+        name = self.parameters.get(id(own))
         if name is None or isinstance(x, GlobalTensor):
             return None
         if self.uses is not None:
             self.uses.note(x, name)
+        x = own
         style, dims = self.style(name), tuple(range(x.dim()))
         given = style.dim if style.kind == "shard" and name not in self.layouts else None
         if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):

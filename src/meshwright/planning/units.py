@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from meshwright.calls.structure import tensors_of
+from meshwright.private import version, without_any_mode
+from meshwright.spmd.tensor import local_of
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -56,8 +62,40 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """A Parameter that stands in a module while units run, in the place of the model's own.
+
+    Attributes:
+        of: the model's own.
+        units: those that were running when it was put there.
+    """
+
+    parameter: nn.Parameter
+    of: nn.Parameter
+    units: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter stands, what stood there, and what stands there now."""
+
+    module: nn.Module
+    key: str
+    before: nn.Parameter
+    now: nn.Parameter
+
+    def put_back(self) -> None:
+        if dict(self.module.named_parameters(recurse=False, remove_duplicate=False)).get(self.key) is self.now:
+            setattr(self.module, self.key, self.before)  # (unless the model has put another there)
+
+
 class Uses:
     """During a forward: for each parameter, whether every use of it was inside the forward of its own unit.
+
+    While FSDP2 has a unit gathered, other Parameter objects stand in its modules. One that was taken from there before
+    (``state = self.block.state``, then ``self.block(state)``) is a shard, and within the unit no use of what is gathered. So
+    other objects are put there here, too.
 
     Attributes:
         outside: (unit, parameter) where it was not.
@@ -66,10 +104,16 @@ class Uses:
         seen: parameters that were used.
         written: parameters that were written.
         called: units that ran.
+        rewritten: modules that are to be recomputed, and whose input was written to after their forward.
         differentiates: whether the forward asked for gradients itself.
     """
 
-    def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        candidates: Mapping[str, nn.Module],
+        recomputed: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
         self.active: list[str] = []
         self.outside: set[tuple[str, str]] = set()
         self.again: set[tuple[str, str]] = set()
@@ -78,17 +122,29 @@ class Uses:
         self.called: set[str] = set()
         self.written: set[str] = set()
         self.differentiates = False
-        self.candidates = candidates
+        self.candidates, self.recomputed = candidates, recomputed
+        self.rewritten: set[str] = set()
+        self._inputs: list[tuple[str, Tensor, int | None]] = []  # of modules that are recomputed, with their versions
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
         for name, module in candidates.items():
             for p in module.parameters():
                 self.owners[id(p)].append(name)
+        self._places: list[list[_Place]] = []  # of each running unit, as ``active``
+        self._made: dict[tuple[int, frozenset[str]], _Gathered] = {}
+        self._gathered: dict[int, _Gathered] = {}  # by the identity of its parameter
 
-    def note(self, parameter: Any, name: str) -> None:
-        """A use of a parameter by a torch function."""
+    def own(self, x: Any) -> Any:
+        """The model's own parameter, for one that stands in its place while a unit runs."""
+        found = self._gathered.get(id(x))
+        return x if found is None else found.of
+
+    def note(self, x: Any, name: str) -> None:
+        """A use of a parameter, as the model has it, by a torch function."""
         self.seen.add(name)
-        for unit in self.owners.get(id(parameter), ()):
-            if unit not in self.active:
+        found = self._gathered.get(id(x))
+        taken_in = frozenset[str]() if found is None else found.units
+        for unit in self.owners.get(id(self.own(x)), ()):
+            if unit not in self.active or unit not in taken_in:
                 self.outside.add((unit, name))
             elif self._around is not None and unit not in self._around:
                 self.again.add((unit, name))
@@ -108,17 +164,66 @@ class Uses:
     def watching(self) -> Iterator[None]:
         """Follows which units' forwards are running."""
         with ExitStack() as stack:
+            stack.callback(self._end)
             for name, module in self.candidates.items():
-                stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+                stack.callback(module.register_forward_pre_hook(self._enter(name), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
+            for name, module in self.recomputed.items():
+                stack.callback(module.register_forward_hook(self._keep_input(name), with_kwargs=True).remove)
             yield
+            self.rewritten |= {name for name, t, before in self._inputs if version(t) != before}
+
+    def _end(self) -> None:
+        """No unit runs any more, even if the forward was given up by what torch calls no hooks for."""
+        while self.active:
+            self._end_unit(len(self.active) - 1)
+        self._inputs.clear()
+
+    def _keep_input(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensors = map(local_of, tensors_of((args, kwargs)))
+            self._inputs += [(name, t, version(t)) for t in tensors]
+
+        return keep
 
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self.active.append(name)
             self.called.add(name)
+            with without_any_mode():
+                self._places.append(self._gather(module))
 
         return enter
 
     def _leave(self, name: str) -> Any:
-        return lambda module, args, output: self.active.remove(name) if name in self.active else None
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if name in self.active:
+                self._end_unit(max(i for i, other in enumerate(self.active) if other == name))
+
+        return leave
+
+    def _end_unit(self, i: int) -> None:
+        del self.active[i]
+        with without_any_mode():
+            for place in self._places.pop(i):
+                place.put_back()
+
+    def _gather(self, unit: nn.Module) -> list[_Place]:
+        """Puts others in the place of a unit's parameters."""
+        places = [
+            _Place(module, key, p, self._stand_in(p))
+            for module in unit.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]  # fmt: skip
+        for place in places:
+            setattr(place.module, place.key, place.now)
+        return places
+
+    def _stand_in(self, p: nn.Parameter) -> nn.Parameter:
+        own, units = self.own(p), frozenset(self.active)
+        found = self._made.get((id(own), units))
+        if found is None:
+            made = nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+            made.__dict__.update(own.__dict__)
+            found = self._made[id(own), units] = _Gathered(made, own, units)
+            self._gathered[id(made)] = found
+        return found.parameter

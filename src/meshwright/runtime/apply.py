@@ -87,9 +87,9 @@ def apply(
     view = _view(model, recipe, dispatchers, branching)
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
-    routed = Routed(model, recipe, groups) if recipe.routed and needs_fsdp(recipe) else None
     streams = _streams(recipe, groups)
     stages = Stages(model, recipe, groups, view=view, calls=calls, branching=branching, streams=streams)
+    routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)
     counter = LabelCounter(replanner.record, model) if recipe.mesh.data_size * recipe.microbatches > 1 else None

@@ -196,6 +196,9 @@ FACTS = _getters(
     is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type"
 )
 
+# Of these, what tells how many elements there are.
+SIZES = _getters("shape nbytes") | _methods("size numel nelement __len__")
+
 # Of where a tensor lies in memory.
 _OF_MEMORY = _methods("stride is_contiguous storage_offset data_ptr untyped_storage is_shared share_memory_")
 

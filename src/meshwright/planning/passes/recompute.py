@@ -20,6 +20,15 @@ def choose_recompute(draft: Draft) -> Draft:
     return replace(draft, recompute=tuple(dict.fromkeys([*blocks, *named])))
 
 
+def keep_input_written_later(draft: Draft) -> Draft:
+    """Without modules whose input is written to after their forward: the recompute would find what was written."""
+    written = draft.uses.rewritten if draft.uses is not None else set[str]()
+    notes = (
+        f"{r} keeps its activations: its input is written to after its forward" for r in draft.recompute if r in written
+    )
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in written)).noted(notes)
+
+
 def recompute_in_stages(draft: Draft) -> Draft:
     """Without modules that a cut goes through, and those into whose calls a stage looks, for what they change outside: what is
     run again is not looked into."""

@@ -23,7 +23,8 @@ def shard_over_tp(draft: Draft) -> Draft:
     of_model, unknown = model_styles(draft.model, draft.names)
     styles, draws = said_styles(draft, of_model), Draws(draft.model)
     modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, draws.noted(draft.run))
-    uses = Uses(draft.model, {u.name: modules[u.name] for u in draft.units if u.name})
+    units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
+    uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
     try:
         cuts = _trunk_cuts(draft, run, styles, uses)
     except Exception as error:  # whatever a model may raise on tensors without values

@@ -58,11 +58,14 @@ def _pinned(draft: Draft, graph: ModelGraph, count: int) -> Pinned:
 def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[int]:
     """The positions at which stages 1, 2 … begin: between blocks, or anywhere if these are too few."""
     regions, sizes = draft.branches.regions, _bytes(draft.names)
-    places = cut_places(graph, draft.blocks, regions.spans if regions is not None else ())
-    for among in (places.between_blocks, places.anywhere):
-        cuts = choose_cuts(graph, among, count, sizes, pinned)
-        if cuts is not None:
-            return cuts
+    spans = regions.spans if regions is not None else ()
+    for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
+        places = cut_places(graph, draft.blocks, spans, of_batch=of_batch)
+        for among in (places.between_blocks, places.anywhere):
+            cuts = choose_cuts(graph, among, count, sizes, pinned)
+            if cuts is not None:
+                graph.of_this_batch |= of_batch
+                return cuts
     findings = Findings()
     no_cuts(findings, graph, places, count, draft.plan.mesh.axis_size("pp"), bool(pinned))
     raise findings.error()

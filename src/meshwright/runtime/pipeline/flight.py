@@ -19,6 +19,7 @@ class Flight:
         received: value → the leaf that collects its gradient.
         outputs: value → what this stage gave, for other stages.
         loss: on the last stage.
+        ends: from where else a backward begins, if it begins (runtime/weights/unused.py).
         grads: value → its gradients, from each stage that takes it.
         back: value → the gradient that goes back to the stage that gave it, if any, until it is sent.
         later: what is left to do of a backward in halves.
@@ -28,6 +29,7 @@ class Flight:
     received: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
+    ends: list[Tensor] = field(default_factory=list)
     grads: dict[int, list[Tensor]] = field(default_factory=dict)
     back: dict[int, Tensor | None] = field(default_factory=dict)
     later: DeferredWeightGrads | None = None
@@ -35,16 +37,17 @@ class Flight:
     def roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """What a backward starts from, with the gradients that other stages gave, summed."""
         if self.loss is not None:
-            return ([self.loss], [None]) if self.loss.requires_grad else ([], [])
-        roots = [
+            roots = [self.loss, *self.ends] if self.loss.requires_grad else []
+            return roots, [None for _ in roots]
+        given = [
             (t, sum(self.grads[n][1:], self.grads[n][0])) for n, t in self.outputs.items()
             if n in self.grads and _has_graph(t)
         ]  # fmt: skip
-        return [t for t, _ in roots], [g for _, g in roots]
+        return [t for t, _ in given], [g for _, g in given]
 
     def end(self) -> None:
         """After the backward: nothing is held but what is still to be sent back, and what is left of the backward."""
-        self.received, self.outputs, self.loss, self.grads, self.arrived = {}, {}, None, {}, []
+        self.received, self.outputs, self.loss, self.ends, self.grads, self.arrived = {}, {}, None, [], {}, []
 
 
 def _has_graph(t: Tensor) -> bool:

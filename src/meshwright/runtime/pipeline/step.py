@@ -188,6 +188,7 @@ class Step:
             stack.enter_context(self._stages.view())
             stack.enter_context(Shares(self._pieces.shares[m]).on(model))
             stack.enter_context(self._watched(model, (action.stage, m)))
+            flight.ends = stack.enter_context(self._stages.sync.forward())
             output = self._output(part, m)
             if (
                 part is not None and not part.program.last
@@ -199,7 +200,7 @@ class Step:
                 flight.loss = weighed(whole(self._loss(output)), self._pieces.scale[m])
                 self.losses.append(flight.loss.detach())
         if not self._backward_too:
-            flight.received, flight.loss = {}, None
+            flight.received, flight.loss, flight.ends = {}, None, []
 
     def _output(self, part: StageInterpreter | None, m: int) -> Any:
         """What the model returns for a microbatch, or a part of it gives."""

@@ -102,7 +102,9 @@ class CountedUses(Follower):
         return self._of_picked(_called, func, args, kwargs, tensors)
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """See ``Follower``. A mean over what a mask picked has no name: it is scaled by its count."""
+        """See ``Follower``. A mean over labels, or over what a mask picked, has no name: it is scaled by its count."""
+        if mean_target(func, args, kwargs) is not None:
+            return self._of_labels(func, args, kwargs)
         if (mask := self._mask(func, args)) is not None:
             result = super().known(func, args, kwargs, tensors)
             self._pick(result, self.counted(elements_counted, mask))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.runtime.weights.fsdp import reduce_gradients
@@ -15,10 +18,15 @@ class GradientSync:
     Args:
         model: of which FSDP2 shards what the plan says, if anything.
         at_end: reduce after all backwards.
+
+    Attributes:
+        ends: while a forward runs whose backward reduces: from where else that backward is to begin, so that it reduces units
+            whose input has no gradient too (unused.py).
     """
 
     def __init__(self, model: nn.Module, *, at_end: bool) -> None:
         self._model, self._at_end = model, at_end
+        self.ends: list[Tensor] | None = None
 
     def begin(self) -> None:
         """Before the first forward."""
@@ -29,6 +37,16 @@ class GradientSync:
         """Before the forward of a microbatch."""
         if not self._at_end:
             self._set(last=last)
+
+    @contextmanager
+    def forward(self) -> Iterator[list[Tensor]]:
+        """For the time of a microbatch's forward: gives what ``ends`` are found."""
+        found: list[Tensor] = []
+        self.ends = None if self._at_end else found
+        try:
+            yield found
+        finally:
+            self.ends = None
 
     def finish(self) -> None:
         """After the last backward."""

@@ -4,8 +4,12 @@ FSDP2 reduces, unit by unit, the gradients that are there. Ranks that disagree o
 things together, or wait for each other. So each rank fills in zeros for the parameters it did not use, just before its
 unit is reduced; and what no rank used is taken back to ``None`` after the step, as it is on one device.
 
-FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if they have no gradient. Where a rank skips
-the blocks before a unit, its input is the batch. So that all ranks reduce in the same order, such an input has a gradient.
+FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if they have no gradient. On another rank they
+may have one: where a rank skips the blocks before a unit, its input is the batch. All ranks are to reduce in the same order. So
+the forward of such a unit begins with a node that the backward begins from, too, and that reduces the unit. Autograd runs, of
+what is ready, what was made last: this node comes after those of the unit's own forward, and before those of the units
+before it. The input itself stays without a gradient, as autograd saves more for a tensor that has one, to which the model may
+not write then.
 """
 
 from __future__ import annotations
@@ -17,29 +21,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.private import pytree, without_modes
+from meshwright.calls.structure import tensors_of
+from meshwright.private import without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.fsdp import before_reduction, parameter_groups, without_gradient
+from meshwright.runtime.weights.gradient_sync import GradientSync
 
 
-class _Anchor(torch.autograd.Function):
-    """A tensor without a gradient as one with a gradient, which goes nowhere. No leaf: the model may write to it."""
+class _End(torch.autograd.Function):
+    """The end of a unit's backward, where its forward begins. Its value is nothing's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        return x.detach()
+    def forward(ctx: Any, start: Tensor, unit: FSDPModule) -> Tensor:
+        ctx.unit = unit
+        return torch.zeros_like(start)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+        with without_modes():
+            for group in parameter_groups(ctx.unit):
+                group.post_backward()
         return None, None
 
 
 class Routed:
-    """Makes every rank reduce the same set of gradients. Made once, after ``fully_shard``."""
+    """Makes every rank reduce the same set of gradients, in the same order. Made once, after ``fully_shard``."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
+        self._groups, self._sync = groups, sync
         self._filled: set[int] = set()
         self._used: set[int] = set()  # had a gradient in one reduction: a unit that is called twice is reduced twice
         self._earlier: set[int] = set()  # those that have a gradient of an earlier step
@@ -56,7 +66,7 @@ class Routed:
                 for group in parameter_groups(module):
                     before_reduction(group, self._fill)
                 if module is not model:
-                    module.register_forward_pre_hook(self._anchored, prepend=True, with_kwargs=True)
+                    module.register_forward_pre_hook(self._begin_unit, prepend=True, with_kwargs=True)
 
     def _fill(self, fsdp_param: Any) -> None:
         if (p := without_gradient(fsdp_param)) is None:
@@ -66,18 +76,16 @@ class Routed:
             p.grad = torch.zeros_like(p)
         self._filled.add(id(fsdp_param))
 
-    def _anchored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit's arguments, at least one of them with a gradient, if any can have one."""
-        arguments = [*args, *kwargs.values()]
-        tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-        first = next((i for i, t in enumerate(arguments) if type(t) is Tensor and t.is_floating_point()), None)
-        if first is None or not torch.is_grad_enabled() or any(t.requires_grad for t in tensors):
-            return None
+    def _begin_unit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where a unit's input has no gradient, its forward begins with what ends its backward."""
+        if self._sync.ends is None or not torch.is_grad_enabled():
+            return
+        if any(t.requires_grad for t in tensors_of((args, kwargs)) if not isinstance(t, nn.Parameter)):
+            return
+        assert isinstance(module, FSDPModule)
         with without_modes():
-            arguments[first] = _Anchor.apply(
-                arguments[first], torch.zeros((), device=arguments[first].device, requires_grad=True)
-            )
-        return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
+            start = torch.zeros((), device=self._groups.device, requires_grad=True)
+            self._sync.ends.append(_End.apply(start, module))
 
     def begin(self) -> None:
         """Before a step: gradients that are there already stay, whatever the step uses."""
