@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import meshwright
+from doubled import Doubled
 from meshwright import deferred
-from meshwright.planning.memory import Kept
+from meshwright.planning.kept import Kept
 from meshwright.planning.shadow import Meeting, Shadow
 from meshwright.private import (
     TorchDispatchMode,
@@ -89,7 +90,7 @@ USES = {
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
-    "planning/memory.py": "_buffers",
+    "planning/kept.py": "_buffers",
     "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
@@ -247,16 +248,6 @@ def test_rules_and_fsdp_rest_on_the_two_ways_to_turn_torch_functions_off() -> No
         assert len(mode.functions) == 2, "neither is"
         torch.neg(x)
         assert len(mode.functions) == 3
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 2
 
 
 def test_custom_functions_get_whole_tensors_through_the_class_that_apply_ends_up_in() -> None:

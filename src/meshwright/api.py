@@ -18,7 +18,7 @@ from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
-from meshwright.planning.memory import undisturbed
+from meshwright.planning.kept import undisturbed
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
@@ -28,8 +28,8 @@ from meshwright.runtime.apply import Transform, apply, cast, cast_type
 from meshwright.runtime.groups import ensure_world, make_groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain
+from meshwright.runtime.rows.label_counter import Recorder
 from meshwright.runtime.rows.loss import Loss, output_loss
-from meshwright.runtime.rows.loss_weights import Recorder
 from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process

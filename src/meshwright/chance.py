@@ -30,7 +30,7 @@ _WORDS = {SMALLEST: 0, LARGEST: 0x12DD9BB3}
 _SET = 600
 
 
-class Draws:
+class GeneratorUse:
     """Which generators of the host a forward draws from: those of the process, and those that modules hold.
 
     Attributes:

@@ -74,7 +74,7 @@ class Event:
         flops: floating-point operations, of the forward.
         moved: bytes read and written, of the forward.
         reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
-        mean_loss: whether it is a mean loss over labels (runtime/rows/loss_weights.py counts those).
+        mean_loss: whether it is a mean loss over labels (runtime/rows/counted_uses.py finds those).
         draws: whether it draws from torch's generator, or from one of the model's own.
         line: the model's source line.
         generators: the ``torch.Generator``s of the model's own that it draws from, each by a number.

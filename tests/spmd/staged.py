@@ -29,8 +29,8 @@ from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import Step
+from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import output_loss
-from meshwright.runtime.rows.loss_weights import LabelCounter
 from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
 from meshwright.runtime.weights.parameters import places
 from meshwright.runtime.weights.recompute import recomputed

@@ -99,6 +99,24 @@ def test_a_call_of_a_known_signature_is_not_decided_again(asked: list[Call]) -> 
         assert (x + y).shape == (6, 3) and len(asked) == 4, "another shape"
 
 
+def test_what_is_decided_anew_is_forgotten_and_what_was_known_before_is_known_again(asked: list[Call]) -> None:
+    dispatcher = make_work()
+    x, y = views(dispatcher, (2, 3), (2, 3))
+    for _ in range(2):
+        x + y
+    assert len(asked) == 1
+    with pytest.raises(KeyError), dispatcher.deciding_anew():
+        for _ in range(2):
+            x + y
+        assert len(asked) == 2
+        x * y
+        raise KeyError
+    x + y
+    assert len(asked) == 3
+    x * y
+    assert len(asked) == 4, "decided in the block alone"
+
+
 def test_constants_that_are_equal_and_mean_another_thing_are_told_apart(asked: list[Call]) -> None:
     dispatcher = make_work()
     with SpmdMode(dispatcher, lambda t: None).on():

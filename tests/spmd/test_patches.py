@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright
+from doubled import Doubled
 from meshwright.calls.hook import following
 from meshwright.calls.tracer import Tracer
 from meshwright.layout import even_shard
@@ -36,6 +36,7 @@ SETS = {
     "checkpoint/load.py": "tensors of the model's modules",
     "parity/sides.py": "attributes of the model's modules, and of its configs",
     "deferred/__init__.py": "hooks of the model's parameters, back on them",
+    "planning/units.py": "parameters of the model's modules, back after their unit",
     "runtime/weights/parameters.py": "parameters of the model's modules",
     "runtime/pipeline/step.py": "attributes of the model's modules",
     "runtime/coupling/untouched.py": "tensors of the model's modules",
@@ -92,16 +93,6 @@ def all_on() -> Iterator[Dispatcher]:
     dispatcher = Dispatcher(Axis("tp", 2, 0, None, ledger), ledger)
     with one_process(), SpmdMode(dispatcher, lambda t: None).on(), following(nn.Linear(2, 2), Follows()):
         yield dispatcher
-
-
-class Doubled(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 2
 
 
 def test_what_is_patched_stands_in_the_table_and_is_undone() -> None:

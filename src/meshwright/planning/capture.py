@@ -17,12 +17,8 @@ from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span
-from meshwright.planning.memory import (
-    Kept,
-    path_of_sizes,
-    path_of_the_next_forward,
-    size_of_value,
-)
+from meshwright.planning.kept import Kept
+from meshwright.planning.memory import path_of_sizes, path_of_the_next_forward, size_of_value
 from meshwright.planning.origins import Origins
 from meshwright.planning.recorder import Recorder
 from meshwright.planning.shadow import Meeting, Shadow

@@ -25,22 +25,18 @@ tensor of the memory another number (``Event.renamed``), so that the stage in wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.blame import called_by_model
-from meshwright.calls.structure import attributes_in, is_plain_object, owner_of, plain_objects, tensors_of
 from meshwright.calls.tracer import Slot
-from meshwright.chance import held_kept
 from meshwright.described import tensors_among
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
-from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of, without_any_mode
+from meshwright.planning.kept import has_memory
+from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of
 from meshwright.spmd.torch_functions import written_by
 
 
@@ -63,300 +59,17 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.ticks += 1
-        targets = [t for t in tensors_among(v for _, v in written_by(func, args, kwargs)) if _has_memory(t)]
+        targets = [t for t in tensors_among(v for _, v in written_by(func, args, kwargs)) if has_memory(t)]
         self.written |= dict.fromkeys(map(storage_of, targets), self.ticks)
         if not targets and not func.is_view:
-            taken = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if _has_memory(t)}
-            returned = {storage_of(t) for t in tensors_among((out,)) if _has_memory(t)}
+            taken = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if has_memory(t)}
+            returned = {storage_of(t) for t in tensors_among((out,)) if has_memory(t)}
             self.made |= dict.fromkeys(returned - taken, self.ticks)
         return out
 
     def since(self, tick: int) -> set[int]:
         """The memory that was written after an op."""
         return {memory for memory, last in self.written.items() if last > tick}
-
-
-def _has_memory(t: Tensor) -> bool:
-    return t.layout is torch.strided
-
-
-# --- what modules keep ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a slot held: the very thing, and of containers what was in them; of a tensor with values, these."""
-
-    value: Any
-    items: Any
-
-    @staticmethod
-    def of(value: Any) -> _Content:
-        if type(value) is Tensor and not value.is_meta:
-            return _Content(value, value.detach().clone())
-        if isinstance(value, (list, set)):
-            return _Content(value, type(value)(value))
-        if isinstance(value, dict):
-            return _Content(value, dict(value))
-        return _Content(value, None)
-
-    def same(self, now: Any) -> bool:
-        if isinstance(self.value, (bool, int, float, complex, str, bytes, type(None))):
-            return type(now) is type(self.value) and bool(now == self.value)
-        if now is not self.value:
-            return False
-        return self.items is None or isinstance(now, Tensor) or _identities(now) == _identities(self.items)
-
-    def put_back(self) -> None:
-        if isinstance(self.items, Tensor):
-            if self.value.shape == self.items.shape:  # (``data``: its version stays, for whoever has it in a graph)
-                self.value.data.copy_(self.items)
-        elif self.items is not None and not self.same(self.value):
-            self.value.clear()
-            if isinstance(self.value, list):
-                self.value.extend(self.items)
-            else:
-                self.value.update(self.items)
-
-
-def _identities(container: Any) -> Any:
-    if isinstance(container, dict):
-        return [(k, id(v)) for k, v in container.items()]
-    return sorted(map(id, container)) if isinstance(container, set) else list(map(id, container))
-
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
-
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
-
-
-class Kept:
-    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, attributes of the plain
-    objects within them, and hooks of forwards, which a model may register in its first forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
-        self._hooks = [(table, dict(table)) for table in tables]
-        self._tables = [
-            (table, (path, within), {key: _Content.of(table[key]) for key in _own(table)})
-            for path, within, table in _tables(model)
-        ]
-        self._before = {
-            (path, f"{within}{key}"): content
-            for _, (path, within), before in self._tables
-            for key, content in before.items()
-        }
-
-    def changed(self, written: Iterable[int]) -> list[Slot]:
-        """The slots that hold something else now, that there are only now, or whose memory is among what was written."""
-        memories = set(written)
-
-        def differs(content: _Content | None, table: MutableMapping[str, Any], key: str) -> bool:
-            if content is None or key not in table or not content.same(table[key]):
-                return True
-            return any(_has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
-
-        return [
-            (path, f"{within}{key}")
-            for table, (path, within), before in self._tables
-            for key in dict.fromkeys((*before, *_own(table)))
-            if differs(before.get(key), table, key)
-        ]
-
-    def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of some slots that held no tensor, or were not there: Python may act on that (``if self.last is not None``)."""
-        return [s for s in slots if s not in self._before or not isinstance(self._before[s].value, Tensor)]
-
-    def memories(self) -> set[int]:
-        """The memory of tensors that were kept. They are put back, values too."""
-        return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if _has_memory(t)}
-
-    def put_back(self) -> None:
-        """Every slot as it was."""
-        with without_any_mode():
-            self._put_back()
-
-    def _put_back(self) -> None:
-        for table, before in self._hooks:
-            if table.keys() != before.keys():
-                table.clear()
-                table.update(before)
-        for table, _, before in self._tables:
-            for key in [key for key in _own(table) if key not in before]:
-                del table[key]
-            for key, content in before.items():
-                content.put_back()
-                if key not in table or table[key] is not content.value:
-                    table[key] = content.value
-
-
-def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """A forward after which what modules keep is what it was, and their own generators stand where they stood: planning runs
-    several, and a run begins with the first."""
-
-    def again(module: nn.Module) -> Any:
-        kept = Kept(model)
-        try:
-            with held_kept(model):
-                return run(module)
-        finally:
-            kept.put_back()
-
-    return again
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, Any]]]:
-    """Where modules have attributes and buffers, those that are None too, which there is no public way to see or to put back as
-    they were; and where the plain objects within attributes have theirs, each object once: (the module's name, what names
-    there begin with, the table)."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        yield path, "", vars(module)
-        yield path, "", module._buffers
-        for key in _own(vars(module)):
-            for name, owner in plain_objects(key, vars(module)[key], seen):
-                yield path, f"{name}.", attributes_in(owner)
-
-
-def _own(table: MutableMapping[str, Any]) -> list[str]:
-    return [key for key in table if key not in _OF_TORCH] if "_parameters" in table else list(table)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    held = not isinstance(value, nn.Module) and (is_plain_object(value) or not callable(value))
-    return tensors_of(value) if held else []
-
-
-def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
-    """What containers and plain objects within a value hold, as identities: another list where something was put in."""
-    identities: list[tuple[int, Any]] = []
-
-    def look(item: Any, depth: int) -> None:
-        if isinstance(item, (Tensor, nn.Module, type)) or callable(item):
-            return
-        if isinstance(item, (bool, int, float, complex, str, bytes, type(None))):
-            identities.append((0, item))
-            return
-        inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple, set)) else None
-        if inner is None and hasattr(item, "__dict__"):
-            inner = vars(item).values()
-        if inner is None:
-            return
-        inner = list(inner)
-        identities.append((id(item), list(map(id, inner))))
-        if depth:
-            for part in inner:
-                look(part, depth - 1)
-
-    look(value, depth)
-    return identities
-
-
-class Use(NamedTuple):
-    """Of an attribute: how many events there had been, whether it was set, and the call whose forward did it."""
-
-    events: int
-    is_set: bool
-    path: Path
-
-
-class AttributeUses:
-    """When attributes are read and set: for the time of a ``with``, the modules and objects that have them are of classes that
-    tell.
-
-    Attributes:
-        found: of each attribute its uses, in order.
-        within_others: attributes of objects that cannot tell, or whose ``__dict__`` the model has asked for.
-
-    Of an object whose class cannot be changed (``types.SimpleNamespace``) it is told when a module's attribute is read that it
-    is within; what is done with it then is not.
-    """
-
-    def __init__(
-        self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
-    ) -> None:
-        self._model, self._now, self._where = model, now, where
-        self.found: dict[Slot, list[Use]] = {slot: [] for slot in slots}
-        self.within_others: set[Slot] = set()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Notes each use of a slot."""
-        before: list[tuple[Any, type]] = []
-        try:
-            for owner, slots in self._owners():
-                before.append((owner, type(owner)))
-                object.__setattr__(owner, "__class__", self._telling(type(owner), slots))
-            yield
-        finally:
-            for owner, cls in before:
-                object.__setattr__(owner, "__class__", cls)
-
-    def _owners(self) -> list[tuple[Any, dict[str, list[Slot]]]]:
-        """What has the attributes, and will tell of them: (the module or object, its attribute → what is told of it)."""
-        owners: dict[int, tuple[Any, dict[str, list[Slot]]]] = {}
-        silent: dict[int, list[Slot]] = {}
-        for slot in self.found:
-            if (owned := owner_of(self._model.get_submodule(slot[0]), slot[1])) is not None:
-                owner, name = owned
-                if _can_tell(owner):
-                    owners.setdefault(id(owner), (owner, {}))[1].setdefault(name, []).append(slot)
-                else:
-                    silent.setdefault(id(owner), []).append(slot)
-        self.within_others = {slot for slots in silent.values() for slot in slots}
-        for module in self._model.modules() if silent else ():
-            for name in _own(vars(module)):
-                told = [s for _, o in plain_objects(name, vars(module)[name], set()) for s in silent.get(id(o), ())]
-                if told:
-                    owners.setdefault(id(module), (module, {}))[1].setdefault(name, []).extend(told)
-        return list(owners.values())
-
-    def _telling(self, cls: Any, slots: Mapping[str, Sequence[Slot]]) -> type:
-        def note(name: str, is_set: bool) -> None:
-            for slot in slots.get(name, ()):
-                self.found[slot].append(Use(self._now(), is_set, self._where()))
-
-        def get(owner: Any, name: str) -> Any:
-            if name == "__dict__" and called_by_model():  # what is done with it is not told
-                self.within_others.update(slot for told in slots.values() for slot in told)
-                for any_of_them in slots:
-                    note(any_of_them, False)
-            note(name, False)
-            return cls.__getattribute__(owner, name)
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            note(name, True)
-            cls.__setattr__(owner, name, value)
-
-        return _like(cls, {"__getattribute__": get, "__setattr__": put})
-
-    def within(self, slot: Slot, call: Path) -> bool:
-        """Whether the slot was used in a call alone."""
-        return all(use.path[: len(call)] == call for use in self.found[slot])
-
-    def carries(self, slot: Slot) -> bool:
-        """Whether what the slot held before may be used: it was not set first of all."""
-        return not self.found[slot] or not self.found[slot][0].is_set
-
-
-def _can_tell(owner: Any) -> bool:
-    """Whether an object can be of another class for a while."""
-    if isinstance(owner, nn.Module):
-        return True
-    cls = type(owner)
-    try:
-        object.__setattr__(owner, "__class__", _like(cls, {}))
-        object.__setattr__(owner, "__class__", cls)
-    except Exception:  # whatever a class may say to having a subclass
-        return False
-    return True
-
-
-def _like(cls: Any, methods: Mapping[str, Any]) -> type:
-    """A class whose objects are laid out as those of ``cls``."""
-    slots = {} if issubclass(cls, nn.Module) else {"__slots__": ()}
-    return type(cls)(cls.__name__, (cls,), {**slots, **methods, "__module__": cls.__module__})
 
 
 # --- what is kept together --------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_among
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
-from meshwright.planning.memory import AttributeUses, Memory, Touches, Use, contents, keep_together, told_in_backward
+from meshwright.planning.attribute_uses import AttributeUses, Use
+from meshwright.planning.kept import contents
+from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.spmd.losses import mean_target
 from meshwright.spmd.torch_functions import SIZES, is_random, op_facts, writes

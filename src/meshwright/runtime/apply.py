@@ -32,8 +32,8 @@ from meshwright.runtime.groups import Groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.pipeline.program import Programs, Replanner
 from meshwright.runtime.pipeline.stages import Stages
+from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.loss_weights import LabelCounter
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
 from meshwright.runtime.weights.parameters import cut_parameters, fill, local_part, places
@@ -88,7 +88,16 @@ def apply(
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     streams = _streams(recipe, groups)
-    stages = Stages(model, recipe, groups, view=view, calls=calls, branching=branching, streams=streams)
+    stages = Stages(
+        model,
+        recipe,
+        groups,
+        view=view,
+        dispatchers=dispatchers.values(),
+        calls=calls,
+        branching=branching,
+        streams=streams,
+    )
     routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)

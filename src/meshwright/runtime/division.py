@@ -24,6 +24,7 @@ from meshwright.runtime.coupling.trial import (
     MOST_ROWS,
     RATIO,
     SUM,
+    Forwards,
     Trial,
     Verdict,
     combine_as,
@@ -31,7 +32,8 @@ from meshwright.runtime.coupling.trial import (
     note,
 )
 from meshwright.runtime.rows.batch import copied, joined, mapped
-from meshwright.runtime.rows.loss_weights import SPLIT, LabelCounter, Share
+from meshwright.runtime.rows.label_counter import LabelCounter
+from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
@@ -135,16 +137,13 @@ class Division:
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        rows, runner = take_rows(rows, 0, max(fewest, MOST_ROWS)), self._runner
-        verdict = how_rows_combine(
-            rows, runner.module, self._random, runner.changed(), self._losses, dtype, self._agreed, self._fatal, single
-        )
-        return _told_alike(verdict)
+        rows = take_rows(rows, 0, max(fewest, MOST_ROWS))
+        return _told_alike(how_rows_combine(rows, self._forwards(), dtype, single=single))
 
-    @property
-    def _fatal(self) -> tuple[type[Exception], ...]:
-        """An error in one stage leaves the others waiting for what it would send."""
-        return (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
+    def _forwards(self) -> Forwards:
+        """What a trial runs. An error in one stage leaves the others waiting for what it would send."""
+        runner, fatal = self._runner, (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
+        return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
         """For a trial: the loss of each piece, what it weighs, and what was read of it."""
@@ -204,11 +203,8 @@ class Division:
         assert differing is not None
         *two, lines = differing
         rows = [self._rows_of_piece(pieces, *piece) for piece in two]
-        both, runner = joined(rows), self._runner
-        if both is None or combine_as(
-            self.rows, both, rows_of(rows[0]), runner.module, self._random, runner.changed(), self._losses, self._agreed,
-            self._fatal,
-        ):  # fmt: skip
+        both = joined(rows)
+        if both is None or combine_as(self.rows, both, rows_of(rows[0]), self._forwards()):
             self._paths.settle(lines)
             return
         raise RowsError(

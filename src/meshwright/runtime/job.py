@@ -13,11 +13,11 @@ from meshwright.generators import Generators
 from meshwright.recipe import ParameterRecipe
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
-from meshwright.runtime.draws import Draws
+from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batches import Batches
-from meshwright.runtime.rows.loss_weights import LabelCounter
+from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import clip_grad_norm, grad_norm
@@ -48,7 +48,7 @@ class Job:
         self.ledger, self.random = ledger, random
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
-        self._steps = Steps(runner, self._division, self.guard, Draws(self.recipe, self.groups, random))
+        self._steps = Steps(runner, self._division, self.guard, DrawAgreement(self.recipe, self.groups, random))
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self.parts = 0
 

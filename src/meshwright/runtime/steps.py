@@ -1,6 +1,6 @@
 """``Steps``: the steps of a job, one after another.
 
-draws      ranks that run the same forward draw the same numbers           runtime/draws.py
+draws      ranks that run the same forward draw the same numbers           runtime/draw_agreement.py
 division   which rows this rank runs, in which pieces                      runtime/division.py
 runner     forward and backward of these pieces                            runtime/runner.py
 division   the loss of the batch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
-from meshwright.runtime.draws import Draws
+from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.rows.batch import as_given, plain, versions, with_shared
 from meshwright.runtime.rows.microbatches import write_back
@@ -32,7 +32,7 @@ class Steps:
         before: optimizer steps of the checkpoint that was loaded, less ``count`` then.
     """
 
-    def __init__(self, runner: Runner, division: Division, guard: Guard, draws: Draws) -> None:
+    def __init__(self, runner: Runner, division: Division, guard: Guard, draws: DrawAgreement) -> None:
         self._runner, self._division, self._guard, self._draws = runner, division, guard, draws
         self.count = self.before = 0
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,16 @@ class Dispatcher:
             return self.call(func, *with_values(args, kwargs))
 
     # --- decisions -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def deciding_anew(self) -> Iterator[None]:
+        """For the time of a block, calls are decided anew, and what was decided is forgotten at its end: local functions may
+        give other types there (in a trial, float64), which no signature says."""
+        prepared, self.prepared = self.prepared, {}
+        try:
+            yield
+        finally:
+            self.prepared = prepared
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
         """What is to be done with a call that is neither a fact nor an answer. Nothing is done yet.

@@ -10,8 +10,7 @@ each time if a constant has no hash, or if a tensor remembers more than its Spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -163,20 +162,6 @@ _NUMBERS, _MANY = frozenset([int, float, bool]), 64
 Local = Callable[[Tensor], "Tensor | None"]
 
 
-_apart: str | None = None
-
-
-@contextmanager
-def kept_apart(by: str) -> Iterator[None]:
-    """For the time of a block decisions are kept apart from others: local functions give other types than they say."""
-    global _apart
-    before, _apart = _apart, by
-    try:
-        yield
-    finally:
-        _apart = before
-
-
 def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local | None) -> tuple[Any, Any, Any]:
     """(the work of the first global tensor or None, the parts of the key, the tensors of the call).
 
@@ -185,8 +170,6 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
     """
     dispatcher: Any = None
     parts: list[Any] = [func, _autocast()] if autocast_is_on() else [func]
-    if _apart is not None:
-        parts.append(_apart)
     tensors: list[Tensor] = []
     for x in args:
         kind = type(x)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import input_cut
-from meshwright.chance import Draws
+from meshwright.chance import GeneratorUse
 from meshwright.errors import Finding
 from meshwright.planning.draft import Draft, Run
-from meshwright.planning.memory import undisturbed
+from meshwright.planning.kept import undisturbed
 from meshwright.planning.passes.styles import model_styles, said_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
@@ -21,8 +21,8 @@ from meshwright.planning.units import Uses
 def shard_over_tp(draft: Draft) -> Draft:
     """The shards over tp, and where the forward uses each parameter; a branch's over its own tp."""
     of_model, unknown = model_styles(draft.model, draft.names)
-    styles, draws = said_styles(draft, of_model), Draws(draft.model)
-    modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, draws.noted(draft.run))
+    styles, generators = said_styles(draft, of_model), GeneratorUse(draft.model)
+    modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, generators.noted(draft.run))
     units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
     uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
     try:
@@ -31,7 +31,7 @@ def shard_over_tp(draft: Draft) -> Draft:
         if is_ours(error):
             raise
         return _as_said(draft, styles, error, unknown)
-    drawn = draws.of_host or (cuts.reads > 0 and draws.of_torch)
+    drawn = generators.of_host or (cuts.reads > 0 and generators.of_torch)
     notes = [*unknown, *_same_work(draft, cuts), *_unused(draft, uses)]
     return replace(
         draft,

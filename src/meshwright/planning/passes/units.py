@@ -17,7 +17,7 @@ from meshwright.chance import WAYS, drawing
 from meshwright.graph import Call, ModelGraph
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
-from meshwright.planning.memory import undisturbed
+from meshwright.planning.kept import undisturbed
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Meeting, Shadow

@@ -114,9 +114,7 @@ class Branching:
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
-        self.trying = (
-            False  # while True, forwards may compute in a wider type than was recorded (runtime/coupling/float64.py)
-        )
+        self._trying = False  # while True, forwards may compute in a wider type than was recorded
         self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
@@ -269,7 +267,7 @@ class Branching:
             return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         mine = {n: whole(t) for n, t in own.items()}
-        if self.trying:
+        if self._trying:
             mine = {n: as_recorded(t, graph.values[n]) for n, t in mine.items()}
         self._check(mine, dict(move.values), graph)
         # What gets no gradient on one device gets none here, and not zeros.
@@ -407,8 +405,17 @@ class Branching:
 
     def stand_in(self, like: Tensor) -> Tensor:
         """See ``view.stage.Exchange``."""
-        dtype = torch.float64 if self.trying and like.is_floating_point() else like.dtype
+        dtype = torch.float64 if self._trying and like.is_floating_point() else like.dtype
         return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
+
+    @contextmanager
+    def in_trial(self) -> Iterator[None]:
+        """For the time of a trial, values may be of a wider type than was recorded (runtime/coupling/float64.py)."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:

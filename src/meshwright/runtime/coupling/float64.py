@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.signature import kept_apart
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
 
@@ -38,7 +37,7 @@ def wide(*, perturbed: bool) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Wide(perturbed=perturbed), kept_apart("float64"):
+        with Wide(perturbed=perturbed):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -62,7 +61,7 @@ class Wide(FunctionMode):
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], Tensor) and (writes(func, args, kwargs) or "out" in kwargs):
             return self._write(func, args, kwargs)
-        if func in _CONVERSIONS and (same := func(*args, **kwargs)) is args[0]:
+        if func in _CONVERSIONS and args[0].dtype in _NARROW and (same := func(*args, **kwargs)) is args[0]:
             return same  # ``module.to(device)`` in a forward leaves its parameters as they are
         try:
             more, named = pytree.tree_map(self._wide, (args, kwargs))

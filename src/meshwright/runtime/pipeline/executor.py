@@ -90,15 +90,12 @@ class Executor:
     def trying(self) -> Iterator[None]:
         """Forwards may compute in a wider type than was recorded (runtime/coupling/float64.py): what crosses is cast to the
         recorded one."""
-        branching, self._trying = self._stages.branching, True
-        if branching is not None:
-            branching.trying = True
+        self._trying = True
         try:
-            yield
+            with self._stages.trying():
+                yield
         finally:
             self._trying = False
-            if branching is not None:
-                branching.trying = False
 
     def step(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.weights.gradient_sync import GradientSync
 from meshwright.schedule import Action
 from meshwright.spmd import patches
+from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.watch.timer import CommunicationTimer
 
@@ -25,6 +27,7 @@ class Stages:
 
     Args:
         view: the SPMD mode, if anything is sharded over tp.
+        dispatchers: of the view: over the tp axis of each place of this rank.
         calls: of the model's modules, which ask which part of them is to run.
         branching: what forks and joins, if there are branches.
         streams: what runs blocks at the same time on this rank.
@@ -44,12 +47,13 @@ class Stages:
         groups: Groups,
         *,
         view: SpmdMode | None,
+        dispatchers: Collection[Dispatcher] = (),
         calls: ModuleCalls,
         branching: Branching | None = None,
         streams: Streams | None = None,
     ) -> None:
         self.model, self.recipe, self.groups, self.calls = model, recipe, groups, calls
-        self.branching, self.streams, self._view = branching, streams, view
+        self.branching, self.streams, self._view, self._dispatchers = branching, streams, view, dispatchers
         self.rank = groups.pp_rank
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
@@ -63,6 +67,17 @@ class Stages:
         if self._view is not None:
             return self._view.on()
         return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """On during forwards of a trial, which may compute in a wider type than was recorded and than steps compute in
+        (runtime/coupling/float64.py): what they decide is not kept for steps."""
+        with ExitStack() as stack:
+            for dispatcher in self._dispatchers:
+                stack.enter_context(dispatcher.deciding_anew())
+            if self.branching is not None:
+                stack.enter_context(self.branching.in_trial())
+            yield
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks, for errors."""

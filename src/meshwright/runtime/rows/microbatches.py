@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from meshwright.private import python_body
 from meshwright.runtime.rows.batch import copied, has_rows, mapped, tensors_in, written
-from meshwright.runtime.rows.loss_weights import MEAN, SUM, Counted, LabelCounter, Share, Slot
+from meshwright.runtime.rows.label_counter import Counted, LabelCounter, Slot
+from meshwright.runtime.rows.loss_weights import MEAN, SUM, Share
 from meshwright.submesh import bounds
 from meshwright.watch.timer import CommunicationTimer
 

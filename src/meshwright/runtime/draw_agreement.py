@@ -1,4 +1,4 @@
-"""``Draws``: ranks that run the same forward draw the same random numbers."""
+"""``DrawAgreement``: ranks that run the same forward draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 
 
-class Draws:
+class DrawAgreement:
     """What the ranks of a job draw from.
 
     Args:

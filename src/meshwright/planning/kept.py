@@ -1,0 +1,190 @@
+"""``Kept``: what a model's modules keep between forwards. Planning runs several forwards, and leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.calls.structure import attributes_in, is_plain_object, plain_objects, tensors_of
+from meshwright.calls.tracer import Slot
+from meshwright.chance import held_kept
+from meshwright.private import storage_of, without_any_mode
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a slot held: the very thing, and of containers what was in them; of a tensor with values, these."""
+
+    value: Any
+    items: Any
+
+    @staticmethod
+    def of(value: Any) -> _Content:
+        if type(value) is Tensor and not value.is_meta:
+            return _Content(value, value.detach().clone())
+        if isinstance(value, (list, set)):
+            return _Content(value, type(value)(value))
+        if isinstance(value, dict):
+            return _Content(value, dict(value))
+        return _Content(value, None)
+
+    def same(self, now: Any) -> bool:
+        if isinstance(self.value, (bool, int, float, complex, str, bytes, type(None))):
+            return type(now) is type(self.value) and bool(now == self.value)
+        if now is not self.value:
+            return False
+        return self.items is None or isinstance(now, Tensor) or _identities(now) == _identities(self.items)
+
+    def put_back(self) -> None:
+        if isinstance(self.items, Tensor):
+            if self.value.shape == self.items.shape:  # (``data``: its version stays, for whoever has it in a graph)
+                self.value.data.copy_(self.items)
+        elif self.items is not None and not self.same(self.value):
+            self.value.clear()
+            if isinstance(self.value, list):
+                self.value.extend(self.items)
+            else:
+                self.value.update(self.items)
+
+
+def _identities(container: Any) -> Any:
+    if isinstance(container, dict):
+        return [(k, id(v)) for k, v in container.items()]
+    return sorted(map(id, container)) if isinstance(container, set) else list(map(id, container))
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
+
+
+class Kept:
+    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, attributes of the plain
+    objects within them, and hooks of forwards, which a model may register in its first forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
+        self._hooks = [(table, dict(table)) for table in tables]
+        self._tables = [
+            (table, (path, within), {key: _Content.of(table[key]) for key in own_attributes(table)})
+            for path, within, table in _tables(model)
+        ]
+        self._before = {
+            (path, f"{within}{key}"): content
+            for _, (path, within), before in self._tables
+            for key, content in before.items()
+        }
+
+    def changed(self, written: Iterable[int]) -> list[Slot]:
+        """The slots that hold something else now, that there are only now, or whose memory is among what was written."""
+        memories = set(written)
+
+        def differs(content: _Content | None, table: MutableMapping[str, Any], key: str) -> bool:
+            if content is None or key not in table or not content.same(table[key]):
+                return True
+            return any(has_memory(t) and storage_of(t) in memories for t in _tensors(content.value))
+
+        return [
+            (path, f"{within}{key}")
+            for table, (path, within), before in self._tables
+            for key in dict.fromkeys((*before, *own_attributes(table)))
+            if differs(before.get(key), table, key)
+        ]
+
+    def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Those of some slots that held no tensor, or were not there: Python may act on that (``if self.last is not None``)."""
+        return [s for s in slots if s not in self._before or not isinstance(self._before[s].value, Tensor)]
+
+    def memories(self) -> set[int]:
+        """The memory of tensors that were kept. They are put back, values too."""
+        return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if has_memory(t)}
+
+    def put_back(self) -> None:
+        """Every slot as it was."""
+        with without_any_mode():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for table, before in self._hooks:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
+        for table, _, before in self._tables:
+            for key in [key for key in own_attributes(table) if key not in before]:
+                del table[key]
+            for key, content in before.items():
+                content.put_back()
+                if key not in table or table[key] is not content.value:
+                    table[key] = content.value
+
+
+def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """A forward after which what modules keep is what it was, and their own generators stand where they stood: planning runs
+    several, and a run begins with the first."""
+
+    def again(module: nn.Module) -> Any:
+        kept = Kept(model)
+        try:
+            with held_kept(model):
+                return run(module)
+        finally:
+            kept.put_back()
+
+    return again
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, Any]]]:
+    """Where modules have attributes and buffers, those that are None too, which there is no public way to see or to put back as
+    they were; and where the plain objects within attributes have theirs, each object once: (the module's name, what names
+    there begin with, the table)."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        yield path, "", vars(module)
+        yield path, "", module._buffers
+        for key in own_attributes(vars(module)):
+            for name, owner in plain_objects(key, vars(module)[key], seen):
+                yield path, f"{name}.", attributes_in(owner)
+
+
+def own_attributes(table: MutableMapping[str, Any]) -> list[str]:
+    return [key for key in table if key not in _OF_TORCH] if "_parameters" in table else list(table)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    held = not isinstance(value, nn.Module) and (is_plain_object(value) or not callable(value))
+    return tensors_of(value) if held else []
+
+
+def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
+    """What containers and plain objects within a value hold, as identities: another list where something was put in."""
+    identities: list[tuple[int, Any]] = []
+
+    def look(item: Any, depth: int) -> None:
+        if isinstance(item, (Tensor, nn.Module, type)) or callable(item):
+            return
+        if isinstance(item, (bool, int, float, complex, str, bytes, type(None))):
+            identities.append((0, item))
+            return
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple, set)) else None
+        if inner is None and hasattr(item, "__dict__"):
+            inner = vars(item).values()
+        if inner is None:
+            return
+        inner = list(inner)
+        identities.append((id(item), list(map(id, inner))))
+        if depth:
+            for part in inner:
+                look(part, depth - 1)
+
+    look(value, depth)
+    return identities
+
+
+def has_memory(t: Tensor) -> bool:
+    """Whether a tensor has a storage that may be told from others."""
+    return t.layout is torch.strided

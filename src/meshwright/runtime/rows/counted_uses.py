@@ -1,0 +1,145 @@
+"""``CountedUses``: where a forward uses what it counts of its batch: labels, elements that a mask picks, sums that divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.private import pytree
+from meshwright.runtime.rows.label_program import Follower, Name, Tape, token
+from meshwright.spmd.losses import mean_target
+
+
+def labels_counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean over labels divides by: their number, or their weights."""
+    valid = target != ignore_index
+    return valid.sum() if weight is None else (weight[torch.where(valid, target, 0)] * valid).sum()
+
+
+def elements_counted(mask: Tensor) -> Tensor:
+    """How many elements a mask picks."""
+    return mask.sum()
+
+
+_DIVIDES = frozenset("div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__ __rtruediv__".split())
+_MULTIPLIES = frozenset("mul mul_ multiply multiply_ __mul__ __imul__ __rmul__".split())
+_MEANS = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits".split()
+)
+
+
+def _is_mean_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "mean":
+        return len(args) == 1 and not {"dim", "axis"} & kwargs.keys()
+    plain = all(kwargs.get(old) is None for old in ("size_average", "reduce", "weight"))
+    return name in _MEANS and kwargs.get("reduction", "mean") == "mean" and plain
+
+
+class CountedUses(Follower):
+    """Finds where a forward uses what it counts: ``mean``, ``part`` and ``uncounted`` say what becomes of it."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._picked: dict[int, tuple[Tensor, Name]] = {}  # tensors whose dim 0 is as long as a mask says → that count
+
+    def met(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], names: list[Name | None]
+    ) -> Any:
+        """See ``Follower``."""
+        if mean_target(func, args, kwargs) is not None:
+            return self._of_labels(func, args, kwargs)
+        if (mask := self._mask(func, args)) is not None:
+            result = func(*args, **kwargs)
+            self._pick(result, self.counted(elements_counted, mask))
+            return result
+        does = getattr(func, "__name__", "")
+        if does in _DIVIDES | _MULTIPLIES and len(tensors) == 2 and tensors[0] is args[0] and not all(names):
+            at = 0 if names[0] is not None else 1
+            name = names[at]
+            if name is not None and len(args) == 2:
+                return self.part(name, at, does in _DIVIDES, func, args, kwargs)
+        return self._of_picked(_called, func, args, kwargs, tensors)
+
+    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """See ``Follower``. A mean over labels, or over what a mask picked, has no name: it is scaled by its count."""
+        if mean_target(func, args, kwargs) is not None:
+            return self._of_labels(func, args, kwargs)
+        if (mask := self._mask(func, args)) is not None:
+            result = super().known(func, args, kwargs, tensors)
+            self._pick(result, self.counted(elements_counted, mask))
+            return result
+        return self._of_picked(super().known, func, args, kwargs, tensors)
+
+    def apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """See ``Follower``."""
+        if mean_target(func, args, kwargs) is not None:
+            return self._of_labels(func, args, kwargs)
+        return self._of_picked(_called, func, args, kwargs, tensors)
+
+    def counted(self, count: Callable[..., Tensor], *operands: Any) -> Name | None:
+        """The name of what ``count`` gives for named operands, a step that the forward itself does not do."""
+        flat, spec = pytree.tree_flatten((operands, {}))
+        step = self.step((count, tuple(map(token, flat)), spec), count, flat, spec, 1, False)
+        return None if step is None else step.outputs[0]
+
+    def _of_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = mean_target(func, args, kwargs)
+        assert found is not None
+        target, weight, ignored = found
+        names = self.name(target), None if weight is None else self.name(weight)
+        if names[0] is None or (weight is not None and names[1] is None):
+            return self.uncounted(target, ignored, func, args, kwargs)
+        return self.mean(self.counted(labels_counted, *names, ignored), func, args, kwargs)
+
+    def _mask(self, func: Any, args: tuple[Any, ...]) -> Name | None:
+        """The mask by which values are picked into dim 0."""
+        if getattr(func, "__name__", "") not in ("__getitem__", "masked_select") or len(args) != 2:
+            return None
+        mask = args[1]
+        return self.name(mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+
+    def _pick(self, result: Any, count: Name | None) -> None:
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, Tensor) and t.dim() and count is not None:
+                self._picked[id(t)] = t, count
+
+    def _of_picked(
+        self,
+        call: Callable[..., Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
+        """A function of what was picked, perhaps. ``call``: runs it."""
+        picked = [found for t in tensors if (found := self._picked.get(id(t))) is not None and found[0] is t]
+        if not picked or len({count for _, count in picked}) > 1:
+            return call(func, args, kwargs, tensors)
+        of, count = picked[0]
+        if _is_mean_of_all(func, args, kwargs):
+            return self.mean(count, func, args, kwargs)
+        result = call(func, args, kwargs, tensors)
+        self._pick(
+            [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.shape[:1] == of.shape[:1]], count
+        )
+        return result
+
+    def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A mean over as many as ``count``."""
+        raise NotImplementedError
+
+    def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A product or quotient of what has no name and, as the argument ``at``, of what has one."""
+        raise NotImplementedError
+
+    def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A mean over labels that do not follow from the batch alone."""
+        raise NotImplementedError
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    return func(*args, **kwargs)
