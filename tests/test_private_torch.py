@@ -83,7 +83,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d \
+    "private.py": "_C _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d _functorch \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
@@ -931,6 +931,9 @@ def test_batches_and_outputs_rest_on_which_containers_are_known() -> None:
 def test_values_that_share_memory_are_told_by_their_storage() -> None:
     x, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert storage_of(x) == storage_of(x[1:]) == storage_of(x.detach()) == storage_of(x.data) != storage_of(other)
+    within: list[int] = []
+    torch.vmap(lambda t: (within.append(storage_of(t)), t * 2)[1])(x)
+    assert within == [storage_of(x)]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def storage_of(t: Tensor) -> int:
-    """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it."""
+    """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it.
+
+    Within a transform of ``torch.func`` a tensor is a wrapper without memory: there is no public way to what it wraps.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
     return t.untyped_storage()._cdata
 
 

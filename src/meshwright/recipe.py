@@ -73,12 +73,22 @@ class ParameterRecipe:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together (an FSDP2 wrap unit), whether it is recomputed, and its place."""
+    """A module whose parameters are gathered together (an FSDP2 wrap unit).
+
+    Attributes:
+        recompute: whether it is recomputed.
+        place: its submesh.
+        follows_inputs: whether FSDP2 follows the gradients of what it is given. It does so by a function of autograd on that,
+            through which a model cannot write to a view of it; where it does not, gradients are reduced after the backward.
+        follows_outputs: whether FSDP2 sees all that it gives. Otherwise it stays gathered from its forward to its backward.
+    """
 
     name: str
     data: str = "shard"
     recompute: bool = False
     place: int = 0
+    follows_inputs: bool = True
+    follows_outputs: bool = True
 
 
 @dataclass(frozen=True)

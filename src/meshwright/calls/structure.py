@@ -42,6 +42,23 @@ def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int,
     return value if kind in _PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth, around), value)
 
 
+def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """As ``map_tensors``, but lists and dicts keep their identity too, and are written to: a module may add to those that it is
+    given, and go on with what it returned."""
+    kind = type(value)
+    if kind is tuple or hasattr(value, "_fields"):
+        items = [put_tensors(fn, item) for item in value]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else kind(items) if kind is tuple else kind(*items)
+    if not isinstance(value, (list, deque, dict)) or kind not in pytree.SUPPORTED_NODES:
+        return _map(fn, value, _DEPTH)
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        new = item if type(item) in _PLAIN else put_tensors(fn, item)
+        if new is not item:
+            value[key] = new
+    return value
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor within ``value``, in the order in which ``map_tensors`` meets them."""
     leaves: list[tuple[Any, bool]] = []

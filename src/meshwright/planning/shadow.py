@@ -8,7 +8,7 @@ then see another path than a run takes. That costs nothing but speed, since the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any
@@ -35,6 +35,7 @@ aten = torch.ops.aten
 META = torch.device("meta")
 _SEED = torch.empty(0, device=META)
 _DEVICE = Tensor.device.__get__
+Watch = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Shadow(TorchDispatchMode):
@@ -46,6 +47,7 @@ class Shadow(TorchDispatchMode):
         fewer: assume that a mask without values holds half of what there is, and not all.
         fewer_known: take it that a mask of the batch selects another number than it does.
         origins: gets the memory that the answers follow from.
+        watch: is told of each op: the tensors that it takes, those of them that it writes, and what it gives.
 
     Attributes:
         reads: how many values were read, assumed or real.
@@ -64,9 +66,11 @@ class Shadow(TorchDispatchMode):
         fewer: bool = False,
         fewer_known: bool = False,
         origins: Origins | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
-        self._origins, self.contrary, self.fewer, self._fewer_known = origins, contrary, fewer, fewer_known
+        self._origins, self._watch = origins, watch
+        self.contrary, self.fewer, self._fewer_known = contrary, fewer, fewer_known
         self.reads = self.known = self.sized = self.measured = 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
@@ -75,11 +79,18 @@ class Shadow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_among((*args, *kwargs.values()))
+        targets = tensors_among(value for _, value in written_by(func, args, kwargs))
+        out = self._answer(func, args, kwargs, tensors, targets)
+        if self._watch is not None:
+            self._watch(tensors, targets, tensors_among(out if isinstance(out, (tuple, list)) else (out,)))
+        return out
+
+    def _answer(
+        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], targets: list[Tensor]
+    ) -> Any:
         if self._origins is not None:
             self._origins.begin(func, tensors)
-        if self.memory:
-            targets = tensors_among(value for _, value in written_by(func, args, kwargs))
-            self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
+        self.written |= {name for t in targets if self.memory and (name := self.memory.get(storage_of(t)))}
         if func in _ASSUMED or func in _SIZED:
             self.reads += 1
             if tensors[0].is_meta:

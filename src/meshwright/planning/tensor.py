@@ -159,7 +159,7 @@ def _followed(
     for _ in range(passes):
         planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, rows, model)
         planner.families = families
-        mode, shadow, meeting = Reading(planner), Shadow(), Meeting()
+        mode, shadow, meeting = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None), Meeting()
         shadow.memory = planner.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
@@ -170,6 +170,7 @@ def _followed(
                 if uses is not None:
                     planner.uses = uses
                     stack.enter_context(uses.watching())
+                    stack.enter_context(uses.escapes.watching())
                     stack.enter_context(custom_functions(uses.custom))
                 run(model)
         except _Learnt:

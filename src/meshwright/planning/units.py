@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.calls.structure import tensors_of
+from meshwright.planning.escapes import Escapes
 from meshwright.private import version, without_any_mode
 from meshwright.spmd.tensor import local_of
 
@@ -106,6 +107,7 @@ class Uses:
         called: units that ran.
         rewritten: modules that are to be recomputed, and whose input was written to after their forward.
         differentiates: whether the forward asked for gradients itself.
+        escapes: what units hand on past FSDP2.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Uses:
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
         self._inputs: list[tuple[str, Tensor, int | None]] = []  # of modules that are recomputed, with their versions
+        self.escapes = Escapes(candidates)
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
         for name, module in candidates.items():
             for p in module.parameters():

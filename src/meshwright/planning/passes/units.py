@@ -79,8 +79,27 @@ def close_units(draft: Draft) -> Draft:
     again = "is used within a custom autograd.Function, whose backward may compute with it again"
     why |= {u: f"{name} {again}" for u, name in sorted(uses.again) if u not in why}
     why |= dict.fromkeys(sorted(_sometimes_skipped(draft, uses) - set(why)), "whether it runs depends on values")
-    notes = (f"{unit} is no unit of its own: {reason}" for unit, reason in why.items())
-    return replace(draft, units=tuple(u for u in draft.units if u.name not in why)).noted(notes)
+    notes = [f"{unit} is no unit of its own: {reason}" for unit, reason in why.items()]
+    units = [u for u in draft.units if u.name not in why]
+    notes += _of_hidden(handed := {u.name: uses.escapes.handed[u.name] for u in units if u.name in uses.escapes.handed})
+    units = [
+        replace(u, follows_inputs=u.name not in uses.escapes.entered, follows_outputs=u.name not in handed)
+        for u in units
+    ]
+    return replace(draft, units=tuple(units)).noted(notes)
+
+
+def _of_hidden(handed: Mapping[str, str]) -> list[str]:
+    """A note for each line that uses what units made and did not return."""
+    units: dict[str, list[str]] = {}
+    for unit, line in handed.items():
+        units.setdefault(line, []).append(unit)
+    notes = []
+    for line, names in units.items():
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        told = f"{', '.join(names[:3])}{more}"
+        notes.append(f"gathered from forward to backward, as {line} uses what they made and did not return: {told}")
+    return notes
 
 
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:

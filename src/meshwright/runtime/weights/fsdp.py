@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.calls.placeholder import RemoteTensor, held, replaced
-from meshwright.calls.structure import map_tensors, tensors_of
+from meshwright.calls.structure import put_tensors, tensors_of
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
@@ -40,11 +40,11 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         if unit.name and not any(p.unit == unit.name for p in sharded):
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
-        with _hooks_without_view(module), class_name_kept(module):
+        with _hooks_without_view(module, unit), class_name_kept(module):
             fully_shard(
                 module,
                 mesh=_mesh(unit, groups),
-                reshard_after_forward=recipe.reshard_after_forward and bool(unit.name),
+                reshard_after_forward=recipe.reshard_after_forward and bool(unit.name) and unit.follows_outputs,
                 mp_policy=_policy(recipe, unit),
                 ignored_params=others or None,
             )
@@ -120,7 +120,7 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def _hooks_without_view(module: nn.Module) -> Iterator[None]:
+def _hooks_without_view(module: nn.Module, unit: Unit) -> Iterator[None]:
     """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
 
     There is no public way to order a hook against a function mode; its hooks are the ones that appear meanwhile.
@@ -130,14 +130,15 @@ def _hooks_without_view(module: nn.Module) -> Iterator[None]:
     yield
     for table, known in zip(tables, before, strict=True):
         for key in [k for k in table if k not in known]:
-            table[key] = _locally(table[key], before=table is tables[0])
+            before_it = table is tables[0]
+            table[key] = _locally(table[key], before=before_it, given=unit.follows_inputs or not before_it)
 
 
 _KEPT = (RemoteTensor, nn.Parameter)  # not here; or known by being what it is, which nothing may stand in for
 
 
-def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
-    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view.
+def _locally(hook: Callable[..., Any], *, before: bool, given: bool) -> Callable[..., Any]:
+    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view; none, unless ``given``.
 
     FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
     none, run no backward hook and leave gradients unreduced; so it is given a flat list.
@@ -151,7 +152,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         *leading, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = (*leading, last) if before else last
-        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)] if given else []
         plain = [local_of(held(t)) for t in tensors]
         with without_modes():
             if before:
@@ -161,7 +162,7 @@ def _locally(hook: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
-        return map_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back)), subject)
+        return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back)), subject)
 
     return run
 
