@@ -46,7 +46,7 @@ def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """As ``map_tensors``, but lists and dicts keep their identity too, and are written to: a module may add to those that it is
     given, and go on with what it returned."""
     kind = type(value)
-    if kind is tuple or hasattr(value, "_fields"):
+    if kind is tuple or pytree.is_namedtuple_instance(value):
         items = [put_tensors(fn, item) for item in value]
         same = all(a is b for a, b in zip(items, value, strict=True))
         return value if same else kind(items) if kind is tuple else kind(*items)
