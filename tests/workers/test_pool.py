@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import pickle
@@ -407,6 +408,15 @@ def test_a_command_line_program_works_and_its_death_leaves_no_orphan() -> None:
 def test_an_interactive_session_works() -> None:
     """As a notebook's cells do: functions and classes that are in no file."""
     assert python("-", text=PLAIN_SCRIPT)[1].startswith("[Answer(rank=105), Answer(rank=106)]")
+
+
+def test_a_class_with_a_cached_property_can_be_sent(workers: LocalWorkers) -> None:
+    class Squares:  # as one of the main script: its code travels
+        @functools.cached_property
+        def of_three(self) -> int:
+            return 9
+
+    assert workers.run(lambda: Squares().of_three, ranks=1) == [9]
 
 
 def test_a_lambda_and_what_it_names_can_be_sent(workers: LocalWorkers) -> None:

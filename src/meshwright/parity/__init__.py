@@ -19,11 +19,10 @@ import hashlib
 import io
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
-from meshwright.workers.pickling import pack
+from meshwright.workers.pickling import Packer, pack
 from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers
 
 __all__ = ["Report", "check"]
@@ -236,8 +235,8 @@ def _must_pickle(name: str, value: Any, findings: Findings) -> None:
         )
 
 
-class _Digest(cloudpickle.Pickler):
-    """Pickles tensors as digests of their values, and functions as they are sent."""
+class _Digest(Packer):
+    """Writes tensors as digests of their values, and functions as they are sent."""
 
     def persistent_id(self, x: Any) -> Any:
         return digest(x) if isinstance(x, Tensor) else None
@@ -245,5 +244,6 @@ class _Digest(cloudpickle.Pickler):
 
 def _key(value: Any) -> bytes:
     buffer = io.BytesIO()
-    _Digest(buffer, protocol=5).dump(value)
+    with closing(_Digest(buffer)) as packer:
+        packer.dump(value)
     return hashlib.sha256(buffer.getvalue()).digest()

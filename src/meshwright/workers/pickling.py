@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from types import FunctionType
 from typing import Any
 
@@ -24,17 +25,14 @@ import cloudpickle
 def pack(value: object) -> bytes:
     """Pickles a value. Raises TypeError for what cannot be pickled."""
     buffer = io.BytesIO()
-    packer = _Packer(buffer)
     try:
-        packer.dump(value)
+        with closing(Packer(buffer)) as packer:
+            packer.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"cannot be sent to another process: {error}. A function of the main script takes along what it names: no "
             "locks, open files or handles may be among it"
         ) from error
-    finally:
-        for module in packer.by_value:
-            cloudpickle.unregister_pickle_by_value(module)
     return buffer.getvalue()
 
 
@@ -43,18 +41,35 @@ def unpack(data: bytes | memoryview) -> Any:
     return _Unpacker(io.BytesIO(data)).load()
 
 
-class _Packer(cloudpickle.Pickler):
+class Packer(cloudpickle.Pickler):
+    """Writes values to a buffer, functions and classes as a worker can take them. To be closed."""
+
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
-        self.by_value: list[Any] = []  # modules that a worker cannot import
+        self._by_value: list[Any] = []  # modules that a worker cannot import
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        for module in self._by_value:
+            cloudpickle.unregister_pickle_by_value(module)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType):
             module = sys.modules.get(obj.__module__)
-            if module is not None and module not in self.by_value and not _is_importable(obj.__module__):
+            if module is not None and module not in self._by_value and not _is_importable(obj.__module__):
                 cloudpickle.register_pickle_by_value(module)
-                self.by_value.append(module)
+                self._by_value.append(module)
+        if type(obj) is functools.cached_property:
+            return _cached_property, (obj.func, obj.attrname)
         return super().reducer_override(obj)
+
+
+def _cached_property(func: Callable[[Any], Any], name: str | None) -> Any:
+    """Made again: in Python 3.11 one has a lock, and a class that is put together later does not tell it its name."""
+    made = functools.cached_property(func)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
 
 
 def _is_importable(name: str) -> bool:
