@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -156,3 +157,53 @@ def test_an_input_that_is_written_after_the_forward_is_an_error() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match="its input was written to after its forward"):
         out.mean().backward()
+
+
+@dataclass
+class Hidden:
+    x: Tensor
+    calls: int = 0
+    seen: list[Tensor] = field(default_factory=list)
+
+
+class OfHidden(nn.Module):
+    """Is given an object, writes to it, and computes with what stands in it."""
+
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.sets, self.linear = sets, nn.Linear(6, 6)
+
+    def forward(self, hidden: Hidden) -> Tensor | None:
+        hidden.calls += 1
+        hidden.seen.append(hidden.x)
+        result = torch.tanh(self.linear(hidden.x) * hidden.calls) + sum(hidden.seen[:2])
+        if not self.sets:
+            return result
+        hidden.x = result
+        return None
+
+
+class ThroughAnObject(nn.Module):
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OfHidden(sets) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Hidden(x * 1.0)
+        for block in self.blocks:
+            result = block(hidden)
+            hidden.x = hidden.x if result is None else result
+        return hidden.x.square().mean() * hidden.calls
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2"])
+@pytest.mark.parametrize("sets", [False, True], ids=["the model writes", "the block writes"])
+def test_an_object_is_in_the_recompute_what_it_was_in_the_forward(sets: bool, mesh: str, workers: LocalWorkers) -> None:
+    report = mw.check(
+        partial(ThroughAnObject, sets),
+        (rows(),),
+        {"mesh": mesh, "recompute": "blocks"},
+        loss=lambda x: x,
+        workers=workers,
+    )
+    assert report.passed, str(report)

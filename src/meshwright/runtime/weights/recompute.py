@@ -10,7 +10,7 @@ which ``torch.utils.checkpoint`` leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.calls.hook import Around
+from meshwright.calls.structure import snapshot, tensors_of
 from meshwright.generators import Generators, State
-from meshwright.private import pytree, version
+from meshwright.private import version
 from meshwright.runtime.module_state import ModuleState
 from meshwright.spmd.tensor import local_of
 
@@ -36,7 +37,9 @@ class Recomputed:
 
     def __init__(self, name: str, module: nn.Module, random: Generators, forward: Callable[..., Any]) -> None:
         self.name, self.module, self.forward, self.random = name, module, forward, random
-        self.written: set[int] | None = None  # which of the tensors in its arguments forwards wrote to so far
+        self.written: dict[
+            int, set[int]
+        ] = {}  # by how many tensors it is given: which of them forwards wrote to so far
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -56,47 +59,58 @@ class _Run:
 
     def __init__(self, of: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._of, self._first = of, (args, kwargs)
-        self._kept: tuple[list[Any], Any] | None = None  # the arguments of the recompute, flat, and their structure
+        self._kept: Any = None  # the arguments of the recompute, as they were before the forward
+        self._inputs: list[Tensor]  # the tensors in them
         self._state: ModuleState
         self._random: State
         self._versions: list[int | None]
 
     def __call__(self) -> Any:
-        return self._begin() if self._kept is None else self._again(*self._kept)
+        return self._begin() if self._kept is None else self._again()
 
     def _begin(self) -> Any:
         of = self._of
         (args, kwargs), self._first = self._first, ((), {})
         self._state, self._random = ModuleState(of.module), of.random.state()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        versions = [_version(leaves[i]) for i in places]
+        given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
+        versions = [_version(t) for t in given]
         # The first forward shows which inputs are written to; until then any of them may be.
-        copied = set(places) if of.written is None else of.written
-        self._kept = [_as_input(x, i in copied) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)], spec
+        known = of.written.get(len(given))
+        copied = set(range(len(given))) if known is None else known
+        inputs = [_as_input(t, i in copied) for i, t in enumerate(given)]
+        self._kept = _with((args, kwargs), given, inputs)
         result = of.forward(*args, **kwargs)
-        written = {i for i, before in zip(places, versions, strict=True) if _version(leaves[i]) != before}
+        written = {i for i, (t, before) in enumerate(zip(given, versions, strict=True)) if _version(t) != before}
         if not written <= copied:
             raise of.error("it writes to its input in this forward, and did not in its first one")
-        for i in copied - written:
-            self._kept[0][i] = _as_input(leaves[i], False)
-        self._versions = [_version(x) for x in self._kept[0]]
-        of.written = written | (of.written or set())
+        if spare := copied - written:
+            self._inputs = [_as_input(t, False) if i in spare else inputs[i] for i, t in enumerate(given)]
+            self._kept = _with(self._kept, inputs, self._inputs)
+        else:
+            self._inputs = inputs
+        self._versions = [_version(x) for x in self._inputs]
+        of.written[len(given)] = written | (known or set())
         return result
 
-    def _again(self, kept: list[Any], spec: Any) -> Any:
-        if [_version(x) for x in kept] != self._versions:
+    def _again(self) -> Any:
+        if [_version(x) for x in self._inputs] != self._versions:
             raise self._of.error("its input was written to after its forward")
-        written = self._of.written or set()
-        leaves = [_as_input(x, i in written) if isinstance(x, Tensor) else x for i, x in enumerate(kept)]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        written = self._of.written[len(self._inputs)]
+        inputs = [_as_input(x, i in written) for i, x in enumerate(self._inputs)]
+        args, kwargs = _with(self._kept, self._inputs, inputs)
         with self._of.random.kept(), self._state.restored():
             self._of.random.set(self._random)
             return self._of.forward(*args, **kwargs)
 
 
-def _version(x: Any) -> int | None:
-    return version(local_of(x)) if isinstance(x, Tensor) else None
+def _with(value: Any, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
+    """A snapshot of arguments, in which others stand for some tensors."""
+    of = {id(t): other for t, other in zip(tensors, others, strict=True)}
+    return snapshot(value, lambda t: of.get(id(t), t))
+
+
+def _version(t: Tensor) -> int | None:
+    return version(local_of(t))
 
 
 def _as_input(t: Tensor, copied: bool) -> Tensor:
