@@ -208,6 +208,8 @@ class ModelGraph:
         rows: of the batch, where data ranks of branches can each run their own of them; else 0.
         by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
         segments: of checkpoints of the model's own → where their events begin and end.
+        differentiated: position of an event in which the forward asks for gradients itself → the values by which it does; None
+            if it asks by something else, too.
         cuts: where the stages of a pipeline begin, from the second on; None if it cannot be cut so that each has what it takes.
         resized: whether values are of another length than what calls and events gave when they were recorded.
         draws: whether the forward drew random numbers of Python's or NumPy's.
@@ -235,6 +237,7 @@ class ModelGraph:
     draws: bool = False
     draws_held: bool = False
     segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
+    differentiated: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
     cuts: tuple[int, ...] | None = None
 
     def like(self, number: int, t: Any) -> Any:

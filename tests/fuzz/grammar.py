@@ -16,11 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from judge import VOCABULARY, one_device, sample
-from program import Class, Member, Program, Run, Statement
+from judge import NAMES, VOCABULARY, one_device, sample
+from program import Class, Given, Member, Program, Run, Statement
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 ROWS = 4
 MOST_ELEMENTS = 2048
@@ -46,13 +44,11 @@ class Builder:
     """Makes one class: holds its module, and the values of its forward for the sample batch."""
 
     def __init__(
-        self, draw: random.Random, kinds: frozenset[str], inputs: dict[str, Tensor], classes: list[Class]
+        self, draw: random.Random, kinds: frozenset[str], inputs: dict[str, Tensor], classes: list[Class | Given]
     ) -> None:
         self.draw, self.allowed, self.classes = draw, kinds, classes
         self.module = nn.Module()
-        self.namespace: dict[str, Any] = {
-            "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "self": self.module, **inputs,
-        }  # fmt: skip
+        self.namespace: dict[str, Any] = {**NAMES, "__name__": "program", "self": self.module, **inputs}
         self.inputs = inputs
         self.rowed = [n for n, t in inputs.items() if t.is_floating_point()]
         self.plain: list[str] = []
@@ -110,6 +106,13 @@ class Builder:
         text = f"{made}({', '.join(map(str, shape))})" if shape else "torch.tensor(0.5)"
         self.set_up(name, f'self.register_buffer("{name}", {text})')
         return f"self.{name}"
+
+    def given(self, name: str) -> str:
+        """A class that stands in the program as it is."""
+        if all(c.name != name for c in self.classes):
+            self.classes.append(Given(name, GIVEN[name]))
+        exec(GIVEN[name], self.namespace)
+        return name
 
     # --- statements ---
 
@@ -483,6 +486,40 @@ def convolution(b: Builder) -> None:
         b.new(f"F.conv1d({{0}}, {b.parameter(out, channels // groups, kernel, scale=0.4)}, {options})", x)
 
 
+@operation("convolutions", 2)
+def pooled(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    channels, length = b.get(x).shape[1:]
+    ways = [lambda: "F.avg_pool1d({0}, 2)", lambda: "F.max_pool1d({0}, 2, stride=1)", lambda: "F.adaptive_avg_pool1d({0}, 2)",
+            lambda: "F.adaptive_max_pool1d({0}, 3)", lambda: "F.interpolate({0}, scale_factor=2)", lambda: "F.lp_pool1d({0}, 2, 2)",
+            lambda: "F.conv_transpose1d({0}, %s)" % b.parameter(channels, b.size(), 2, scale=0.3),
+            lambda: "self.%s({0}[:, None]).flatten(1, 2)" % b.member("conv", f"nn.Conv2d(1, {b.pick([2, 3])}, 3, padding=1)"),
+            lambda: "self.%s({0}.mT).mT" % b.member("conv", f"nn.Conv1d({length}, {b.size()}, 1)"),
+            lambda: "F.unfold({0}[:, None], (2, 2))", lambda: "F.pixel_shuffle({0}[:, None].expand(-1, 4, -1, -1), 2).squeeze(1)",
+            lambda: "F.avg_pool2d({0}[:, None], 2, stride=1).squeeze(1)"]  # fmt: skip
+    b.new(b.pick(ways)(), x)
+
+
+@operation("products", 2)
+def of_several(b: Builder) -> None:
+    """An einsum of several operands."""
+    x = b.value(lambda t: t.dim() == 3)
+    n, last = b.get(x).shape[1:]
+    y = b.value(lambda t: t.shape == b.get(x).shape)
+    k = b.size()
+    b.new(*b.pick([
+        lambda: ("torch.einsum('bni,ij,jk->bnk', {0}, %s, %s)" % (b.parameter(last, k, scale=0.4), b.parameter(k, last, scale=0.4)), x),
+        lambda: ("torch.einsum('bni,bnj,ijk->bnk', {0}, {1}, %s) * 0.2" % b.parameter(last, last, k, scale=0.2), x, y),
+        lambda: ("torch.einsum('bni,bmi,m->bn', {0}, {1}, %s) * 0.1" % b.parameter(n), x, y),
+        lambda: ("torch.einsum('b n i, i -> b n', {0}, %s)" % b.parameter(last), x),
+        lambda: ("torch.einsum('bni,bni->bn', {0}, {1})", x, y), lambda: ("torch.einsum('bni->bin', {0})", x),
+        lambda: ("torch.einsum('bni,nj->bij', {0}, %s)" % b.parameter(n, k, scale=0.4), x),
+        lambda: ("torch.tensordot({0}, %s, dims=([2], [0]))" % b.parameter(last, k, scale=0.4), x),
+        lambda: ("torch.linalg.multi_dot([{0}.flatten(0, 1), %s, %s]).unflatten(0, {0}.shape[:2])" % (b.parameter(last, k, scale=0.4), b.parameter(k, 4, scale=0.4)), x),
+        lambda: ("F.bilinear({0}, {1}, %s) * 0.2" % b.parameter(k, last, last, scale=0.3), x, y),
+    ])())  # fmt: skip
+
+
 @operation("embeddings", 2)
 def embedding(b: Builder) -> None:
     if "ids" not in b.inputs:
@@ -699,6 +736,129 @@ def dropout(b: Builder) -> None:
                   "{0} + torch.zeros_like({0}).uniform_()", "{0} * (torch.rand({0}.shape[-1]) > 0.3)"]), x)  # fmt: skip
 
 
+# --- functions of autograd's, transforms, closures ----------------------------------------------------------------------
+
+GIVEN = {
+    "Bent": """class Bent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.save_for_backward(x, p)
+        return x * p.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, p = ctx.saved_tensors
+        return g * p.tanh() * 0.9, (g * x * (1 - p.tanh() ** 2)).flatten(0, -2).sum(0)""",
+    "Rounded": """class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(x, steps):
+        return (x * steps).round() / steps
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.steps = inputs[1]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + 0.1 / ctx.steps), None""",
+    "Halves": """class Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        n = x.shape[-1] // 2
+        ctx.width = x.shape[-1]
+        return x[..., :n].clone(), x[..., n:] * 2
+
+    @staticmethod
+    def backward(ctx, a, b):
+        return torch.cat([a, b * 2], -1)""",
+    "Doubled": """class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2""",
+    "Pair": """class Pair(NamedTuple):
+    first: Any
+    second: Any""",
+    "Output": """@dataclass
+class Output:
+    out: Any
+    extra: Any = None""",
+}
+
+
+@operation("functions", 3)
+def custom_function(b: Builder) -> None:
+    x = b.value(whole)
+    last = b.get(x).shape[-1]
+    kind = b.pick(["Bent", "Rounded", "Halves", "Doubled"])
+    if kind == "Doubled":
+        x = b.new("{0} * 1.0", x)
+    name = b.given(kind)
+    if kind == "Bent":
+        b.new(f"{name}.apply({{0}}, {b.parameter(last)})", x)
+    elif kind == "Halves":
+        parts = b.other(f"{name}.apply({{0}})", x)
+        b.new(f"torch.cat([{parts}[1], {parts}[0]], -1)")
+    else:
+        b.new(f"{name}.apply({{0}}{', 4' if kind == 'Rounded' else ''})", x)
+
+
+@operation("transforms", 3)
+def transformed(b: Builder) -> None:
+    """Functions of torch.func."""
+    x = b.value(whole)
+    last = b.get(x).shape[-1]
+    ways = [lambda: "torch.func.vmap(lambda t: t.tanh() * 2 + t.mean())({0})",
+            lambda: "torch.vmap(torch.sin, in_dims=1, out_dims=1)({0})",
+            lambda: "torch.func.grad(lambda t: t.tanh().square().sum())({0})",
+            lambda: "torch.func.vmap(torch.func.grad(lambda t: t.sin().sum()))({0})",
+            lambda: "torch.func.vmap(lambda t, w: t * w.sum(), in_dims=(0, None))({0}, %s)" % b.parameter(last),
+            lambda: "torch.func.vmap(self.%s)({0})" % b.member("linear", f"nn.Linear({last}, {b.size()})"),
+            lambda: "torch.func.jvp(torch.tanh, ({0},), (torch.ones_like({0}),))[1]",
+            lambda: "torch.func.functional_call(self.%s, {{'weight': %s}}, ({0},))" % (b.member("linear", f"nn.Linear({last}, {last})"), b.parameter(last, last, scale=0.3))]  # fmt: skip
+    b.new(b.pick(ways)(), x)
+
+
+@operation("closures", 3)
+def closed_over(b: Builder) -> None:
+    """Functions and generators that modules keep, or that a forward makes."""
+    x = b.value(whole)
+    shape = b.get(x).shape
+    kind = b.pick(["member", "of a parameter", "partial", "kept", "generator", "kept generator"])
+    if kind == "member":
+        b.new("self.%s({0})" % b.member("function", "lambda t: torch.tanh(t) * 0.5"), x)
+    elif kind == "of a parameter":
+        p = b.parameter(shape[-1])
+        b.new("self.%s({0})" % b.member("function", f"lambda t: t * {p}"), x)
+    elif kind == "partial":
+        b.new("self.%s({0})" % b.member("function", "partial(torch.clamp, min=-0.5)"), x)
+    elif kind == "kept":
+        name = f"kept{len(b.members)}"
+        b.do(f"self.{name} = lambda t, k={{0}}: t + k * 0.5", x)
+        for _ in range(b.draw.randint(0, 2)):
+            b.step()
+        b.new(f"self.{name}({{0}})", b.value(lambda t: t.shape == shape))
+    elif kind == "generator":
+        b.new("torch.stack([t * k for k, t in enumerate({0}.unbind(1))], 1)", x)
+    else:
+        made = b.other("(t * 0.5 for t in {0}.unbind(1))", x)
+        if b.chance():
+            linear(b)
+        b.new(f"torch.stack(list({made}), 1)")
+
+
+@operation("recurrent", 1)
+def recurrent(b: Builder) -> None:
+    x = b.value(lambda t: t.dim() == 3)
+    kind = b.pick(["GRU", "LSTM", "RNN"])
+    name = b.member("recurrent", f"nn.{kind}({b.get(x).shape[2]}, {b.pick([3, 4])}, batch_first=True)")
+    b.new(f"self.{name}({{0}})[0]", x)
+
+
 # --- what is not trained, or not used -----------------------------------------------------------------------------------
 
 
@@ -739,7 +899,9 @@ def block(b: Builder, x: str) -> str:
     t = b.get(x)
     with torch.no_grad():
         fresh = t.detach().clone()
-    inner = Builder(b.draw, b.allowed - {"blocks", "towers", "embeddings"}, {"h": fresh.requires_grad_()}, b.classes)
+    inner = Builder(
+        b.draw, b.allowed - {"blocks", "towers", "embeddings", "outputs"}, {"h": fresh.requires_grad_()}, b.classes
+    )
     inner.inputs = {"h": fresh}
     inner.depth = 0
     inner._count = 0
@@ -760,8 +922,36 @@ def block(b: Builder, x: str) -> str:
     b.kinds |= inner.kinds
     name = f"Block{len(b.classes)}"
     b.classes.append(inner.made(name, result))
+    for made in b.classes:
+        if isinstance(made, Given):
+            exec(made.text, b.namespace)
     exec(b.classes[-1].source(), b.namespace)
     return name
+
+
+@operation("outputs", 3)
+def in_a_structure(b: Builder) -> None:
+    """A block that returns its value within a dict, a named tuple, a dataclass or a tuple, beside what is no tensor."""
+    x = b.value(long)
+    name = block(b, x)
+    inner = b.classes[-1]
+    assert isinstance(inner, Class)
+    result, extra = inner.result, b.pick(["None", "h", "h.detach()", "h.shape[-1]", "[h, None]"])
+    made, out = b.pick([
+        (f"{{'out': {result}, 'extra': {extra}}}", "['out']"), (f"({result}, {extra})", "[0]"), (f"[{extra}, {result}]", "[1]"),
+        (f"{b.given('Pair')}({result}, {extra})", ".first"), (f"{b.given('Output')}({result}, {extra})", ".out"),
+        (f"{{'deep': [({result}, {extra})]}}", "['deep'][0][0]"),
+    ])  # fmt: skip
+    b.classes.append(replace(inner, name=f"{name}Out", result=made))
+    exec(b.classes[-1].source(), b.namespace)
+    member = b.member("block", f"{name}Out()")
+    if b.chance():
+        b.new(f"self.{member}({{0}}){out}", x)
+    else:
+        kept = b.other(f"self.{member}({{0}})", x)
+        for _ in range(b.draw.randint(0, 2)):
+            b.step()
+        b.new(f"{{0}}{out} * 1.0", kept)
 
 
 @operation("blocks", 4)
@@ -943,7 +1133,7 @@ def program(draw: random.Random, kinds: frozenset[str], longest: int = 10) -> Pr
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if half else torch.float64)
-    classes: list[Class] = []
+    classes: list[Class | Given] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

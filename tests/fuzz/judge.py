@@ -16,8 +16,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,10 @@ from meshwright.submesh import bounds
 from meshwright.workers.pool import LocalWorkers, WorkerError
 
 VOCABULARY = 11
+NAMES = {
+    "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "dataclass": dataclass, "partial": partial, "Any": Any,
+    "NamedTuple": NamedTuple,
+}  # fmt: skip
 TIMEOUT = 40.0  # seconds a program may take: some hundred times what it needs
 RIGHT, SKIPPED, REFUSED, WRONG, ERROR = "right", "skipped", "refused", "wrong", "error"
 FAILED = (WRONG, ERROR)
@@ -68,8 +73,8 @@ def model_class(source: str) -> Callable[[], nn.Module]:
     """The class ``Model`` of a text. Tracebacks show its lines."""
     name = f"<program {zlib.crc32(source.encode()):x}>"  # the same in every process
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "__name__": name}
-    exec(compile(source, name, "exec"), namespace)
+    namespace: dict[str, Any] = {**NAMES, "__name__": name}
+    exec(compile(source, name, "exec", dont_inherit=True), namespace)
     return namespace["Model"]
 
 

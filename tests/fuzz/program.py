@@ -65,6 +65,10 @@ class Class:
 
     def source(self) -> str:
         used = "\n".join([*(line for s in self.body for line in s.lines()), self.result])
+        for m in reversed(
+            self.members
+        ):  # what a member mentions (a function that is closed over a parameter) is used, too
+            used += f"\n{m.text.partition('=')[2]}" if m.name and re.search(rf"\bself\.{m.name}\b", used) else ""
         kept = [m for m in self.members if m.name == "" or re.search(rf"\bself\.{m.name}\b", used)]
         names = {m.name for m in kept}
         # A member that stands for itself (name "") goes with those that it mentions.
@@ -77,10 +81,25 @@ class Class:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A class that programs use as it is: a function of autograd's, a type of what modules return."""
+
+    name: str
+    text: str
+    inputs: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
+    body: tuple[Statement, ...] = ()
+    result: str = ""
+
+    def source(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Program:
     """Classes, the model last. ``kinds``: of its statements, by the names of the grammar's switches."""
 
-    classes: tuple[Class, ...]
+    classes: tuple[Class | Given, ...]
     tokens: int = 4
     width: int = 8
     kinds: frozenset[str] = frozenset()
@@ -121,6 +140,10 @@ class Run:
     def printed(self) -> str:
         """As a file of tests/fuzz/kept."""
         head = [
+            "from dataclasses import dataclass",
+            "from functools import partial",
+            "from typing import Any, NamedTuple",
+            "",
             "import torch",
             "import torch.nn.functional as F",
             "from torch import nn",
@@ -141,7 +164,9 @@ def read(text: str) -> Run:
             names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
             values = ast.literal_eval(node.value)
             facts.update(zip(names, values, strict=True) if isinstance(target, ast.Tuple) else [(names[0], values)])
-    start = text.index("class ")
+    found = re.search(r"^(@dataclass|class )", text, re.MULTILINE)
+    assert found is not None
+    start = found.start()
     return Run(
         text[start:].rstrip(), facts["PLAN"], facts["ROWS"], facts["TOKENS"], facts["WIDTH"], facts.get("PRECISE", True)
     )

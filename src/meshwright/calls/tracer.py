@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,13 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import attributes_in, owner_of, tensors_of
 from meshwright.graph import Path, Segment
 from meshwright.private import pytree, storage_of
-from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, followed_checkpoints
+from meshwright.spmd.autograd_functions import (
+    FunctionMode,
+    custom_functions,
+    followed_checkpoints,
+    transformed_functions,
+    transforming,
+)
 from meshwright.spmd.torch_functions import is_fact, is_random, writes
 
 # Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
@@ -121,7 +128,12 @@ class Tracer(FunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """For the time of the forward."""
-        with self, custom_functions(self.custom), followed_checkpoints(self):
+        with (
+            self,
+            custom_functions(self.custom),
+            transformed_functions(self.transformed),
+            followed_checkpoints(self),
+        ):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,15 +149,32 @@ class Tracer(FunctionMode):
         if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
+        return self._as_one(partial(apply, function), function.__name__, function, args, kwargs)
+
+    def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``torch.func`` made of a function of the model's. Of what follows from the batch alone it is none of ours."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        ours = any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors)
+        if self.closed or not ours or self.thread != threading.get_ident():
+            return call(*args, **kwargs)
+        if name == "vjp" or transforming():
+            self.untold(f"torch.func.{name}")
+        return self._as_one(call, name, call, args, kwargs)
+
+    def _as_one(
+        self, call: Callable[..., Any], name: str, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that is one event: what it does is not looked at."""
+
         def whole(*args: Any, **kwargs: Any) -> Any:
-            self.closed += 1  # what its forward does is not looked at: it is one event
+            self.closed += 1
             try:
-                return apply(function, *args, **kwargs)
+                return call(*args, **kwargs)
             finally:
                 self.closed -= 1
 
-        whole.__name__ = function.__name__
-        return self._met(whole, function, args, kwargs)
+        whole.__name__ = name
+        return self._met(whole, known_as, args, kwargs)
 
     def _met(self, func: Any, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
@@ -261,6 +290,9 @@ class Tracer(FunctionMode):
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
         """The error for taking a value that is not here."""
         raise NotImplementedError
+
+    def untold(self, function: str) -> None:
+        """A function of a value is called, of which what it gives cannot be followed."""
 
     def segment_begins(self, segment: Segment) -> bool:
         """What a checkpoint of the model's would compute again begins; whether it may be computed again."""

@@ -18,6 +18,9 @@
        the forward's end. A call that acts on a value is run by its stage alone: if it may draw, no cut is made after it, and
        none at all if a module holds the generator.
 
+    7  A gradient that the forward asks for itself: from the first use of that by which it is asked, as autograd's graph is one
+       stage's.
+
 What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
 tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
 """
@@ -102,6 +105,7 @@ def keep_together(
     graph.spans += _left_unseen(graph)
     graph.spans += _drawn_from_one_generator(graph)
     graph.spans += _drawn_as_values_decide(graph)
+    graph.spans += _differentiated(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
@@ -250,6 +254,17 @@ def _drawn_as_values_decide(graph: ModelGraph) -> Iterator[Span]:
             first = 0 if graph.draws_held else call.start
             why = f"how many random numbers {spelled(call.path)} draws may follow from a value that it reads"
             yield _span(graph, [first, len(graph.events) - 1], why)
+
+
+def _differentiated(graph: ModelGraph) -> Iterator[Span]:
+    """From the first use of that by which a gradient is asked for, whatever it was written to since, to where it is asked."""
+    for position, values in graph.differentiated.items():
+        first = 0
+        if values is not None:
+            names = {graph.values[n].name for n in values}
+            numbers = (n for n, value in enumerate(graph.values) if value.name in names)
+            first = min((p for n in numbers for p in graph.consumers.get(n, ())), default=0)
+        yield _span(graph, [first, position], "the forward asks for a gradient itself")
 
 
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:

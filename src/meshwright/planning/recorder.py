@@ -16,11 +16,14 @@ from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tenso
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_among
+from meshwright.errors import Findings
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
 from meshwright.planning.attribute_uses import AttributeUses, Use
 from meshwright.planning.kept import contents
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
+from meshwright.spmd.autograd_functions import transforming
+from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
 from meshwright.spmd.torch_functions import SIZES, is_random, op_facts, writes
 
@@ -84,7 +87,8 @@ class Recorder(Tracer):
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
         self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
-        self._within: dict[int, None] = {}  # ids, in order, of the tensors that functions within the running event took
+        # Of the tensors that functions within the running event took, in order: id → number, if it is a value.
+        self._within: dict[int, int | None] = {}
         # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
         # the forward puts another in place of, say.
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
@@ -144,8 +148,7 @@ class Recorder(Tracer):
             number = self.number(t)
             if number is None or not gradients or t.requires_grad or not t.is_floating_point():
                 return t
-            with without_modes():
-                made = t.detach().requires_grad_().clone()  # no leaf, which the model could not write to
+            made = _differentiable(t)
             self.name_value(made, number)
             graph.values[number] = replace(graph.values[number], requires_grad=True)
             self._alive.append(made)
@@ -201,12 +204,13 @@ class Recorder(Tracer):
         renamed = self._renumber(place, tick, tensors, targets, given)
         graph.outputs[path, index] = result
         took = [*map(id, tensors), *self._within]
+        inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
         graph.events.append(
             Event(
                 path=path,
                 index=index,
                 function=name,
-                inputs=inputs,
+                inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
                 outputs=tuple(map(self.number, given)),
                 written=self.number(targets[0]) if targets else None,
                 parameters=tuple(dict.fromkeys(self._parameters[i] for i in took if i in self._parameters)),
@@ -222,7 +226,15 @@ class Recorder(Tracer):
                 generators=tuple(dict.fromkeys(map(self._numbered_generator, self.cost.drawn_from[drawn:]))),
             )
         )
+        if func in ENGINES:
+            graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
+
+    def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+        """The values by which a gradient is asked for, by their numbers; None if it is asked for by something else too."""
+        by = kwargs.get("inputs", args[1] if len(args) > 1 else None) if func is torch.autograd.grad else None
+        numbers = [self.number(t) for t in tensors_of(by)]
+        return None if not numbers or None in numbers else tuple(n for n in numbers if n is not None)
 
     def _renumber(
         self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor], given: list[Tensor]
@@ -262,6 +274,36 @@ class Recorder(Tracer):
             self.asked.add(number)
         return func(*args, **kwargs)
 
+    def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``. Without values, a gradient that a transform gives does not know that it has one itself."""
+
+        def following(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if transforming() or self.closed != 1 or not torch.is_grad_enabled():
+                return result
+            values = (n for n in self._within.values() if n is not None)
+            given = any(t.requires_grad for t in tensors_of((args, kwargs)))
+            if (
+                given
+                or any(i in self._parameters for i in self._within)
+                or any(self.graph.values[n].requires_grad for n in values)
+            ):
+                return map_tensors(_differentiable, result)
+            return result
+
+        return super().transformed(following, name, args, kwargs)
+
+    def untold(self, function: str) -> None:
+        """See ``Tracer``."""
+        findings = Findings()
+        findings.add(
+            where=f"the model's {model_line() or 'forward'}",
+            given=f"{function} of what follows from parameters, within another transform, or with a function as its result",
+            required="for a pipeline or branches, transforms of torch.func whose results are tensors: vmap, grad, jvp",
+            fix="mesh: {dp_shard: 2}",
+        )
+        raise findings.error()
+
     def segment_begins(self, segment: Segment) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
         return False  # values have the graph that they have in a backward
@@ -270,8 +312,9 @@ class Recorder(Tracer):
         self.graph.segments[segment] = self.graph.segments[segment][0], len(self.graph.events)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function within a custom ``autograd.Function``: its event takes the parameters of the modules that it calls."""
-        self._within |= {id(t): None for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        """A function within a custom ``autograd.Function``, or within what ``torch.func`` made: the event takes the parameters
+        and values that it uses, of modules that it calls, say."""
+        self._within |= {id(t): self.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         return func(*args, **kwargs)
 
     def _touch(self, place: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
@@ -402,6 +445,14 @@ class Recorder(Tracer):
             used = [p for p, e in enumerate(self.graph.events) if name in e.parameters or values.intersection(e.inputs)]
             found[name] = Touches(used, used)
         return found
+
+
+def _differentiable(t: Tensor) -> Tensor:
+    """A tensor as one with a gradient; no leaf, which the model could not write to."""
+    if t.requires_grad or not t.is_floating_point():
+        return t
+    with without_modes():
+        return t.detach().requires_grad_().clone()
 
 
 def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

@@ -287,10 +287,21 @@ _CONTRARY: dict[Any, Any] = {
 }
 
 
-def gradients_without_values(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+def gradients_without_values(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:
     """What ``torch.autograd.grad`` gives, for its shapes: a gradient asked for within a forward."""
     inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return tuple(torch.empty_like(_to_meta(x)) for x in inputs)
+    made = (torch.empty_like(_to_meta(x), requires_grad=False) for x in inputs)
+    if not create_graph or transforming():  # (a transform's own gradients are told apart by it)
+        return tuple(made)
+    return tuple(x.requires_grad_().clone() if x.is_floating_point() else x for x in made)
 
 
 def _autocast_types() -> tuple[tuple[str, torch.dtype], ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
 from meshwright.runtime.held import HeldModel
@@ -91,7 +93,9 @@ class Runner:
 
     def loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
         """The loss of a copy of a batch, in one forward, on every rank; in a trial, which may compute in a wider type."""
-        pieces = Pieces([copied(batch)], [1.0], [share])  # the model may write to it
+        # The model may write to it. What was recorded is found by the types of the batch as it is, not by those of the trial.
+        with nullcontext() if self.pipeline is None else without_modes():
+            pieces = Pieces([copied(batch)], [1.0], [share])
         try:
             with self.executor.trying():
                 losses = self.executor.run(pieces, watched=watched, backward=False)

@@ -15,7 +15,7 @@ compiled for one function of torch it reuses for another. While a mode of ours i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +88,26 @@ def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         return changed
 
     with patches.VMAP.on(changing), patches.GRAD.on(changing), patches.JVP.on(changing):
+        yield
+
+
+@contextmanager
+def transformed_functions(handler: Handler) -> Iterator[None]:
+    """While on, a call of what ``torch.func`` made (``vmap(f)(x)``, ``grad(f)(x)``, ``jvp(f, …)``, ``vjp(f, …)``) is
+    ``handler(call, name, args, kwargs)``, with ``call(*args, **kwargs)``. Contexts nest; the last is asked first."""
+
+    def handling(name: str) -> patches.Change:
+        def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return handler(plain, name, args, kwargs)
+
+            return call
+
+        return handled
+
+    with ExitStack() as stack:
+        for name, patch in patches.TRANSFORMS.items():
+            stack.enter_context(patch.on(handling(name)))
         yield
 
 

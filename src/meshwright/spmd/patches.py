@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._functorch import eager_transforms, vmap
+from torch._functorch import apis, eager_transforms, vmap
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
@@ -120,6 +120,8 @@ class Patch:
         return lambda cls, *args, **kwargs: getattr(super(place, cls), name)(*args, **kwargs)
 
 
+_AS_ONE = "to a walk, what torch.func transforms is one event; it runs without hooks on what autograd saves"
+
 # There is no public hook for what goes round torch functions, so that no function mode sees it:
 CUSTOM_FUNCTION = Patch(
     torch.autograd.function._SingleLevelFunction,  # where ``Function.apply``, kept by a model, ends up
@@ -130,6 +132,12 @@ CUSTOM_FUNCTION = Patch(
 VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
 GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get whole tensors")
 JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets whole tensors")
+TRANSFORMS = {  # what ``torch.func.vmap(f)`` and the others made is called
+    "vmap": Patch(apis, "vmap_impl", _AS_ONE),
+    "grad": Patch(eager_transforms, "grad_and_value_impl", _AS_ONE),
+    "jvp": Patch(eager_transforms, "_jvp_with_argnums", _AS_ONE),
+    "vjp": Patch(eager_transforms, "_vjp_with_argnums", _AS_ONE),
+}
 SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", "a scripted function gets whole tensors")
 CHECKPOINT = Patch(
     checkpoint,

@@ -5,14 +5,17 @@ A backward that needs a tensor ends in an error of autograd's if the tensor was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.blame import model_line
 from meshwright.private import version, without_modes
+from meshwright.spmd.autograd_functions import transformed_functions, transforming
 
 
 @contextmanager
@@ -29,8 +32,20 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
         return held
 
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+        with torch.enable_grad(), hooks, transformed_functions(partial(_without, hooks)):
             yield
         lines.update(line for t, before, line in saved if version(t) != before)
     finally:
         saved.clear()  # the graph holds ``note``, and that what was saved
+
+
+def _without(hooks: Any, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``torch.func`` made is called without the hooks, which it refuses."""
+    if transforming():  # (the one around it is)
+        return call(*args, **kwargs)
+    hooks.__exit__()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        hooks.__enter__()
