@@ -71,6 +71,7 @@ from meshwright.spmd.autograd_functions import (
     outside_transforms,
     recomputations,
     scripted_functions,
+    transformed_functions,
     transforming,
     transforms,
 )
@@ -106,7 +107,7 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_C _are_functorch_transforms_active _functorch",
     "spmd/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
-        _wrap_tensor_for_grad",
+        _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys
@@ -350,6 +351,33 @@ def test_transforms_get_whole_tensors_by_the_functions_that_wrap_what_they_are_g
     with transforms(noted):
         torch.vmap(torch.sin)(x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * torch.full((3,), 2.0).cos(), msg="the graph goes on outside")
+
+
+def test_what_torch_func_made_is_called_through_functions_of_its_modules() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def noted(call: Any, name: str, args: Any, kwargs: Any) -> Any:
+        seen.append((name, any(t is x for t in pytree.tree_leaves((args, kwargs)))))
+        return call(*args, **kwargs)
+
+    x = torch.ones(3, requires_grad=True)
+    square = lambda t: (t * t).sum()  # noqa: E731
+    calls = {
+        "vmap": lambda: torch.func.vmap(torch.sin)(x),
+        "grad": lambda: torch.func.grad(square)(x),
+        "jvp": lambda: torch.func.jvp(square, (x,), (torch.ones(3),))[0],
+        "vjp": lambda: torch.func.vjp(square, x)[0],
+    }
+    for name, call in calls.items():
+        seen.clear()
+        expected = call()
+        with transformed_functions(noted):
+            torch.testing.assert_close(call(), expected)
+        assert seen[0] == (name, True), name
+    seen.clear()
+    with transformed_functions(noted):
+        torch.func.jacrev(square)(x), torch.func.grad_and_value(square)(x)
+    assert [name for name, given in seen if given] == ["vjp", "grad"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

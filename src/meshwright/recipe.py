@@ -138,6 +138,7 @@ class Recipe:
         streams: module → the stream of each rank that it runs on, at the same time as those on others.
         placed: module → the places of its calls, in turn, the last for all further ones.
         routed: whether the forward reads values, so that data ranks may use different parameters.
+        kept: parameters of which the model uses the very object, from elsewhere than its modules: they stay those objects.
         shared_inputs: tensors of a batch, by name, that all rows share: they are not sharded by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         verify: after how many steps ranks compare the values that they should hold alike; 0: never.
@@ -161,6 +162,7 @@ class Recipe:
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
+    kept: tuple[str, ...] = ()
     shared_inputs: tuple[str, ...] = ()
     seed: int = 0
     nonfinite: str = "stop"

@@ -62,6 +62,7 @@ class Draft:
         schedule: of the pipeline.
         buffers: for each buffer its name, and the stage and the place whose copy counts.
         loose: parameter → why it stays out of its unit, or nothing where a note says so.
+        kept: of these, those of which the model uses the very object, from elsewhere than its modules.
     """
 
     model: nn.Module
@@ -86,6 +87,7 @@ class Draft:
     schedule: str = ""
     buffers: tuple[tuple[str, int, int], ...] = ()
     loose: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
     @property
     def data(self) -> int:

@@ -25,6 +25,7 @@ from meshwright.planning.passes.branches import place_branches, read_branches
 from meshwright.planning.passes.checks import check_rows, check_scripted, check_tp, stop_if_wrong
 from meshwright.planning.passes.entries import find_concurrent, read_entries
 from meshwright.planning.passes.parameters import (
+    keep_objects,
     keep_other_types,
     keep_shared_by_units,
     keep_written,
@@ -62,7 +63,7 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (
     find_blocks, record_forward, place_branches, stop_if_wrong,
     # 3  units and shards
     choose_units, choose_recompute, shard_over_tp, check_refused, stop_if_wrong, close_units, keep_written,
-    keep_input_written_later,
+    keep_objects, keep_input_written_later,
     # 4  stages
     cut_into_stages, choose_schedule, keep_units_in_stages, recompute_in_stages, tell_shared, place_buffers,
     recompute_in_branches, keep_units_in_branches, check_shared, stop_if_wrong,
@@ -107,6 +108,7 @@ def recipe_of(draft: Draft) -> Recipe:
         placed=branches.placed,
         streams=branches.streams,
         routed=draft.routed,
+        kept=draft.kept,
         seed=plan.seed,
         nonfinite=plan.nonfinite,
         verify=plan.verify,

@@ -102,6 +102,8 @@ class Uses:
         outside: (unit, parameter) where it was not.
         again: (unit, parameter) where the unit ran within a custom ``autograd.Function`` that was not handed the parameter.
             The backward of that function computes with the parameter again, when the unit may have freed it.
+        kept: parameters of which the model has the very object elsewhere than in its modules (in a list, in a function's
+            closure), and that it used from there.
         seen: parameters that were used.
         written: parameters that were written.
         called: units that ran.
@@ -121,6 +123,8 @@ class Uses:
         self.again: set[tuple[str, str]] = set()
         self._around: tuple[str, ...] | None = None  # units that were running when a custom function began
         self.seen: set[str] = set()
+        self.kept: set[str] = set()
+        self._model = model
         self.called: set[str] = set()
         self.written: set[str] = set()
         self.differentiates = False
@@ -145,6 +149,9 @@ class Uses:
         """A use of a parameter, as the model has it, by a torch function."""
         self.seen.add(name)
         found = self._gathered.get(id(x))
+        if found is None and "" in self.active:
+            self.kept.add(name)
+            return
         taken_in = frozenset[str]() if found is None else found.units
         for unit in self.owners.get(id(self.own(x)), ()):
             if unit not in self.active or unit not in taken_in:
@@ -168,7 +175,7 @@ class Uses:
         """Follows which units' forwards are running."""
         with ExitStack() as stack:
             stack.callback(self._end)
-            for name, module in self.candidates.items():
+            for name, module in {"": self._model, **self.candidates}.items():
                 stack.callback(module.register_forward_pre_hook(self._enter(name), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             for name, module in self.recomputed.items():

@@ -36,7 +36,7 @@ from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
-from meshwright.runtime.weights.parameters import cut_parameters, fill, local_part, places
+from meshwright.runtime.weights.parameters import StandIns, cut_parameters, fill, local_part, places, put_back
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.runtime.weights.unused import Routed
 from meshwright.spmd.comm import Axis, Ledger
@@ -70,6 +70,7 @@ def apply(
     model = recorded.module
     if dtype is not None:
         cast(model, dtype)
+    objects = {name: p for name, p in model.named_parameters() if name in recipe.kept}
     cut_parameters(model, recipe, groups)
     random = Generators(groups.device, model)
     ledger = Ledger()
@@ -83,8 +84,9 @@ def apply(
     )
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
+    stand_ins = put_back(model, objects)
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
-    view = _view(model, recipe, dispatchers, branching)
+    view = _view(model, recipe, dispatchers, branching, stand_ins)
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     streams = _streams(recipe, groups)
@@ -165,12 +167,16 @@ def _dispatchers(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledge
 
 
 def _view(
-    model: nn.Module, recipe: Recipe, dispatchers: Mapping[int, Dispatcher], branching: Branching | None
+    model: nn.Module,
+    recipe: Recipe,
+    dispatchers: Mapping[int, Dispatcher],
+    branching: Branching | None,
+    stand_ins: StandIns,
 ) -> SpmdMode | None:
     """The view over tp, and over that of each branch; None without one."""
     if not dispatchers:
         return None
-    local = LocalParameters(model, recipe, dispatchers, branching)
+    local = LocalParameters(model, recipe, dispatchers, branching, stand_ins)
     return SpmdMode(dispatchers[0], local, local.forget)
 
 
@@ -215,12 +221,21 @@ class LocalParameters:
 
     FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
     While the view is on, a parameter has one local part, so that a gradient by the parameter can be asked for.
+
+    Args:
+        stand_ins: what stands in modules in the place of objects that the model has elsewhere.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, works: Mapping[int, Dispatcher], branching: Branching | None
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        works: Mapping[int, Dispatcher],
+        branching: Branching | None,
+        stand_ins: StandIns,
     ) -> None:
         self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
+        self._stand_ins = stand_ins
         self._several = any(len(line.places) > 1 for line in recipe.parameters)
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
@@ -247,7 +262,9 @@ class LocalParameters:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
-            return None
+            if not self._stand_ins or (found := self._stand_ins.get(id(x))) is None or found[0] is not x:
+                return None
+            x = found[1]
         running = self._branching.running[-1] if self._branching is not None and self._several else 0
         trains = x.requires_grad
         key = id(x), trains, trains and torch.is_grad_enabled(), torch.is_inference_mode_enabled(), running

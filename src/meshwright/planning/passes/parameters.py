@@ -25,6 +25,18 @@ def keep_written(draft: Draft) -> Draft:
     return replace(draft, loose=dict.fromkeys(written, "")).noted(told if written else [])
 
 
+def keep_objects(draft: Draft) -> Draft:
+    """Parameters of which the model has the very object elsewhere than in its modules (``self.scales = [layer.scale, …]``, a
+    function that is closed over one) stay out of their units: FSDP2 puts others in their place in modules alone."""
+    kept = sorted(draft.uses.kept) if draft.uses is not None else []
+    if not kept:
+        return draft
+    more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+    note = f"used from elsewhere than the modules that hold them: {', '.join(kept[:3])}{more}: whole on every data rank"
+    draft = replace(draft, loose={**draft.loose, **dict.fromkeys(kept, "")}, kept=tuple(kept))
+    return draft.noted([note] if draft.data > 1 else [])
+
+
 def keep_shared_by_units(draft: Draft) -> Draft:
     """Parameters that stand in a unit and outside it, too, stay out of all units: FSDP2 would shard such a parameter twice.
     (Two blocks have one rotary embedding, say. If it is used in both, ``close_units`` has seen to it; it may be used in the

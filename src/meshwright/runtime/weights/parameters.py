@@ -9,7 +9,7 @@ shards over the data axes. Its local tensor is the recipe's slice: for a cut of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import locally
 
 Values = Callable[[ParameterRecipe], Tensor]
+StandIns = dict[int, tuple[Tensor, DTensor]]
+"""Identity of an object that a model has elsewhere than in its modules → that object, the parameter that stands there."""
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -82,6 +84,25 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> No
             if line.name in held:
                 mine = take_slices(values(line), recipe.held(line, groups.rank))
                 local_tensor(named[line.name]).copy_(mine.to(groups.device))
+
+
+def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
+    """Makes parameters the objects again that they were before, as the model has these elsewhere, too.
+
+    Returns what stands in the place of those that cannot be (a DTensor is of another kind).
+    """
+    named, every = dict(model.named_parameters(remove_duplicate=False)), list(places(model))
+    stand_ins: StandIns = {}
+    for name, before in objects.items():
+        now = named[name]
+        if isinstance(now, DTensor):
+            stand_ins[id(before)] = before, now
+        elif now is not before:
+            torch.utils.swap_tensors(before, now)
+            for _, module, key, p in every:
+                if p is now:
+                    setattr(module, key, before)
+    return stand_ins
 
 
 def _allocated(t: Tensor, device: torch.device) -> Tensor:
