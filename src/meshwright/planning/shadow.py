@@ -46,6 +46,7 @@ class Shadow(TorchDispatchMode):
             is called either way is called on every rank, whatever its rows.
         fewer: assume that a mask without values holds half of what there is, and not all.
         fewer_known: take it that a mask of the batch selects another number than it does.
+        empty: take it that masks select nothing.
         origins: gets the memory that the answers follow from.
         watch: is told of each op: the tensors that it takes, those of them that it writes, and what it gives.
 
@@ -65,12 +66,13 @@ class Shadow(TorchDispatchMode):
         contrary: bool = False,
         fewer: bool = False,
         fewer_known: bool = False,
+        empty: bool = False,
         origins: Origins | None = None,
         watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self._origins, self._watch = origins, watch
-        self.contrary, self.fewer, self._fewer_known = contrary, fewer, fewer_known
+        self.contrary, self.fewer, self._fewer_known, self._empty = contrary, fewer, fewer_known, empty
         self.reads = self.known = self.sized = self.measured = 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
@@ -99,6 +101,9 @@ class Shadow(TorchDispatchMode):
             if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in _CONTRARY:
                 return _CONTRARY[func](func, *args, **kwargs)
         if not any(t.is_meta for t in tensors):
+            if _gives_a_size(func):
+                self.reads += 1
+                self.known += 1
             if kwargs.get("device") == META:  # a factory that asked a meta tensor for its device
                 kwargs["device"] = torch.device("cpu")
             out = func(*self._of_other_sizes(func, args), **kwargs)
@@ -129,10 +134,16 @@ class Shadow(TorchDispatchMode):
         if func not in _INDEXED or not any(map(_is_mask, args[1])):
             return args
         self.measured += 1
-        return (args[0], [_of_another(i) if _is_mask(i) else i for i in args[1]]) if self._fewer_known else args
+        self.reads += 1
+        if not self._fewer_known and not self._empty:
+            return args
+        other = torch.zeros_like if self._empty else _of_another
+        return args[0], [other(i) if _is_mask(i) else i for i in args[1]]
 
     def _held(self, mask: Tensor) -> int:
         """How many elements a mask selects; all, or half of them, if it has no values: meta kernels cannot count."""
+        if self._empty:
+            return 0
         if not mask.is_meta:
             self.measured += 1
             held = int(mask.count_nonzero())
@@ -144,11 +155,18 @@ class Shadow(TorchDispatchMode):
         if index is None or not _is_mask(index):
             return [index]
         self.sized += index.is_meta
+        self.reads += gives
         held = self._held(index) if gives or index.is_meta else int(index.count_nonzero())
         return [torch.empty(held, dtype=torch.int64, device=META) for _ in range(index.dim())]
 
 
 _INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)
+
+
+@lru_cache(maxsize=4096)
+def _gives_a_size(func: Any) -> bool:
+    """Whether an op gives a tensor whose size follows from values (``repeat_interleave``), and nothing else is known of it."""
+    return torch.Tag.dynamic_output_shape in func.tags and func not in (*_INDEXED, *_SIZED)
 
 
 def _is_mask(index: Tensor | None) -> bool:

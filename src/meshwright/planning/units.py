@@ -106,7 +106,7 @@ class Uses:
             closure), and that it used from there.
         seen: parameters that were used.
         written: parameters that were written.
-        called: units that ran.
+        called: units that ran, in the order in which they first did.
         rewritten: modules that are to be recomputed, and whose input was written to after their forward.
         differentiates: whether the forward asked for gradients itself.
         escapes: what units hand on past FSDP2.
@@ -125,7 +125,7 @@ class Uses:
         self.seen: set[str] = set()
         self.kept: set[str] = set()
         self._model = model
-        self.called: set[str] = set()
+        self.called: dict[str, None] = {}
         self.written: set[str] = set()
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
@@ -199,7 +199,7 @@ class Uses:
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self.active.append(name)
-            self.called.add(name)
+            self.called[name] = None
             with without_any_mode():
                 self._places.append(self._gather(module))
 

@@ -103,23 +103,36 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
 
 
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
-    """Units that a forward does not call when every question it asks of values is answered the other way, or when it draws
-    other random numbers. They matter if data ranks may go different ways."""
+    """Units that a forward does not call when every question it asks of values is answered the other way, when masks select
+    nothing, or when it draws other random numbers. They matter if data ranks may go different ways."""
     model, always = draft.model, set(uses.called)
     if not draft.routed:
         return set()
     for contrary, way in ((True, None), *((False, way) for way in WAYS if draft.drawn)):
-        other = Uses(model, uses.candidates)
-        try:
-            with torch.no_grad(), Shadow(contrary=contrary), Meeting(), other.watching(), drawing(way, model):
-                undisturbed(model, draft.run)(model)
-        except Exception as error:
-            # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
-            # rank skips would leave the others waiting.
-            if is_ours(error):
-                raise
-        always &= other.called
+        with drawing(way, model):
+            other, _ = _another(draft, uses, Shadow(contrary=contrary))
+        # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
+        # rank skips would leave the others waiting.
+        always &= other.called.keys()
+    other, ended = _another(draft, uses, Shadow(empty=True))
+    # With nothing selected, a model that does not ask how much that is may make no sense: what it did not come to is none.
+    order = [*uses.called]
+    last = len(order) if ended else max((order.index(n) for n in other.called if n in uses.called), default=0)
+    always -= set(order[:last]) - other.called.keys()
     return set(uses.candidates) - always
+
+
+def _another(draft: Draft, uses: Uses, shadow: Shadow) -> tuple[Uses, bool]:
+    """The units that another forward calls, and whether it came to its end."""
+    other = Uses(draft.model, uses.candidates)
+    try:
+        with torch.no_grad(), shadow, Meeting(), other.watching():
+            undisturbed(draft.model, draft.run)(draft.model)
+    except Exception as error:
+        if is_ours(error):
+            raise
+        return other, False
+    return other, True
 
 
 def keep_units_in_stages(draft: Draft) -> Draft:
