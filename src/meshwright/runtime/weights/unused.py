@@ -50,6 +50,8 @@ class Routed:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
         self._groups, self._sync = groups, sync
+        modules = dict(model.named_modules())
+        self._unfollowed = {modules[u.name] for u in recipe.units if not u.follows_inputs}  # by FSDP2 itself
         self._filled: set[int] = set()
         self._used: set[int] = set()  # had a gradient in one reduction: a unit that is called twice is reduced twice
         self._earlier: set[int] = set()  # those that have a gradient of an earlier step
@@ -80,7 +82,8 @@ class Routed:
         """Where a unit's input has no gradient, its forward begins with what ends its backward."""
         if self._sync.ends is None or not torch.is_grad_enabled():
             return
-        if any(t.requires_grad for t in tensors_of((args, kwargs)) if not isinstance(t, nn.Parameter)):
+        given = (t for t in tensors_of((args, kwargs)) if not isinstance(t, nn.Parameter))
+        if module not in self._unfollowed and any(t.requires_grad for t in given):
             return
         assert isinstance(module, FSDPModule)
         with without_modes():
