@@ -660,6 +660,33 @@ def put(b: Builder) -> None:
                  "{0}.fill_diagonal_(0.2) if {0}.dim() == 2 else {0}.add_(0.1)", "{0}[:, [0, 0]] = {0}.detach()[:, :1] * 0.5", "{0}.clamp_min_(-0.5)"]), x)  # fmt: skip
 
 
+@operation("picked", 2)
+def picked(b: Builder) -> None:
+    """What has a size that follows from values, of the batch or of parameters; Python is told the size, or acts on it."""
+    if "ids" not in b.inputs:
+        raise RefusedError
+    x = b.value(lambda t: t.dim() == 3 and t.shape[:2] == b.inputs["ids"].shape)
+    width = b.get(x).shape[-1]
+    mask = b.pick(["ids > 5", "labels >= 0", "{0}.sum(-1) > 0", "{0}.detach()[..., 0] > 0.5"])
+    kind = b.pick(["sum", "told", "acted on", "linear", "repeated"])
+    if kind == "repeated":
+        n = b.other("{0}.repeat_interleave(ids[0] % 2 + 1, dim=1)", x)
+        b.new("{0} + {1}.mean(1, keepdim=True) / {1}.shape[1]", x, n)
+        return
+    n = b.other("{0}[%s]" % mask, x)
+    if kind == "sum":
+        b.new("{0}.sum(0) * 0.1", n, plain=True)
+    elif kind == "told":
+        b.new("{0} * (len({1}) / 8)", x, n)
+    elif kind == "linear":
+        name = b.member("linear", f"nn.Linear({width}, {b.size()})")
+        b.new(f"self.{name}({{0}}).tanh().sum(0) / (len({{0}}) + 1)", n, plain=True)
+    else:
+        y = b.new("{0} * 1.0", x)
+        then = Statement(y, "{0} * {1}", (y, b.parameter(width)))
+        b.body.append(Statement(None, f"if len({n}) > 9:", (), (then,)))
+
+
 @operation("placed", 2)
 def placed(b: Builder) -> None:
     """The forward says where a module's parameters are, of which type, or writes to them."""
