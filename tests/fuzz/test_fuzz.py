@@ -85,7 +85,7 @@ def test_a_failure_is_made_small():
     """A judge that dislikes one function: what is left is that function and what it takes."""
     dislikes = lambda run: Verdict(WRONG, "losses") if ".tanh_()" in run.source else Verdict(RIGHT)  # noqa: E731
     found = [c for c in random_cases("tp=2", 30, 3) if dislikes(c.run).failed]
-    small = [shrink(c, dislikes(c.run), dislikes, seconds=10)[0] for c in found[:2]]
+    small = [shrink(c, dislikes(c.run), dislikes, seconds=30)[0] for c in found[:2]]
     assert all(len(c.program) <= 6 for c in small), [c.run.printed() for c in small]
     assert all(c.plan == {"mesh": {"tp": 2}} and c.rows == ((4,),) for c in small)
 
