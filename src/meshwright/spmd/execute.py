@@ -170,17 +170,19 @@ class Prepared:
 
     def _from_slots(self) -> Ready:
         """What the local function gives, of operands that are all arguments themselves."""
-        run, base = self.run, self.args
+        run, base, varying = self.run, self.args, Need.VARYING
         slots = [(at, index, index in self.views, need) for at, index, need in self.slots]
 
         def local(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
             args = base.copy()
             for at, index, is_view, need in slots:
                 t = tensors[index]
-                if need is not None:
-                    args[at] = brought(dispatcher, t, need)
-                else:
+                if need is None:
                     args[at] = t._mw_local if is_view else t
+                elif need is varying and type(t) is Tensor and not t.requires_grad:
+                    args[at] = t  # the batch: as `brought` has it, of which this is what is asked most
+                else:
+                    args[at] = brought(dispatcher, t, need)
             return run(*args)
 
         return local

@@ -183,6 +183,8 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
         elif kind is Tensor:
             _read_plain(x, parts)
             tensors.append(x)
+        elif kind is tuple:
+            dispatcher = _read_several(x, kind, parts, tensors, local, dispatcher)
         else:
             dispatcher = _read(x, kind, parts, tensors, local, dispatcher)
     if kwargs:
