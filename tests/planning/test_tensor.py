@@ -166,3 +166,15 @@ def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:
 def test_parts_that_are_not_equal_are_an_error() -> None:
     with pytest.raises(mw.PlanError, match=r"dim 0 \(16\) is not 3 equal parts"):
         mw.make_recipe(partial(Derived, "sorted"), plan(2, up={"tp": "column", "parts": 3}), batch())
+
+
+class OfAnObject(nn.Sequential):
+    """With a style of a ``tp_plan`` that is an object, as diffusers has them."""
+
+    _tp_plan = {"0": object()}  # noqa: RUF012  (as models have it)
+
+
+def test_a_style_that_is_an_object_is_named_by_its_class() -> None:
+    build = lambda: OfAnObject(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))  # noqa: E731
+    recipe = mw.make_recipe(build, {"mesh": {"tp": 2}}, (torch.randn(4, 8),), lambda y: y.square().mean())
+    assert not [note for note in recipe.notes if " at 0x" in note] and "'object', not known here" in str(recipe.notes)

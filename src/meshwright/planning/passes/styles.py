@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -35,7 +36,8 @@ def _said(draft: Draft, names: tuple[str, ...]) -> Entry:
     for name in names:
         scopes = [name[:i] for i, c in enumerate(name) if c == "."]
         for scope in (*scopes, name):  # what is said of a module holds for its parameters
-            said = said | draft.entry(scope)
+            if scope in draft.entries:
+                said = said | draft.entries[scope]
     return said
 
 
@@ -61,8 +63,15 @@ def model_styles(model: nn.Module, names: Names) -> tuple[dict[str, Style], list
                 styles[name] = Style(_TP_PLAN[style], reason=f"the model's tp_plan: {style}")
         for group, style in groups.items():
             if group and fnmatchcase(name, f"{group}.*"):
-                styles[name] = Style("replicate", reason=f"the model's tp_plan has a style not known here: {style}")
+                styles[name] = Style(
+                    "replicate", reason=f"the model's tp_plan has a style not known here: {_named(style)}"
+                )
     return styles, [
-        f"{group or 'a group'} is left whole over tp: its tp_plan has the style {style!r}, not known here"
+        f"{group or 'a group'} is left whole over tp: its tp_plan has the style {_named(style)!r}, not known here"
         for group, style in groups.items()
     ]
+
+
+def _named(style: Any) -> str:
+    """A style as it is written; of an object (as diffusers has them) its class, as an address is another on each rank."""
+    return style if isinstance(style, str) else type(style).__name__
