@@ -55,6 +55,7 @@ from meshwright.private import (
     storage_of,
     version,
     without_any_mode,
+    without_dispatch,
     without_modes,
     without_subclasses,
     wrapper,
@@ -84,7 +85,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d _functorch \
+    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d _functorch \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
@@ -786,6 +787,22 @@ def _held_under_fsdp_and_tp() -> tuple[Any, ...]:
     module.unshard()
     gathered = module.weight
     return held, (at_rest.device_mesh.ndim, gathered.device_mesh.ndim), gathered.to_local().tolist(), placements
+
+
+def test_ops_pass_dispatch_modes_by_for_a_while() -> None:
+    seen: list[Any] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        with without_dispatch():
+            made = torch.empty_strided((2, 3), (1, 2), device="meta")
+        assert not seen and made.is_meta and made.stride() == (1, 2)
+        torch.empty(2)
+    assert len(seen) == 1
 
 
 def test_decisions_are_kept_apart_by_whether_autocast_is_on_for_any_device() -> None:

@@ -31,6 +31,10 @@ without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorc
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
+# For the time of a ``with``, ops pass dispatch modes by. The public way is to leave each mode and to enter it again, which
+# takes longer than what is done in between.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
 # Whether autocast is on for any device. The public question asks for one device at a time, in twice the time of a call.
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -257,6 +261,7 @@ __all__ = [
     "storage_of",
     "version",
     "without_any_mode",
+    "without_dispatch",
     "without_modes",
     "without_subclasses",
     "wrapper",

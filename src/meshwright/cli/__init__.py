@@ -15,6 +15,7 @@ What is wrong with any of what is given is told at once, without a traceback, an
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import typer
@@ -42,6 +43,9 @@ app = typer.Typer(
 
 def main() -> None:
     """The ``meshwright`` command."""
+    # To import torch and transformers makes a million objects that stay, and Python's collector looks at them again and again:
+    # a second. Its default is 700 new objects.
+    gc.set_threshold(20_000, 10, 10)
     try:
         processes.recorded(app)()
     except SystemExit as end:

@@ -23,13 +23,14 @@ from meshwright.described import Laid, described, laid, made_again, tensors_amon
 from meshwright.planning.origins import Origins
 from meshwright.private import (
     TorchDispatchMode,
+    autocast_is_on,
     python_body,
     pytree,
     storage_of,
     without_any_mode,
 )
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
-from meshwright.spmd.torch_functions import op_facts, written_by
+from meshwright.spmd.torch_functions import FACTS, op_facts, written_by
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -55,6 +56,7 @@ class Shadow(TorchDispatchMode):
         known: how many of them were real: the path that was taken is that of this batch.
         assumed: (function, the model's line) of each that was not.
         sized: how many sizes were assumed that follow from values.
+        effects: how many ops did something else than to give tensors, in memory of their own or as views.
         measured: how many sizes are those of what a mask of the batch selects. Another batch has others.
         memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
         written: the names of parameters that were written.
@@ -73,7 +75,7 @@ class Shadow(TorchDispatchMode):
         super().__init__()
         self._origins, self._watch = origins, watch
         self.contrary, self.fewer, self._fewer_known, self._empty = contrary, fewer, fewer_known, empty
-        self.reads = self.known = self.sized = self.measured = 0
+        self.reads = self.known = self.sized = self.measured = self.effects = 0
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
         self.written: set[str] = set()
@@ -83,15 +85,21 @@ class Shadow(TorchDispatchMode):
         tensors = tensors_among((*args, *kwargs.values()))
         targets = tensors_among(value for _, value in written_by(func, args, kwargs))
         out = self._answer(func, args, kwargs, tensors, targets)
+        self.tell(tensors, targets, out)
+        return out
+
+    def tell(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], out: Any) -> None:
+        """Tells whoever watches of an op, or of a function that stands for its ops: what it took, wrote and gave."""
         if self._watch is not None:
             self._watch(tensors, targets, tensors_among(out if isinstance(out, (tuple, list)) else (out,)))
-        return out
 
     def _answer(
         self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], targets: list[Tensor]
     ) -> Any:
         if self._origins is not None:
             self._origins.begin(func, tensors)
+        facts = op_facts(func)
+        self.effects += facts.draws or not (facts.is_fresh or facts.is_view)
         self.written |= {name for t in targets if self.memory and (name := self.memory.get(storage_of(t)))}
         if func in _ASSUMED or func in _SIZED:
             self.reads += 1
@@ -127,6 +135,10 @@ class Shadow(TorchDispatchMode):
             args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return _by_shapes(func, args, kwargs)
+
+    def noted(self) -> tuple[int, ...]:
+        """Is another after an op that read or wrote something, drew, or gave a size that follows from values."""
+        return self.effects, self.reads, self.sized, self.measured
 
     def _of_other_sizes(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a function of the batch alone; masks by which it selects hold another number than they do, if other
@@ -196,7 +208,7 @@ class _UnknownError(Exception):
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on meta tensors, or what it gave for others of the same shapes."""
-    if not op_facts(func).is_fresh or not all(map(_is_plain, tensors_among((*args, *kwargs.values())))):
+    if not op_facts(func).is_fresh or not all(map(is_plain_meta, tensors_among((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
         outputs = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
@@ -210,12 +222,12 @@ def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | t
     """What an op gives for arguments that are described. Raises _UnknownError if these are not tensors alone."""
     outputs = func(*made_again(args), **made_again(kwargs))
     several = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not all(map(_is_plain, several)):
+    if not all(map(is_plain_meta, several)):
         raise _UnknownError
     return tuple(map(laid, outputs)) if isinstance(outputs, tuple) else laid(outputs)
 
 
-def _is_plain(t: Any) -> bool:
+def is_plain_meta(t: Any) -> bool:
     return type(t) in (Tensor, Parameter) and t.is_meta and t.layout is torch.strided and not t.is_complex()
 
 
@@ -336,7 +348,17 @@ def _on_a_device() -> AbstractContextManager[Any]:
     return torch.autocast(_device().type, dtype=_autocast_types()[-1][1])
 
 
-_READ_PAST = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # the dispatcher
+_READ_AS_ONES = frozenset([Tensor.tolist, Tensor.numpy])
+_READ_PAST = _READ_AS_ONES | {Tensor.__array__, Tensor.__dlpack__}  # the dispatcher
+# What ``Meeting`` may answer itself.
+_ANSWERED = _READ_PAST | {
+    _DEVICE,
+    Tensor.register_hook,
+    Tensor.retain_grad,
+    Tensor.type,
+    Tensor.__format__,
+    torch.autograd.grad,
+}
 
 
 def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -370,31 +392,39 @@ class Meeting(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.differentiates |= transforming()
-        if func == _DEVICE and args[0].is_meta:
-            return torch.device(
-                "cpu"
-            )  # what a model makes there, or asks of it (``torch.autocast(x.device.type)``), is real
-        if func in (Tensor.tolist, Tensor.numpy):
-            self.known += not args[0].is_meta
-        if func in _READ_PAST and self._origins is not None:
-            self._origins.look(args[:1])
-        if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
-            return func(torch.ones(args[0].shape, dtype=args[0].dtype))
-        if func in (Tensor.register_hook, Tensor.retain_grad) and args[0].is_meta:
-            return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None  # no backward follows
-        if func is torch.autograd.grad and any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
+        if func in _ANSWERED and (answer := self._answered(func, args, kwargs)) is not NotImplemented:
+            return answer
+        if func in FACTS:  # most of what is asked
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if autocast_is_on() and _autocast_types():
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if META in {t.device for t in tensors}:
+                return self._autocast(func, name, args, kwargs)
+        return self.met(func, name, args, kwargs)
+
+    def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What is asked of a tensor without values, or past the dispatcher; NotImplemented where torch is to answer."""
+        if func is torch.autograd.grad:
+            if not any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
+                return NotImplemented
             self.differentiates = True
             return gradients_without_values(*args, **kwargs)
-        if func is Tensor.type and args[0].is_meta:
+        x = args[0]
+        if func in _READ_PAST:
+            self.known += func in _READ_AS_ONES and not x.is_meta
+            if self._origins is not None:
+                self._origins.look(args[:1])
+            return func(torch.ones(x.shape, dtype=x.dtype)) if func in _READ_AS_ONES and x.is_meta else NotImplemented
+        if not x.is_meta:
+            return NotImplemented
+        if func == _DEVICE:  # what a model makes there, or asks of it (``torch.autocast(x.device.type)``), is real
+            return torch.device("cpu")
+        if func is Tensor.type:
             return _type(*args, **kwargs)
-        if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
-            return format(args[0].item(), *args[1:])  # a number in a text: in the name of a module, say
-        name = getattr(func, "__name__", "")
-        if _autocast_types() and META in {
-            t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }:
-            return self._autocast(func, name, args, kwargs)
-        return self._met(func, name, args, kwargs)
+        if func is Tensor.__format__:  # a number in a text: in the name of a module, say
+            return NotImplemented if x.dim() else format(x.item(), *args[1:])
+        return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None  # no backward follows
 
     def _autocast(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Under autocast, which has nothing for tensors on meta: in the type that it gives on a device.
@@ -405,7 +435,7 @@ class Meeting(FunctionMode):
         if written_in_python and (body := python_body(func)) is not None:
             with self:
                 return body(*args, **kwargs)
-        result = self._met(func, name, args, kwargs)
+        result = self.met(func, name, args, kwargs)
         if not isinstance(result, Tensor) or not result.is_floating_point() or "out" in kwargs or name.endswith("_"):
             return result
         dtype = self._type_under_autocast(func, args, kwargs)
@@ -432,7 +462,8 @@ class Meeting(FunctionMode):
                 break
         return self._types.get(key)
 
-    def _met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What a function gives, where tensors of both kinds may meet."""
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))
             return func(*args, **kwargs)

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from meshwright.layout import REPLICATE, Shard, even_shard
 from meshwright.planning.families import families
-from meshwright.planning.shadow import Meeting, Shadow, gradients_without_values
+from meshwright.planning.known_shapes import KnownShapes
+from meshwright.planning.shadow import Shadow, gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import pytree, storage_of
 from meshwright.spmd.autograd_functions import custom_functions, transforming
@@ -38,9 +39,9 @@ from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
-from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.dispatcher import Dispatcher, signature_of
 from meshwright.spmd.mode import SPECIAL, SpmdMode
-from meshwright.spmd.signature import ReadsValue, with_values
+from meshwright.spmd.signature import NEVER, ReadsValue, with_values
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
 
@@ -159,7 +160,8 @@ def _followed(
     for _ in range(passes):
         planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, rows, model)
         planner.families = families
-        mode, shadow, meeting = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None), Meeting()
+        mode, shadow = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None)
+        meeting = KnownShapes(shadow)
         shadow.memory = planner.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
@@ -257,16 +259,15 @@ class Reading(SpmdMode):
             self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Shard)], _AT_ONCE)
         elif func not in ANSWERS and not _changes_the_view(func, args, kwargs):
             decided = self.planner.read(func, args, kwargs)
-            args, kwargs = decided.given((decided.args, decided.kwargs))
             sources |= _sources(decided.tensors)
+            if (prepared := dispatcher.prepared.get(decided.signature)) is not None:
+                return _of_sources(prepared(dispatcher, decided.tensors), sources)
+            args, kwargs = decided.given((decided.args, decided.kwargs))
             if isinstance(decided.answer, Body):
                 again = self  # its inner calls are read as well
         with again:
             out = dispatcher.call(func, args, kwargs)
-        for x in _views(out):
-            if isinstance(x._mw_layout, Shard):
-                x._mw_sources = x._mw_sources | sources
-        return out
+        return _of_sources(out, sources)
 
     def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
         self.planner.gathered(user, views)
@@ -312,6 +313,9 @@ class Planner:
         self.differentiates = False
         self._alive: list[Tensor] = []  # memory is told by its address
         self.uses: Uses | None = None
+        self._known: dict[
+            tuple[Any, ...], Decided
+        ] = {}  # signature → what was decided, with the tensors of the first call
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
@@ -407,7 +411,7 @@ class Planner:
         declined: set[int] = set()
         while True:
             try:
-                decided = self.dispatcher.decide(func, args, kwargs)
+                decided = self._decided(func, args, kwargs)
             except ReadsValue:
                 args, kwargs = with_values(args, kwargs)
                 continue
@@ -430,6 +434,16 @@ class Planner:
             self.units(tensors[answer.finding.index], answer.finding.count)
         if isinstance(answer, Gather):
             self.gathered(func, [x for x in tensors if isinstance(x, GlobalTensor)])
+        return decided
+
+    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+        """What is to be done with a call. Decided once for each signature: the blocks of a model have the same."""
+        signature, tensors = signature_of(func, args, kwargs)
+        if (known := self._known.get(signature)) is not None:
+            return Decided(known.answer, tensors, known.args, known.kwargs, signature)
+        decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
+        if isinstance(decided.answer, Decision) and decided.answer.kept and NEVER not in signature:
+            self._known[signature] = decided
         return decided
 
     def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
@@ -520,6 +534,14 @@ class Planner:
         if style.forced:  # what is not refused: a vector, named with the weights beside it
             return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
         return f"{style.reason}, which no product that it meets allows" if style.reason else ""
+
+
+def _of_sources(out: Any, sources: set[str]) -> Any:
+    """What a call gives, whose cuts come from parameters of these names."""
+    for x in _views(out):
+        if isinstance(x._mw_layout, Shard):
+            x._mw_sources = x._mw_sources | sources
+    return out
 
 
 def _sources(value: Any) -> set[str]:

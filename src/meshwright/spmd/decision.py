@@ -135,12 +135,17 @@ Answer = Decision | Body | Gather
 
 @dataclass(frozen=True)
 class Decided:
-    """A call with the decision on it; in its arguments Uses stand for tensors."""
+    """A call with the decision on it; in its arguments Uses stand for tensors.
+
+    Attributes:
+        signature: of the call; empty if it is not known.
+    """
 
     answer: Answer
     tensors: list[Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    signature: tuple[Any, ...] = ()
 
     def given(self, value: Any) -> Any:
         """``value`` with the tensors of the call in place of Uses."""

@@ -84,12 +84,8 @@ class Dispatcher:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` as one device would give it; sharded tensors come back as global tensors."""
-        _, parts, tensors = read(func, args, kwargs, None)
-        if new := [t for t in tensors if type(t) is GlobalTensor and t._mw_spec is None]:
-            for t in new:
-                spec_of(t)
-            _, parts, tensors = read(func, args, kwargs, None)
-        if (prepared := self.prepared.get(tuple(parts))) is not None:
+        signature, tensors = signature_of(func, args, kwargs)
+        if (prepared := self.prepared.get(signature)) is not None:
             return prepared(self, tensors)
         if func in FACTS:
             with without_subclasses():
@@ -184,12 +180,12 @@ class Dispatcher:
 
     def _keep(self, func: Any, args: Any, kwargs: Any, prepared: Prepared) -> None:
         """Keeps a decision for later calls, if their signature says all that there is to know."""
-        _, parts, tensors = read(func, args, kwargs, None)
-        if NEVER in parts or any(type(t) is GlobalTensor and t._mw_spec is None for t in tensors):
+        signature, _ = signature_of(func, args, kwargs)
+        if NEVER in signature:
             return
         if len(self.prepared) >= _KEPT:
             self.prepared.clear()
-        self.prepared[tuple(parts)] = prepared.ready()
+        self.prepared[signature] = prepared.ready()
 
     def _follow(self, answer: Decision, tensors: Sequence[Tensor]) -> GlobalTensor:
         """Planning only: what is still the parameter that it is made of, undecided."""
@@ -450,6 +446,18 @@ class Dispatcher:
         if memo is None or memo[:2] != key:
             memo = memos[kind] = (*key, move(local))
         return memo[2]
+
+
+def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """(the signature of a call, its tensors). A signature is equal to none, itself included, if it does not say all."""
+    _, parts, tensors = read(func, args, kwargs, None)
+    if new := [t for t in tensors if type(t) is GlobalTensor and t._mw_spec is None]:
+        for t in new:
+            spec_of(t)
+        _, parts, tensors = read(func, args, kwargs, None)
+        if any(t._mw_spec is None for t in new):
+            parts.append(NEVER)
+    return tuple(parts), tensors
 
 
 def whole(x: Any) -> Any:
