@@ -46,6 +46,21 @@ class Emptiness(Tokens):
         return x + self.more if len((ids > 10).nonzero()) else x
 
 
+class Picked(Tokens):
+    def acted(self, x, ids):
+        return x + self.more if len(ids[ids > 10]) else x
+
+
+class Listed(Tokens):
+    """Rows that Python picks by their values, and divides by their number."""
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        kept = x[[i for i, row in enumerate(ids.tolist()) if 11 not in row]]
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss + kept.square().sum() / len(kept))
+
+
 class Selected(Tokens):
     def acted(self, x, ids):
         return torch.where((ids > 10).any(), x + self.more, x)
@@ -134,7 +149,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness, Selected, Flagged])
+@pytest.mark.parametrize("build", [AnyRow, HighestNumber, Emptiness, Picked, Listed, Selected, Flagged])
 def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, plan, workers):
     # Until some row is special, all go the same way, and no trial can tell. Then the step ends, before an optimizer's.
     with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):

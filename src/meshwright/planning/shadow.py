@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -442,12 +442,13 @@ class Meeting(FunctionMode):
         return result if dtype is None or dtype == result.dtype else result.to(dtype)
 
     def _type_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.dtype | None:
-        """Asked of torch itself, with tensors of one element; None if the function takes none such."""
+        """Asked of torch itself, with small tensors; None if the function takes none such. What has one element in a dim may be
+        computed in another way, and type (``einsum``)."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        key = func, tuple((t.dtype, t.dim()) for t in tensors), _autocast_types()
+        key = func, tuple((t.dtype, *(n == 1 for n in t.shape)) for t in tensors), _autocast_types()
         alone = tuple(t for t in args if isinstance(t, Tensor))  # without how many groups of channels there are, say
-        ways: tuple[tuple[Any, Any], ...] = ((args, kwargs), (alone, {}))
-        for way in ways if key not in self._types else ():
+        ways: list[tuple[tuple[Any, Any], int]] = [((args, kwargs), 2), ((args, kwargs), 1), ((alone, {}), 1)]
+        for way, most in ways if key not in self._types else ():
             with (
                 suppress(Exception),
                 without_any_mode(),
@@ -455,9 +456,7 @@ class Meeting(FunctionMode):
                 torch.random.fork_rng(devices=[]),
                 _on_a_device(),
             ):
-                inputs, named = pytree.tree_map_only(
-                    Tensor, lambda t: t.new_zeros((1,) * t.dim(), device=_device()), way
-                )
+                inputs, named = pytree.tree_map_only(Tensor, partial(_small, most), way)
                 self._types[key] = func(*inputs, **named).dtype
                 break
         return self._types.get(key)
@@ -475,6 +474,11 @@ class Meeting(FunctionMode):
                 raise
         args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _small(most: int, t: Tensor) -> Tensor:
+    """A tensor like another on a device, of at most so many elements a dim."""
+    return t.new_zeros([min(n, most) for n in t.shape], device=_device())
 
 
 def _half(t: Tensor) -> Tensor:

@@ -86,7 +86,9 @@ class Division:
         divided = (
             self._recipe.mesh.data_size * len(pieces.batches) > 1 and pieces.gathered is None and self.rows != SPLIT
         )
-        self._paths.begin(self._runner.module, pieces.scale, divided=divided)
+        each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
+        even = all(abs(x - each) < 1e-9 for x in pieces.scale)
+        self._paths.begin(self._runner.module, pieces.scale, divided=divided, even=even)
         return pieces
 
     def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 _CONVERSIONS = frozenset([*_CASTS, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
@@ -54,6 +55,8 @@ class Wide(FunctionMode):
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[1], Tensor) and args[0].is_floating_point():
             return func(args[0], args[1].to(args[0].dtype))
+        if func == _DTYPE and _is_parameter(args[0]) and args[0].dtype in _NARROW and not args[0].is_meta:
+            return torch.float64  # as it is to all functions: a module may compare its input's type with its weight's
         if is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
             return func(*args, **kwargs)
         if GlobalTensor in types:  # of a function whose body is run beside the view: what each rank computes is wide
@@ -86,8 +89,11 @@ class Wide(FunctionMode):
             return "torch.DoubleTensor" if x in _NAMES else x
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _NARROW or x.is_meta:
             return x
-        is_parameter = isinstance(x, nn.Parameter) or getattr(x, "_mw_is_parameter", False)
-        return _moved_off(x) if is_parameter and self._perturbed else x.double()
+        return _moved_off(x) if _is_parameter(x) and self._perturbed else x.double()
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) or bool(getattr(x, "_mw_is_parameter", False))
 
 
 def _moved_off(p: Tensor) -> Tensor:

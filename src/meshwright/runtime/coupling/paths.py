@@ -30,6 +30,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_of_model, model_line
@@ -75,11 +76,13 @@ class Reads(FunctionMode):
 
     Args:
         numbers: whether numbers are told as well. It takes them off a device.
+        sizes: whether, after a number was read, sizes of what functions give belong to the way that is taken, as of
+            ``h[[i for i, y in enumerate(labels.tolist()) if y >= 0]]``; in forwards of as many rows.
     """
 
-    def __init__(self, *, numbers: bool = False) -> None:
+    def __init__(self, *, numbers: bool = False, sizes: bool = False) -> None:
         super().__init__()
-        self.found, self._numbers = Found(), numbers
+        self.found, self._numbers, self._sizes = Found(), numbers, sizes
         self._same: dict[int, Any] = {}  # by id: tensors that are the same whatever the rows
         self._compared: dict[
             int, tuple[Any, Tensor]
@@ -106,7 +109,8 @@ class Reads(FunctionMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._way is not None:
-            self._way = self._way[0], _hashed(self._way[1], name)
+            sizes = tuple(result.shape) if self._sizes and isinstance(result, Tensor) else ()
+            self._way = self._way[0], _hashed(self._way[1], name, sizes)
         self._follow(func, name, args, kwargs, result)
         return result
 
@@ -117,7 +121,7 @@ class Reads(FunctionMode):
                 self._compare(args[0], args[1:])
             elif name in _SELECTS and len(args) == 3:
                 self._select(args[0] if name == "where" else args[1])
-            elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1):
+            elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1) or _picks(name, args):
                 self._note(_line(), int(any(t.numel() for t in pytree.tree_leaves(result))))
             return
         if all(map(self._is_same, _tensors(args, kwargs))):
@@ -172,6 +176,11 @@ class Reads(FunctionMode):
         self.found.taken.setdefault(line, []).append(way)
 
 
+def _picks(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a mask picks what fits."""
+    return name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+
+
 def _line() -> str:
     """The model's line, without its folder, which may be another on another machine."""
     return os.path.basename(model_line())
@@ -185,12 +194,14 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from (t for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
 
 
-def _hashed(before: int, name: str) -> int:
+def _hashed(before: int, name: str, sizes: tuple[int, ...]) -> int:
     """A number for the functions that were called so far, and this one, with the place in the model where it is called."""
     frame: Any = sys._getframe(2)
     while frame is not None and not _is_of_model(frame.f_code):
         frame = frame.f_back
     place = _hash_of(name, frame.f_code.co_name, frame.f_lineno) if frame is not None else _hash_of(name, "", 0)
+    for n in sizes:
+        place = place * 31 + n
     return (before * 1000003 ^ place) & 0xFFFFFFFF
 
 
@@ -243,16 +254,18 @@ class Paths:
         self._settled: set[str] = set()
         self._idle: set[bool] = set()  # whether the model trains, where nothing was read in its first step
         self._found: dict[Place, Found] = {}
-        self._training = self.watching = False
+        self._training = self.watching = self._even = False
         self._weights: Sequence[float] = ()
 
-    def begin(self, model: nn.Module, weights: Sequence[float], *, divided: bool) -> None:
+    def begin(self, model: nn.Module, weights: Sequence[float], *, divided: bool, even: bool = False) -> None:
         """A step begins.
 
         Args:
             weights: of the microbatches: one that stands in for no rows weighs nothing, and goes where it likes.
             divided: whether the step's rows are run apart.
+            even: whether all pieces, of all ranks, have as many.
         """
+        self._even = even
         self._training, self._found, self._weights = model.training, {}, weights
         self.watching = divided and model.training not in self._idle
 
@@ -262,7 +275,7 @@ class Paths:
         if not self.watching or not self._weights[place[1]]:
             yield
             return
-        reads = Reads()
+        reads = Reads(sizes=self._even)
         with reads.on(model, place):
             yield
         self._found[place] = reads.found
