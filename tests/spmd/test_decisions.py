@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import PARTIAL, REPLICATE, Shard, even_shard
-from meshwright.planning.tensor import Planner
+from meshwright.planning.planner import Planner
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.decide import DECIDERS
 from meshwright.spmd.decision import Blocks, Choice, Decision, Gather, Need, Units, Use

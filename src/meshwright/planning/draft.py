@@ -11,8 +11,8 @@ from torch import nn
 from meshwright.errors import Finding
 from meshwright.graph import ModelGraph
 from meshwright.plan import Entry, Plan
+from meshwright.planning.cuts import Cuts
 from meshwright.planning.places import Branches
-from meshwright.planning.tensor import Cuts
 from meshwright.planning.units import Uses
 from meshwright.recipe import Stage, Unit
 

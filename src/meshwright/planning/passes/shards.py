@@ -10,11 +10,12 @@ from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import input_cut
 from meshwright.chance import GeneratorUse
 from meshwright.errors import Finding
+from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
 from meshwright.planning.kept import undisturbed
 from meshwright.planning.passes.styles import model_styles, said_styles
 from meshwright.planning.places import Branches
-from meshwright.planning.tensor import Cuts, Style, cuts_as_said, infer_cuts
+from meshwright.planning.tensor import infer_cuts
 from meshwright.planning.units import Uses
 
 

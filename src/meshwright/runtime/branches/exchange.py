@@ -15,9 +15,9 @@ in the same collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,65 +31,11 @@ from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
+from meshwright.runtime.branches.pieces import Arrival, Line, Piece, bytes_of, size_of, typed
 from meshwright.runtime.groups import Groups
-from meshwright.spmd.comm import Ledger, Order, locally
+from meshwright.spmd.comm import Ledger, locally
 from meshwright.spmd.dispatcher import whole
 from meshwright.submesh import Coordinate
-
-
-@dataclass(frozen=True)
-class Line:
-    """The tp ranks of a place around this rank, among whom its regions fork and join."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    order: Order
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a joined value: rows ``start`` to ``stop`` of it (all of it where ``stop`` is None), and who has it."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int | None
-    owners: tuple[int, ...]
-    takers: tuple[int, ...]
-
-    def sender(self, to: int) -> int | None:
-        """Who sends it to a rank; None where that has it, or takes nothing of it."""
-        return None if to in self.owners or to not in self.takers else self.owners[to % len(self.owners)]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-@dataclass
-class Arrival:
-    """An exchange that has begun.
-
-    Attributes:
-        sent: the memory of what this rank sends.
-        then: what is to be done with what it gets, in turn.
-    """
-
-    work: dist.Work | None
-    sent: Tensor | None
-    then: list[Callable[[], Any]] = field(default_factory=list)
-
-    @locally
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Until all that was sent to this rank is there, and what it sent has been taken."""
-        if self.work is not None:
-            self.work.wait()
-            for act in self.then:
-                act()
-        self.work, self.sent, self.then = None, None, []
 
 
 @dataclass
@@ -346,10 +292,10 @@ class Branching:
             sent: to each rank of the line; what is for this one itself stays.
             wanted: from each rank, like these.
         """
-        out = [[_bytes(t) for t in row] for row in sent]
+        out = [[bytes_of(t) for t in row] for row in sent]
         flat = torch.cat([t for r, row in enumerate(out) if r != line.rank for t in row]
                          or [torch.empty(0, dtype=torch.uint8, device=self.device)])  # fmt: skip
-        sizes = [sum(_size(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
+        sizes = [sum(size_of(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
         got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.ledger.moved(kind, flat)
         line.order.note(kind)
@@ -362,8 +308,8 @@ class Branching:
         for r, row in enumerate(wanted):
             received.append([])
             for i, like in enumerate(row):
-                piece = out[r][i] if r == line.rank else got[base : (base := base + _size(like))]
-                received[-1].append(_typed(piece, like, arrival))
+                piece = out[r][i] if r == line.rank else got[base : (base := base + size_of(like))]
+                received[-1].append(typed(piece, like, arrival))
         return received, arrival
 
     @property
@@ -527,22 +473,3 @@ class _Join(torch.autograd.Function):
 def as_recorded(t: Tensor, value: Value) -> Tensor:
     """What stands for a value, in the type that the value had when the forward was recorded."""
     return t.to(getattr(torch, value.dtype))
-
-
-def _size(t: Tensor) -> int:
-    return t.numel() * t.element_size()
-
-
-def _bytes(t: Tensor) -> Tensor:
-    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
-
-
-def _typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
-    """Received bytes as the tensor that they are; where they do not begin as its type must, a copy, once they are there."""
-    if not len(piece) or piece.storage_offset() % like.element_size():
-        aligned = torch.empty(like.shape, dtype=like.dtype, device=piece.device)
-        if len(piece):
-            arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
-        return aligned
-    return piece.data.view(like.dtype).view(like.shape)  # (data: what is written to one is not written to all)

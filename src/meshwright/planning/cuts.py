@@ -1,0 +1,93 @@
+"""``Style`` and ``Cuts``: how a parameter is to be cut over ``tp``, and how all are; what a plan alone says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from torch import nn
+
+from meshwright.layout import Shard, even_shard
+from meshwright.spmd.comm import Ledger
+
+AS_SAID = "as the plan says"
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is known about how a parameter is to be cut.
+
+    ``kind``: auto | column | row | whole | cut; ``dim``: the parameter's dim where kind is cut; ``blocks``: sizes of the
+    fused blocks along the sharded dim, or how many equal ones; ``units``: pieces of each block that may not be broken;
+    ``forced``: a person's word.
+    """
+
+    kind: str = "auto"
+    dim: int | None = None
+    blocks: tuple[int, ...] | int | None = None
+    units: int | None = None
+    forced: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read.
+
+    ``refused``: parameter name → why it cannot be cut as the plan says.
+    """
+
+    layouts: Mapping[str, Shard]
+    reasons: Mapping[str, str]
+    ledger: Ledger
+    reads: int
+    refused: Mapping[str, str]
+
+
+def dims_of_style(kind: str, rank: int) -> list[int]:
+    """The dims that ``column`` or ``row`` may mean of a parameter, as torch lays out weights: (output, input, …)."""
+    dims = list(range(rank))
+    return dims if kind == "column" else [*dims[1:2], *dims[:1], *dims[2:]]
+
+
+def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
+    """The cut of a dim of ``size`` elements in the blocks and pieces of a style; or why there is none."""
+    blocks = style.blocks or (size,)
+    if isinstance(blocks, int):
+        if size % blocks:
+            return f"dim {dim} ({size}) is not {blocks} equal parts"
+        blocks = (size // blocks,) * blocks
+    blocks = blocks if sum(blocks) == size else (size,)
+    units = min((gcd(style.units, b) if style.units else b for b in blocks), default=0)
+    if units < ranks:
+        what = f"{units} piece{'s' * (units != 1)} that may not be broken"
+        return f"{what} in dim {dim} ({size}) for {ranks} ranks of tp"
+    return even_shard(dim, blocks, ranks, style.units)
+
+
+def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]) -> Cuts:
+    """The cuts that the plan names, and no others: for a forward that cannot be followed without values."""
+    layouts: dict[str, Shard] = {}
+    refused: dict[str, str] = {}
+    for p in model.parameters():
+        name = names[id(p)]
+        style = styles[name]
+        if not style.forced or (dim := _dim_as_said(style, p.dim())) is None:
+            continue
+        found = cut_in_style(style, dim, p.shape[dim], size)
+        if isinstance(found, Shard):
+            layouts[name] = found
+        else:
+            refused[name] = found
+    reasons = {
+        n: AS_SAID if n in layouts or (s.forced and s.kind == "replicate") else s.reason for n, s in styles.items()
+    }
+    return Cuts(layouts, reasons, Ledger(), 1, refused)
+
+
+def _dim_as_said(style: Style, rank: int) -> int | None:
+    """The dim that a style cuts of a parameter with ``rank`` dims; None for a vector beside its weight."""
+    if style.kind == "shard":
+        return style.dim if style.dim is not None and style.dim < rank else None
+    return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None

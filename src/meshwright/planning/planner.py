@@ -1,0 +1,361 @@
+"""``Planner``: what is known of the cuts of parameters in one run of a forward. It reads each decision before it is executed,
+decides for the parameters in it, and learns what does not fit (planning/tensor.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import REPLICATE, Shard
+from meshwright.planning.cuts import AS_SAID, Style, cut_in_style
+from meshwright.planning.shadow import gradients_without_values
+from meshwright.planning.units import Uses
+from meshwright.private import pytree, storage_of
+from meshwright.spmd.autograd_functions import transforming
+from meshwright.spmd.comm import PlannedAxis
+from meshwright.spmd.decide import ANSWERS
+from meshwright.spmd.decide.gradient import ENGINES
+from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
+from meshwright.spmd.dispatcher import Dispatcher, signature_of
+from meshwright.spmd.mode import SPECIAL, SpmdMode
+from meshwright.spmd.signature import NEVER, ReadsValue, with_values
+from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
+
+_PATIENCE = 12  # times that a family's constraints may change before it is left whole
+
+
+class Learnt(BaseException):
+    """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
+
+
+class Reading(SpmdMode):
+    """The view of a forward that is planned: every decision is read before it is executed."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(planner.dispatcher, planner.parameter)
+        self.planner = planner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SPECIAL or transforming():
+            return self._special(func, args, kwargs)
+        ours, args, kwargs = self._substitute(args, kwargs)
+        return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
+
+    def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call, with the parameters in it that may be cut; what comes out knows which parameters its cut comes from."""
+        if func in FACTS:
+            return dispatcher.call(func, args, kwargs)
+        sources = _sources((args, kwargs))
+        again: AbstractContextManager[Any] = nullcontext()
+        if func in ENGINES:
+            starts = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+            self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Shard)], _AT_ONCE)
+        elif func not in ANSWERS and not _changes_the_view(func, args, kwargs):
+            decided = self.planner.read(func, args, kwargs)
+            sources |= _sources(decided.tensors)
+            if (prepared := dispatcher.prepared.get(decided.signature)) is not None:
+                return _of_sources(prepared(dispatcher, decided.tensors), sources)
+            args, kwargs = decided.given((decided.args, decided.kwargs))
+            if isinstance(decided.answer, Body):
+                again = self  # its inner calls are read as well
+        with again:
+            out = dispatcher.call(func, args, kwargs)
+        return _of_sources(out, sources)
+
+    def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
+        self.planner.gathered(user, views)
+        super().gathered(dispatcher, user, views)
+
+
+def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a write changes what a global tensor is, or goes through it to what it is a slice of: not by a decision
+    of its own."""
+    if reshaped(func) is not None or func == SET_DATA:
+        return True
+    target = args[0] if args else None
+    return isinstance(target, GlobalTensor) and target._mw_origin is not None and writes_first(func, args, kwargs)
+
+
+_AT_ONCE = "its cut would be gathered again at once"
+
+
+class Planner:
+    """What is known of the cuts of parameters, in one run of a forward: it reads decisions, and decides for parameters.
+
+    Attributes:
+        dispatcher: executes the forward's calls.
+    """
+
+    def __init__(
+        self,
+        axis: PlannedAxis,
+        parameters: Mapping[int, str],
+        styles: Mapping[str, Style],
+        learnt: dict[str, Style],
+        news: dict[str, int],
+        rows: int,
+        model: nn.Module,
+    ) -> None:
+        self.dispatcher = Dispatcher(axis, axis.ledger, {id(m): n for n, m in model.named_modules()}, self._engine)
+        self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
+        self.families: Mapping[str, str] = {}  # parameter → its family; by itself where it is not named
+        self.layouts: dict[str, Shard] = {}
+        self.roles: dict[str, list[str]] = {}
+        self.refused: dict[str, str] = {}
+        self.memory: dict[int, str] = {}
+        self.differentiates = False
+        self._alive: list[Tensor] = []  # memory is told by its address
+        self.uses: Uses | None = None
+        self._known: dict[
+            tuple[Any, ...], Decided
+        ] = {}  # signature → what was decided, with the tensors of the first call
+
+    # --- parameters ------------------------------------------------------------------------------------------------
+
+    def parameter(self, x: Tensor) -> Tensor | None:
+        """The view's parameter for a parameter of the model; None for other tensors."""
+        own = x if self.uses is None else self.uses.own(x)
+        name = self.parameters.get(id(own))
+        if name is None or isinstance(x, GlobalTensor):
+            return None
+        if self.uses is not None:
+            self.uses.note(x, name)
+        x = own
+        style, dims = self.style(name), tuple(range(x.dim()))
+        given = style.dim if style.kind == "shard" and name not in self.layouts else None
+        if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):
+            self.layouts[name] = layout
+        if name in self.layouts:
+            return self._cut(x, name, dims, self.layouts[name])
+        return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
+
+    def style(self, name: str) -> Style:
+        given = self.styles.get(name, Style())
+        known = self.learnt.get(self.families.get(name, name))
+        if known is None:
+            return given
+        if given.forced and given.kind != "auto":
+            known = replace(known, kind=given.kind, dim=given.dim, forced=True)
+        return replace(known, blocks=given.blocks or known.blocks, units=given.units or known.units)
+
+    def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
+        """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
+        style = self.style(name)
+        found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(found, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
+            style = self.styles[name]
+            found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(found, Shard):
+            return found
+        if style.forced:
+            self.refused[name] = found
+        self.learn([name], replace(style, kind="replicate", reason=found))
+        return None
+
+    def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
+        if layout.dim not in dims:
+            return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
+        here = layout.on(dims.index(layout.dim))
+        shape = list(x.shape)
+        shape[here.dim] = here.local(self.dispatcher.axis.rank)
+        local = (x._mw_local if isinstance(x, GlobalTensor) else x).new_empty(shape)
+        self.memory[storage_of(local)] = name
+        self._alive.append(local)
+        return GlobalTensor(local, here, self.dispatcher, frozenset([name]), (name, dims))
+
+    def _taken(self, p: GlobalTensor, choice: Choice) -> GlobalTensor:
+        """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
+        assert p._mw_parameter is not None
+        style = self.style(p._mw_parameter[0])
+        if choice.table:
+            large = p.dim() == 2 and p.numel() >= self.large and p.shape[0] >= 2 * p.shape[1]
+            by_row = p.dim() == 2 and style.kind == "row"
+            return self._decide(p, 0, ("auto", "row", "column"), None) if by_row or (large and not style.forced) else p
+        wanted = style.kind if style.forced and not choice.follows else None
+        if wanted == "row" and choice.row is not None:
+            return self._decide(p, choice.row, ("row",), None)
+        if wanted != "column" and choice.match is not None:
+            return self._decide(p, choice.match.dim, ("auto", "row"), choice.match)
+        return p if choice.column is None else self._decide(p, choice.column, ("auto", "column"), None)
+
+    def _decide(self, p: GlobalTensor, dim: int, kinds: tuple[str, ...], like: Shard | None) -> GlobalTensor:
+        assert p._mw_parameter is not None
+        name, dims = p._mw_parameter
+        style = self.style(name)
+        if name not in self.layouts:
+            one_dim = p.dim() == 1 and style.kind != "replicate"  # a bias follows its weight
+            if dims[dim] < 0 or (style.kind not in kinds and not one_dim):
+                return p
+            if like is None:
+                layout = self.layout_for(name, p.shape[dim], dims[dim])
+                if layout is None:
+                    return p
+            elif like.size != p.shape[dim]:
+                return p
+            else:
+                layout = like.on(dims[dim])
+            self.layouts[name] = layout
+        return self._cut(p, name, dims, self.layouts[name])
+
+    # --- reading decisions -------------------------------------------------------------------------------------------
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+        """The decision on a call, once every parameter in it that may be cut is; what it says of cuts is learnt."""
+        declined: set[int] = set()
+        while True:
+            try:
+                decided = self._decided(func, args, kwargs)
+            except ReadsValue:
+                args, kwargs = with_values(args, kwargs)
+                continue
+            answer, tensors = decided.answer, decided.tensors
+            choices = answer.choices if isinstance(answer, Decision) else ()
+            choice = next((c for c in choices if c.index not in declined), None)
+            if choice is None:
+                break
+            p = tensors[choice.index]
+            assert isinstance(p, GlobalTensor)
+            tensors[choice.index] = self._taken(p, choice)
+            if tensors[choice.index] is p:
+                declined.add(choice.index)
+            args, kwargs = decided.given((decided.args, decided.kwargs))
+        if isinstance(answer, Decision):
+            self._learn_of_moves(answer, tensors)
+        elif isinstance(answer.finding, Blocks):
+            self.blocks(tensors[answer.finding.index], answer.finding.sizes)
+        elif isinstance(answer.finding, Units):
+            self.units(tensors[answer.finding.index], answer.finding.count)
+        if isinstance(answer, Gather):
+            self.gathered(func, [x for x in tensors if isinstance(x, GlobalTensor)])
+        return decided
+
+    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+        """What is to be done with a call. Decided once for each signature: the blocks of a model have the same."""
+        signature, tensors = signature_of(func, args, kwargs)
+        if (known := self._known.get(signature)) is not None:
+            return Decided(known.answer, tensors, known.args, known.kwargs, signature)
+        decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
+        if isinstance(decided.answer, Decision) and decided.answer.kept and NEVER not in signature:
+            self._known[signature] = decided
+        return decided
+
+    def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
+        """What products met which cuts, and which cuts would have to be gathered or changed."""
+        for index, role in decision.roles:
+            self._used_as(tensors[index], role)
+        for use in pytree.tree_leaves((decision.args, decision.kwargs)):
+            x = tensors[use.index] if isinstance(use, Use) else None
+            if not isinstance(x, GlobalTensor) or not isinstance(have := x._mw_layout, Shard):
+                continue
+            if isinstance(use.need, Shard):
+                if use.need != have:
+                    self._regathered(x, have, use.need)
+            elif use.need not in (Need.HELD, Need.GIVEN):
+                self.not_worth([x], _AT_ONCE)
+
+    def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:
+        """Sharded global tensors are gathered for a function."""
+        cut_ones = [x for x in views if isinstance(x._mw_layout, Shard)]
+        if cut_ones:
+            place = self.dispatcher.place(user)
+            self.not_worth(cut_ones, f"its cut would be gathered again by {place.function} at {place.line}")
+
+    def _regathered(self, x: GlobalTensor, have: Shard, layout: Shard) -> None:
+        if have.dim == layout.dim and layout.parts == have.parts == 1:
+            step = gcd(*layout.pieces[0])
+            if step and layout.size % step == 0:
+                self.units(x, layout.size // step)
+        self.not_worth([x], "its cut would have to be changed at once")
+
+    def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
+        total = x._mw_layout.size
+        for name in sorted(x._mw_sources):
+            size = self.layouts[name].size if name in self.layouts else 0
+            if size % total == 0 or all(s * size % total == 0 for s in sizes):
+                scaled = tuple(s * size // total for s in sizes)
+                self.learn([name], replace(self.style(name), blocks=scaled, units=None))
+
+    def units(self, x: Any, count: int) -> None:
+        for name in sorted(x._mw_sources):
+            style = self.style(name)
+            units = gcd(style.units, count) if style.units else count
+            blocks = self.layouts[name].blocks if name in self.layouts else ()
+            if all(b % units == 0 for b in blocks):
+                self.learn([name], replace(style, units=units))
+
+    def not_worth(self, views: Sequence[GlobalTensor], reason: str) -> None:
+        names = sorted({n for v in views for n in v._mw_sources})
+        for name in names:
+            self.learn([name], replace(self.style(name), kind="replicate", reason=reason), later=True)
+        if any(not self.styles.get(n, Style()).forced for n in names):
+            raise Learnt
+
+    def learn(self, names: list[str], style: Style, *, later: bool = False) -> None:
+        """Keeps what is now known of a family and starts over, if it is news."""
+        for name in names:
+            if self.styles.get(name, Style()).forced and style.kind == "replicate":
+                continue
+            key = self.families.get(name, name)
+            if self.learnt.get(key) != style:
+                self.news[key] = self.news.get(key, 0) + 1
+                if self.news[key] > _PATIENCE:
+                    style = replace(style, kind="replicate", reason="no cut fits every use of it")
+                self.learnt[key] = style
+                if not later:
+                    raise Learnt
+
+    def _engine(self, func: Any) -> Callable[..., Any]:
+        self.differentiates = True
+        return gradients_without_values if func is torch.autograd.grad else lambda **_: None
+
+    def _used_as(self, x: Any, role: str) -> None:
+        """Notes in which part a cut first met a product; of a parameter itself, every one."""
+        for name in x._mw_sources:
+            if x._mw_parameter is not None or name not in self.roles:
+                self.roles.setdefault(name, []).append(role)
+
+    def reasons(self) -> dict[str, str]:
+        """Why each parameter is as it is."""
+        return {name: self._reason(name) for name in set(self.parameters.values())}
+
+    def _reason(self, name: str) -> str:
+        style = self.style(name)
+        if name in self.layouts:
+            return AS_SAID if style.forced else ""
+        if style.kind == "replicate":
+            return AS_SAID if style.forced else style.reason
+        if style.forced:  # what is not refused: a vector, named with the weights beside it
+            return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
+        return f"{style.reason}, which no product that it meets allows" if style.reason else ""
+
+
+def _of_sources(out: Any, sources: set[str]) -> Any:
+    """What a call gives, whose cuts come from parameters of these names."""
+    for x in _views(out):
+        if isinstance(x._mw_layout, Shard):
+            x._mw_sources = x._mw_sources | sources
+    return out
+
+
+def _sources(value: Any) -> set[str]:
+    """The parameters that the cuts of global tensors come from."""
+    return {name for x in _views(value) if isinstance(x._mw_layout, Shard) for name in x._mw_sources}
+
+
+def _views(value: Any) -> list[GlobalTensor]:
+    if isinstance(value, GlobalTensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [v for item in value for v in _views(item)]
+    if isinstance(value, dict):
+        return [v for item in value.values() for v in _views(item)]
+    return []
