@@ -281,11 +281,12 @@ class Recorder(Tracer):
             result = call(*args, **kwargs)
             if transforming() or self.closed != 1 or not torch.is_grad_enabled():
                 return result
-            values = (n for n in self._within.values() if n is not None)
+            within = dict(self._within)  # (to ask a tensor anything is a function within, too)
+            values = [n for n in within.values() if n is not None]
             given = any(t.requires_grad for t in tensors_of((args, kwargs)))
             if (
                 given
-                or any(i in self._parameters for i in self._within)
+                or any(i in self._parameters for i in within)
                 or any(self.graph.values[n].requires_grad for n in values)
             ):
                 return map_tensors(_differentiable, result)
