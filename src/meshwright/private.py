@@ -53,8 +53,8 @@ def schemas(name: str) -> list[Any]:
     There is no public way to the alias annotations of all operators; composite ones (``reshape``, ``to``) have no
     ``OpOverload`` that a dispatch mode would meet.
     """
-    found: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return found
+    overloads: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return overloads
 
 
 def schema_of(op: Any) -> Any:
@@ -97,8 +97,8 @@ def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     still stands; that of the view itself is dropped, and hooks on it with that. What the unit was given, and hands on, is to
     autograd a view of what was there before: a hook on that would run after the unit's backward.
     """
-    found = ((t, t._base) for t in tensors if t._base is not None and t.requires_grad)
-    return [base for t, base in found if base.requires_grad and not _was_given(t.grad_fn, base.grad_fn)]
+    pairs = ((t, t._base) for t in tensors if t._base is not None and t.requires_grad)
+    return [base for t, base in pairs if base.requires_grad and not _was_given(t.grad_fn, base.grad_fn)]
 
 
 def _was_given(node: Any, end: Any) -> bool:

@@ -119,8 +119,8 @@ class StageInterpreter(Tracer):
         number = self.number(t)
         if number is None:
             return t
-        found = self._values.taken(number, place)
-        return self._values.get(number, t) if found is None else found
+        arrived_value = self._values.taken(number, place)
+        return self._values.get(number, t) if arrived_value is None else arrived_value
 
     def arrived(self, number: int) -> None:
         """See ``Tracer``."""
@@ -159,17 +159,17 @@ class StageInterpreter(Tracer):
     def _join(self, move: Join) -> None:
         assert self._exchange is not None
         values = self._values
-        own = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self.program.mine}
+        made_here = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self.program.mine}
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
-        found = self._exchange.join(move, own, self.graph, anchors)
-        self._tails[move.around] = found.tail
-        for n, t in found.values.items():
+        joined = self._exchange.join(move, made_here, self.graph, anchors)
+        self._tails[move.around] = joined.tail
+        for n, t in joined.values.items():
             self.keep(t, n)
-        for n in own:
+        for n in made_here:
             if (move.around, n) in self.program.lent:
-                self._exchange.lend(move.around, n, found.values[n])
-        values.join(move, own, found.arriving, found.wait)
+                self._exchange.lend(move.around, n, joined.values[n])
+        values.join(move, made_here, joined.arriving, joined.wait)
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
@@ -415,8 +415,8 @@ class StageInterpreter(Tracer):
         called_with = args, kwargs
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
         if any(isinstance(t, Placeholder) for t in pytree.tree_leaves((args, kwargs))):
-            found = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
-            raise self.unavailable(found._mw_value[1], event.function, event.line)
+            placeholder = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
+            raise self.unavailable(placeholder._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.portion(place))
         if position in self.program.drawn:

@@ -106,8 +106,8 @@ class Stored:
         return loaded(self.path / RUN)
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
-        found = self.metadata.state_dict_metadata.get(name)
-        return found if isinstance(found, TensorStorageMetadata) else None
+        metadata = self.metadata.state_dict_metadata.get(name)
+        return metadata if isinstance(metadata, TensorStorageMetadata) else None
 
     @cached_property
     def states(self) -> Mapping[str, Mapping[str, TensorStorageMetadata]]:

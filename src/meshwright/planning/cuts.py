@@ -75,11 +75,11 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
         style = styles[name]
         if not style.forced or (dim := _dim_as_said(style, p.dim())) is None:
             continue
-        found = cut_in_style(style, dim, p.shape[dim], size)
-        if isinstance(found, Shard):
-            layouts[name] = found
+        cut = cut_in_style(style, dim, p.shape[dim], size)
+        if isinstance(cut, Shard):
+            layouts[name] = cut
         else:
-            refused[name] = found
+            refused[name] = cut
     reasons = {
         n: AS_SAID if n in layouts or (s.forced and s.kind == "replicate") else s.reason for n, s in styles.items()
     }

@@ -123,13 +123,13 @@ class Planner:
 
     def parameter(self, x: Tensor) -> Tensor | None:
         """The view's parameter for a parameter of the model; None for other tensors."""
-        own = x if self.uses is None else self.uses.own(x)
-        name = self.parameters.get(id(own))
+        held = x if self.uses is None else self.uses.own(x)
+        name = self.parameters.get(id(held))
         if name is None or isinstance(x, GlobalTensor):
             return None
         if self.uses is not None:
             self.uses.note(x, name)
-        x = own
+        x = held
         style, dims = self.style(name), tuple(range(x.dim()))
         given = style.dim if style.kind == "shard" and name not in self.layouts else None
         if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):
@@ -150,15 +150,15 @@ class Planner:
     def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
         """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
         style = self.style(name)
-        found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        if isinstance(found, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
+        cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(cut, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
             style = self.styles[name]
-            found = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        if isinstance(found, Shard):
-            return found
+            cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(cut, Shard):
+            return cut
         if style.forced:
-            self.refused[name] = found
-        self.learn([name], replace(style, kind="replicate", reason=found))
+            self.refused[name] = cut
+        self.learn([name], replace(style, kind="replicate", reason=cut))
         return None
 
     def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:

@@ -414,38 +414,38 @@ class Recorder(Tracer):
         inside = (
             range(call.start, call.stop) if call is not None and use.path != ROOT else range(len(self.graph.events))
         )
-        own = [p for p in inside if self.graph.events[p].path == use.path] or list(inside) or [use.events]
+        nearby = [p for p in inside if self.graph.events[p].path == use.path] or list(inside) or [use.events]
         at = use.events - use.is_set
-        return min(own, key=lambda p: (abs(p - at), p))
+        return min(nearby, key=lambda p: (abs(p - at), p))
 
     def _holds_values(self, slot: Slot) -> bool:
         return any(self.known(t) for t in kept_in(self._model, [slot]))
 
     def _touches_of(self, slot: Slot, uses: list[Use]) -> Touches:
         """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
-        found = Touches()
+        touches = Touches()
         for memory in self._carried[slot]:
-            found.used += self._touched.get(memory, Touches()).used
-            found.changed += self._touched.get(memory, Touches()).changed
+            touches.used += self._touched.get(memory, Touches()).used
+            touches.changed += self._touched.get(memory, Touches()).changed
         if self._is_watched_tensor(slot):
-            found.changed += [max(0, use.events - 1) for use in uses if use.is_set]
+            touches.changed += [max(0, use.events - 1) for use in uses if use.is_set]
         elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
-            found.used += [uses[0].events - 1]
-            found.changed += [uses[-1].events]
+            touches.used += [uses[0].events - 1]
+            touches.changed += [uses[-1].events]
             if slot in self.uses.within_others:
-                found.changed += [self.graph.calls[use.path].stop for use in uses]
-        found.used = sorted({*found.used, *found.changed})
-        return found
+                touches.changed += [self.graph.calls[use.path].stop for use in uses]
+        touches.used = sorted({*touches.used, *touches.changed})
+        return touches
 
     def _written_parameters(self) -> dict[str, Touches]:
         """The parameters that the forward wrote, with the events that use them."""
-        found = {}
+        touches = {}
         for memory in self.memory.written.keys() & self._parameter_memory.keys():
             name = self._parameter_memory[memory]
             values = {n for n, value in enumerate(self.graph.values) if value.storage == memory}
             used = [p for p, e in enumerate(self.graph.events) if name in e.parameters or values.intersection(e.inputs)]
-            found[name] = Touches(used, used)
-        return found
+            touches[name] = Touches(used, used)
+        return touches
 
 
 def _differentiable(t: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ def infer_cuts(
     def follow(styles: Mapping[str, Style]) -> Followed:
         return _followed(model, run, axis, size, styles, names, of, seeds, uses)
 
-    found = follow(styles)
+    followed = follow(styles)
     dims = {names[id(p)]: p.dim() for p in model.parameters() if id(p) in names}
-    for group in _unheeded(found.planner, dims):
+    for group in _unheeded(followed.planner, dims):
         kind, said = styles[group[0]].kind, styles
         tried = {}
         for dim in dims_of_style(kind, dims[group[0]]):
@@ -76,9 +76,9 @@ def infer_cuts(
                 break
         else:
             dim = next(iter(tried))
-        styles, found = tried[dim]
-    planner = found.planner
-    return Cuts(planner.layouts, planner.reasons(), planner.dispatcher.ledger, found.reads, planner.refused)
+        styles, followed = tried[dim]
+    planner = followed.planner
+    return Cuts(planner.layouts, planner.reasons(), planner.dispatcher.ledger, followed.reads, planner.refused)
 
 
 def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:

@@ -142,17 +142,17 @@ class Uses:
 
     def own(self, x: Any) -> Any:
         """The model's own parameter, for one that stands in its place while a unit runs."""
-        found = self._gathered.get(id(x))
-        return x if found is None else found.of
+        gathered = self._gathered.get(id(x))
+        return x if gathered is None else gathered.of
 
     def note(self, x: Any, name: str) -> None:
         """A use of a parameter, as the model has it, by a torch function."""
         self.seen.add(name)
-        found = self._gathered.get(id(x))
-        if found is None and "" in self.active:
+        gathered = self._gathered.get(id(x))
+        if gathered is None and "" in self.active:
             self.kept.add(name)
             return
-        taken_in = frozenset[str]() if found is None else found.units
+        taken_in = frozenset[str]() if gathered is None else gathered.units
         for unit in self.owners.get(id(self.own(x)), ()):
             if unit not in self.active or unit not in taken_in:
                 self.outside.add((unit, name))
@@ -229,11 +229,11 @@ class Uses:
         return places
 
     def _stand_in(self, p: nn.Parameter) -> nn.Parameter:
-        own, units = self.own(p), frozenset(self.active)
-        found = self._made.get((id(own), units))
-        if found is None:
-            made = nn.Parameter(own.detach(), requires_grad=own.requires_grad)
-            made.__dict__.update(own.__dict__)
-            found = self._made[id(own), units] = _Gathered(made, own, units)
-            self._gathered[id(made)] = found
-        return found.parameter
+        parameter, units = self.own(p), frozenset(self.active)
+        gathered = self._made.get((id(parameter), units))
+        if gathered is None:
+            made = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)
+            gathered = self._made[id(parameter), units] = _Gathered(made, parameter, units)
+            self._gathered[id(made)] = gathered
+        return gathered.parameter

@@ -300,10 +300,10 @@ class LocalParameters:
         if torch.is_inference_mode_enabled() or hooked(x):
             return local_part(x)
         state = _state(x)
-        found = self._leaves.get(id(x))
-        if found is None or found[0] is not x or found[1] != state:
-            found = self._leaves[id(x)] = x, state, local_part(x)
-        return found[2]
+        leaf = self._leaves.get(id(x))
+        if leaf is None or leaf[0] is not x or leaf[1] != state:
+            leaf = self._leaves[id(x)] = x, state, local_part(x)
+        return leaf[2]
 
     def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
         """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no

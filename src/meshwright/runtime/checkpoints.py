@@ -75,9 +75,9 @@ class Checkpoints:
         from meshwright.checkpoint.pretrained import load_pretrained
 
         self._begin()
-        found = load_pretrained(self._held, folder, strict=strict, moved=moved)
+        loaded = load_pretrained(self._held, folder, strict=strict, moved=moved)
         self._guard.begin()
-        return found
+        return loaded
 
     def _begin(self) -> None:
         """The last save is done, whose ranks agree over the same group; parameters are at rest."""

@@ -61,17 +61,17 @@ class HeldModel:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer; empty on other ranks."""
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         for line, value in self.whole_parameters():
             if value is not None:
                 for name in (line.name, *line.aliases):
-                    found[name] = value
+                    whole[name] = value
         if self.rank == 0:
             parameters = set(self.recipe.by_name)
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
-            found |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-        persistent = set(found)
+            whole |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        persistent = set(whole)
         for name, value in self.whole_buffers():
             if value is not None and name in persistent:
-                found[name] = value
-        return found
+                whole[name] = value
+        return whole

@@ -57,11 +57,11 @@ class Steps:
         if pieces.gathered is not None:
             write_back(given, before, batch, pieces.gathered)
         runner.settle_modules()
-        found = division.loss(losses, pieces)
+        loss = division.loss(losses, pieces)
         if guarded:
             runner.held.reshard()
             guard.compare(step, losses)
-        return found
+        return loss
 
     @one_process()
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,5 +73,5 @@ class Steps:
     def notes(self) -> tuple[str, ...]:
         """What was found out since the recipe."""
         runner = self._runner
-        found = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._draws.note)
-        return tuple(filter(None, found))
+        notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._draws.note)
+        return tuple(filter(None, notes))

@@ -221,18 +221,18 @@ class Dispatcher:
         bases = {
             storage_of(p): i for i, (v, p) in enumerate(zip(leaves, plain, strict=True)) if isinstance(v, GlobalTensor)
         }
-        found, result_spec = pytree.tree_flatten(result)
+        pieces, result_spec = pytree.tree_flatten(result)
         given = {id(p): v for v, p in zip(leaves, plain, strict=True) if isinstance(v, GlobalTensor)}
-        for number, piece in enumerate(found):
+        for number, piece in enumerate(pieces):
             if not isinstance(piece, Tensor):
                 continue
             if id(piece) in given:
-                found[number] = given[id(piece)]
+                pieces[number] = given[id(piece)]
             elif piece.layout == torch.strided and (i := bases.get(storage_of(piece))) is not None:
                 again = functools.partial(_again, func, tuple(plain), spec, i, number)
-                found[number] = self._alias(piece, leaves[i], again)
-                found[number]._mw_remember(silent=func == _DATA)
-        return pytree.tree_unflatten(found, result_spec)
+                pieces[number] = self._alias(piece, leaves[i], again)
+                pieces[number]._mw_remember(silent=func == _DATA)
+        return pytree.tree_unflatten(pieces, result_spec)
 
     def _alias(self, local: Tensor, base: GlobalTensor, select: Callable[[Tensor], Tensor]) -> GlobalTensor:
         alias = GlobalTensor(local, REPLICATE, self)
@@ -344,10 +344,10 @@ class Dispatcher:
     def lay(self, piece: GlobalTensor, strides: Strides | None) -> None:
         """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known,
         is that of the local tensor."""
-        found = fresh(piece._mw_layout, piece._mw_local, strides)
-        if found.strides is not None:
-            piece._mw_local = laid(piece._mw_local, found.strides)
-        piece._mw_strides, piece._mw_spec = found.known.strides, None
+        laid_out = fresh(piece._mw_layout, piece._mw_local, strides)
+        if laid_out.strides is not None:
+            piece._mw_local = laid(piece._mw_local, laid_out.strides)
+        piece._mw_strides, piece._mw_spec = laid_out.known.strides, None
 
     def gathered(self, func: Any) -> None:
         """Counts a fallback at the model's line that caused it."""
@@ -484,8 +484,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[G
 def _again(func: Any, plain: tuple[Any, ...], spec: Any, place: int, number: int, value: Tensor) -> Tensor:
     """Result ``number`` of a call whose argument number ``place``, of all leaves, is ``value``."""
     args, kwargs = pytree.tree_unflatten([*plain[:place], value, *plain[place + 1 :]], spec)
-    found: Tensor = pytree.tree_leaves(func(*args, **kwargs))[number]
-    return found
+    piece: Tensor = pytree.tree_leaves(func(*args, **kwargs))[number]
+    return piece
 
 
 def duplicate(value: Tensor) -> Tensor:

@@ -148,8 +148,8 @@ class SpmdMode(FunctionMode):
                 return x
             if isinstance(part, GlobalTensor) and isinstance(part._mw_layout, Shard):
                 self.gathered(part._mw_dispatcher, user, [part])
-            found: Tensor = whole(part)
-            return found
+            plain: Tensor = whole(part)
+            return plain
 
     def _substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -172,13 +172,13 @@ class SpmdMode(FunctionMode):
                 if ours is None and isinstance(part, GlobalTensor):
                     ours = part._mw_dispatcher
         if places:
-            found, kwargs = list(args), dict(kwargs)
+            replaced_args, kwargs = list(args), dict(kwargs)
             for at, part in places:
                 if isinstance(at, int):
-                    found[at] = part
+                    replaced_args[at] = part
                 else:
                     kwargs[at] = part
-            args = tuple(found)
+            args = tuple(replaced_args)
         return ours, args, kwargs
 
     def _substitute_within(
@@ -187,14 +187,14 @@ class SpmdMode(FunctionMode):
         """The same where arguments nest, at ten times the cost."""
         ours: Dispatcher | None = None
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        found = []
+        replaced_leaves = []
         for leaf in leaves:
             part = self.local(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, GlobalTensor) else None
-            found.append(leaf if part is None else part)
-            if ours is None and isinstance(found[-1], GlobalTensor):
-                ours = found[-1]._mw_dispatcher
-        if any(a is not b for a, b in zip(leaves, found, strict=True)):
-            args, kwargs = pytree.tree_unflatten(found, spec)
+            replaced_leaves.append(leaf if part is None else part)
+            if ours is None and isinstance(replaced_leaves[-1], GlobalTensor):
+                ours = replaced_leaves[-1]._mw_dispatcher
+        if any(a is not b for a, b in zip(leaves, replaced_leaves, strict=True)):
+            args, kwargs = pytree.tree_unflatten(replaced_leaves, spec)
         return ours, args, kwargs
 
     @contextmanager

@@ -278,8 +278,8 @@ def first_view(value: Any) -> GlobalTensor | None:
         return value
     if isinstance(value, (tuple, list)):
         for item in value:
-            if (found := first_view(item)) is not None:
-                return found
+            if (view := first_view(item)) is not None:
+                return view
     elif isinstance(value, dict):
         return first_view(tuple(value.values()))
     return None

@@ -151,13 +151,13 @@ def writes_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 @functools.cache
 def _inplace_places() -> dict[Any, int]:
     """Functions with an argument ``inplace``, and which one it is when it is given by place."""
-    found = {}
+    places = {}
     for func in vars(functional).values():
         if isinstance(func, FunctionType):
             names = list(signature(func).parameters)
             if "inplace" in names:
-                found[func] = names.index("inplace")
-    return found
+                places[func] = names.index("inplace")
+    return places
 
 
 def reshaped(func: Any) -> Callable[..., Any] | None:

@@ -132,13 +132,13 @@ def _load_file(file: str) -> ModuleType:
 
 def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> Callable[..., Any] | None:
     place, _, name = spec.rpartition(":")
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
     names = [
         n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    given = f"{name} is no function" if found is not None else f"no function {name}"
+    given = f"{name} is no function" if function is not None else f"no function {name}"
     near = nearest(name, names) or tuple(names[:3])
     required = f"a function there: {listing(near)}" if near else f"a function there that {role.gives}"
     fix = role.option + f"{short(place)}:{near[0]}" if near else role.code.format(name=name)

@@ -154,8 +154,8 @@ class Attempt:
             raise
         except RuntimeError:  # a forward of which torch does not tell what is saved (torch.func)
             return False, ""
-        found = sorted(lines[1] - lines[0])
-        return bool(found), f" ({found[0]})" if found and found[0] else ""
+        lines_alone = sorted(lines[1] - lines[0])
+        return bool(lines_alone), f" ({lines_alone[0]})" if lines_alone and lines_alone[0] else ""
 
     @contextmanager
     def _trial_with_saved(self, trial: TrialForward, lines: set[str]) -> Iterator[None]:
@@ -210,10 +210,10 @@ class Attempt:
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
 
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Outcome:
-        found = Outcome()
-        trials = (self._trial(TrialForward(numbers, *span), found) for span in spans)
-        found.losses, found.weights, found.reads = self._forwards.losses(pieces, way, partial(next, trials))
-        return found
+        outcome = Outcome()
+        trials = (self._trial(TrialForward(numbers, *span), outcome) for span in spans)
+        outcome.losses, outcome.weights, outcome.reads = self._forwards.losses(pieces, way, partial(next, trials))
+        return outcome
 
     @contextmanager
     def _trial(

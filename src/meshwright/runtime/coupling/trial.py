@@ -77,12 +77,12 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         native,
     ):
         attempt = Attempt(rows, forwards, computing, first=first)
-        found = _tried(attempt, forwards)
-        if found.most < _NOT_FINITE:
+        outcome = _tried(attempt, forwards)
+        if outcome.most < _NOT_FINITE:
             break
-    if found.most >= _NOT_FINITE:
-        return Verdict(COUPLED, found.why if found.most == _FAILED else "")
-    kind = found.kind
+    if outcome.most >= _NOT_FINITE:
+        return Verdict(COUPLED, outcome.why if outcome.most == _FAILED else "")
+    kind = outcome.kind
     if kind != COUPLED and agreed(attempt.weighs_nothing(kind))[1]:
         # Rows that weigh nothing show nothing of what others do to them; backwards, they stand first.
         other = Attempt(reversed_rows(rows, rows_of(rows)), forwards, computing, first=first)
@@ -118,10 +118,10 @@ class _Found:
 def _tried(attempt: Attempt, forwards: Forwards) -> _Found:
     """How rows combine in an attempt: the first way in which they do. Agreed on after each: every rank runs as many forwards,
     which have collectives."""
-    found = _Found(_FAILED, _FAILED)
+    outcome = _Found(_FAILED, _FAILED)
     ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
     for compared in (*ways, attempt.compared_by_noise):
-        why = found.why
+        why = outcome.why
         try:
             number = _KINDS.index(compared())
         except NotFiniteError:
@@ -131,10 +131,10 @@ def _tried(attempt: Attempt, forwards: Forwards) -> _Found:
         except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
             cause = error.__cause__ or error  # the model's own error, not what a recording made of it
             number, why = _FAILED, _told(cause)
-        found = _Found(*forwards.agreed(number), why)
-        if found.most != _KINDS.index(COUPLED):
+        outcome = _Found(*forwards.agreed(number), why)
+        if outcome.most != _KINDS.index(COUPLED):
             break
-    return found
+    return outcome
 
 
 def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:

@@ -88,9 +88,9 @@ class DrawnNumbers:
         if span == (0, self._rows):
             self._known[i] = kind, drawn.clone()
         elif i in self._known and self._known[i][0] == kind:
-            own = self._of(self._known[i][1], drawn.shape, *span)
-            if own is not None:
-                drawn.copy_(own)
+            numbers = self._of(self._known[i][1], drawn.shape, *span)
+            if numbers is not None:
+                drawn.copy_(numbers)
 
     def _of(self, every: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor | None:
         """The part of rows ``start`` to ``stop``, of this shape; all of what does not differ with the rows."""

@@ -87,9 +87,9 @@ class CountedUses(Follower):
         return None if step is None else step.outputs[0]
 
     def _of_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = mean_target(func, args, kwargs)
-        assert found is not None
-        target, weight, ignored = found
+        mean = mean_target(func, args, kwargs)
+        assert mean is not None
+        target, weight, ignored = mean
         names = self.name(target), None if weight is None else self.name(weight)
         if names[0] is None or (weight is not None and names[1] is None):
             return self.uncounted(target, ignored, func, args, kwargs)

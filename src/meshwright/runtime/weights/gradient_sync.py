@@ -41,10 +41,10 @@ class GradientSync:
     @contextmanager
     def forward(self) -> Iterator[list[Tensor]]:
         """For the time of a microbatch's forward: gives what ``ends`` are found."""
-        found: list[Tensor] = []
-        self.ends = None if self._at_end else found
+        tensors: list[Tensor] = []
+        self.ends = None if self._at_end else tensors
         try:
-            yield found
+            yield tensors
         finally:
             self.ends = None
 
