@@ -195,6 +195,7 @@ class ModelGraph:
         carried: (module, name) of each buffer and attribute that the forward changes and that the next one begins with.
         changes: (module, name) of each that it changes → the position of the last change.
         parameter_writes: parameter that it writes → the position of the last use.
+        listening: positions of what waits for the gradient of a value (``register_hook``).
         kept: (module, name) of each tensor that modules keep and that the forward changes → the positions of its uses, changes
             among them, and of its changes.
         followed: the same forward, recorded with what modules keep as values, where this one is not and it changes some.
@@ -230,6 +231,7 @@ class ModelGraph:
     carried: tuple[tuple[str, str], ...] = ()
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     parameter_writes: dict[str, int] = field(default_factory=dict)
+    listening: list[int] = field(default_factory=list)
     kept: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     followed: ModelGraph | None = None
     spans: list[Span] = field(default_factory=list)

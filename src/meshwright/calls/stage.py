@@ -101,8 +101,9 @@ class StageProgram:
             for p in positions if not self.start <= p < self.stop
         )  # fmt: skip
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
-        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is.
-        lasting = (*graph.changes.values(), *graph.parameter_writes.values())
+        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is;
+        # and a hook on a gradient is of the stage that makes the value.
+        lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
         changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
         self.last_change = max([*changes, *self.along, *end], default=-1)

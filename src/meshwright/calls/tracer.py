@@ -37,7 +37,7 @@ from meshwright.spmd.autograd_functions import (
     transformed_functions,
     transforming,
 )
-from meshwright.spmd.torch_functions import is_fact, is_random, writes
+from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, writes
 
 # Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
 # `h > p` is `p < h` then. So that a comparison is the same event whatever its operands are here, one of the two is told.
@@ -140,7 +140,10 @@ class Tracer(FunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             return self.within(func, types, args, kwargs)
-        if is_fact(func) or (func is Tensor.__format__ and args[0].dim()):  # a text of a tensor, not of its value
+        waits = func in LISTENING and self.known(args[0])  # for the gradient of a value
+        if (is_fact(func) and not waits) or (
+            func is Tensor.__format__ and args[0].dim()
+        ):  # a text of a tensor, not of its value
             return self.fact(func, args, kwargs)
         return self._met(func, func, args, kwargs)
 

@@ -17,7 +17,7 @@ from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_among
 from meshwright.errors import Findings
-from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Value
+from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses, Use
 from meshwright.planning.kept import contents
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
@@ -25,7 +25,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import SIZES, is_random, op_facts, writes
+from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, op_facts, writes
 
 
 class Cost(TorchDispatchMode):
@@ -205,6 +205,11 @@ class Recorder(Tracer):
         graph.outputs[path, index] = result
         took = [*map(id, tensors), *self._within]
         inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
+        listens = func in LISTENING and bool(inputs)
+        if listens:
+            graph.listening.append(place)
+            made = min(graph.values[n].position for n in inputs)
+            graph.spans.append(Span(made, place, f"{name} waits for a gradient ({model_line()})"))
         graph.events.append(
             Event(
                 path=path,
@@ -217,7 +222,7 @@ class Recorder(Tracer):
                 buffers=tuple(dict.fromkeys(self._buffers[i] for i in took if i in self._buffers)),
                 flops=self.cost.flops - flops,
                 moved=self.cost.moved - moved,
-                reads=(not given and not targets) or self._sizes_read() > sizes,
+                reads=(not given and not targets and not listens) or self._sizes_read() > sizes,
                 mean_loss=loss,
                 line=model_line(),
                 named=named,

@@ -107,6 +107,7 @@ class Uses:
         seen: parameters that were used.
         written: parameters that were written.
         called: units that ran, in the order in which they first did.
+        swapped: unit → a parameter in whose place the forward had put another tensor when the unit ran.
         rewritten: modules that are to be recomputed, and whose input was written to after their forward.
         differentiates: whether the forward asked for gradients itself.
         escapes: what units hand on past FSDP2.
@@ -132,6 +133,7 @@ class Uses:
         self.rewritten: set[str] = set()
         self._inputs: list[tuple[str, Tensor, int | None]] = []  # of modules that are recomputed, with their versions
         self.escapes = Escapes(candidates)
+        self.swapped: dict[str, str] = {}
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
         for name, module in candidates.items():
             for p in module.parameters():
@@ -220,10 +222,13 @@ class Uses:
 
     def _gather(self, unit: nn.Module) -> list[_Place]:
         """Puts others in the place of a unit's parameters."""
-        places = [
-            _Place(module, key, p, self._stand_in(p))
+        there = [
+            (module, key, p)
             for module in unit.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
         ]  # fmt: skip
+        places = [_Place(*found, self._stand_in(found[2])) for found in there if id(self.own(found[2])) in self.owners]
+        if others := [key for _, key, p in there if id(self.own(p)) not in self.owners]:
+            self.swapped[self.active[-1]] = others[0]
         for place in places:
             setattr(place.module, place.key, place.now)
         return places

@@ -203,6 +203,8 @@ SIZES = _getters("shape nbytes") | _methods("size numel nelement __len__")
 _OF_MEMORY = _methods("stride is_contiguous storage_offset data_ptr untyped_storage is_shared share_memory_")
 
 # Of autograd, and what tells it what to do: no function of a value.
+# They wait for the gradient of a tensor: of all uses of it, where it was made.
+LISTENING = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 _OF_AUTOGRAD = _methods("register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward") | (
     _getters("requires_grad grad grad_fn is_leaf _version output_nr") | _setters("requires_grad grad")
 )

@@ -78,6 +78,7 @@ def close_units(draft: Draft) -> Draft:
     why = {u: f"{name} is used outside its forward" for u, name in sorted(uses.outside)}
     again = "is used within a custom autograd.Function, whose backward may compute with it again"
     why |= {u: f"{name} {again}" for u, name in sorted(uses.again) if u not in why}
+    why |= {u: f"its forward runs with another tensor in the place of {name}" for u, name in uses.swapped.items()}
     why |= dict.fromkeys(sorted(_sometimes_skipped(draft, uses) - set(why)), "whether it runs depends on values")
     notes = [f"{unit} is no unit of its own: {reason}" for unit, reason in why.items()]
     units = [u for u in draft.units if u.name not in why]
