@@ -116,6 +116,87 @@ def test_what_a_unit_hands_on_beside_its_result_has_its_gradients(block, workers
     assert all(u.follows_inputs for u in units) == (block is not Writes)
 
 
+class Along(Block):
+    """Writes to what it is given, (batch, sequence, features)."""
+
+    def forward(self, x):
+        x[..., :4] = self.computed(x * 1.0)[..., :4]
+
+
+class AlongASequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Along() for _ in range(2))
+
+    def forward(self, x):
+        x = x * 1.0
+        for block in self.blocks:
+            block(x)
+        return x.square().mean()
+
+
+def test_a_block_that_writes_to_its_input_has_it_not_cut_over_the_sequence(workers):
+    batch = (torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)),)
+    plan = {"mesh": "tp=2", "sequence_parallel": True}
+    report = mw.check(AlongASequence, batch, plan, loss=lambda loss: loss, workers=workers)
+    assert report.passed, str(report)
+    assert not report.recipe.sequence
+    assert any("not cut over the sequence" in note and "blocks.0, blocks.1" in note for note in report.notes)
+
+
+class Other(Block):
+    def forward(self, x):
+        return self.computed(x)
+
+
+class WithOtherWeights(nn.Module):
+    """Runs its blocks with weights of its own making: their own, scaled, or those of another layer."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.blocks, self.made = nn.ModuleList(Other() for _ in range(2)), nn.Linear(8, 16 * 8) if made else None
+
+    def forward(self, x):
+        for block in self.blocks:
+            weights = {name: 1.1 * p for name, p in block.named_parameters()}
+            if self.made is not None:
+                weights["up.weight"] = self.made(x.mean(0)).view(16, 8)
+            x = torch.func.functional_call(block, weights, (x,))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_unit_that_runs_with_other_weights_is_none(made, workers):
+    batch = (rows()[0][:1].repeat(4, 1),)  # of equal rows, which a mean over all of them does not couple
+    report = mw.check(partial(WithOtherWeights, made), batch, "dp_shard=2", loss=lambda loss: loss, workers=workers)
+    assert report.passed, str(report)
+    assert len(report.recipe.units) == 1
+
+
+class Halves(nn.Module):
+    """Halves the gradient of what each block gives, by a hook on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Other() for _ in range(4))
+
+    def forward(self, x):
+        first = None
+        for block in self.blocks:
+            x = block(x)
+            first = x if first is None else first
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return (x + first).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp_shard=2"])
+def test_a_hook_on_a_gradient_runs_once_where_the_tensor_is_made(mesh, workers):
+    plan = {"mesh": mesh, "microbatches": 2}
+    report = mw.check(Halves, rows(), plan, loss=lambda loss: loss, workers=workers)
+    assert report.passed, str(report)
+
+
 class Returns(Block):
     """Computes with what the block before it made, but for its result with nothing of it."""
 

@@ -29,8 +29,8 @@ from torch import nn
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A forward → the forward that is called in its place."""
 
-Cut = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""What a block is called with → what its forward gets."""
+Cut = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""A block's name, and what it is called with → what its forward gets."""
 
 
 class Walk(Protocol):
@@ -79,7 +79,7 @@ class Forward:
 
     def _cut(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls.cut is not None:
-            args, kwargs = self._calls.cut(args, kwargs)
+            args, kwargs = self._calls.cut(self.name, args, kwargs)
         return self._follow(*args, **kwargs)
 
     def _follow(self, *args: Any, **kwargs: Any) -> Any:

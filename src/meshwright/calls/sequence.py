@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.calls.hook import Cut
 from meshwright.calls.placeholder import Placeholder, arrived, replaced
 from meshwright.layout import Shard, even_shard
 from meshwright.private import without_modes
@@ -20,19 +19,37 @@ from meshwright.spmd.tensor import GlobalTensor
 DIM = 1  # of (batch, sequence, features); for (sequence, batch, features) it cuts the batch, which is right as well
 
 
-def input_cut(dispatcher: Dispatcher) -> Cut:
-    """Cuts the first activation that enters a block over its dim 1 (calls/hook.py)."""
+class InputCut:
+    """Cuts the first activation that enters a block over its dim 1 (calls/hook.py).
 
-    def cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    Args:
+        watched: keeps what it cuts, for ``written``.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, *, watched: bool = False) -> None:
+        self._dispatcher = dispatcher
+        self._cuts: list[tuple[str, GlobalTensor, Any]] | None = [] if watched else None
+
+    def __call__(
+        self, block: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for i, x in enumerate(args):
             if _is_activation(x):
-                return (*args[:i], cut_input(dispatcher, x), *args[i + 1 :]), kwargs
+                return (*args[:i], self._cut(block, x), *args[i + 1 :]), kwargs
         for key, x in kwargs.items():
             if _is_activation(x):
-                return args, {**kwargs, key: cut_input(dispatcher, x)}
+                return args, {**kwargs, key: self._cut(block, x)}
         return args, kwargs
 
-    return cut
+    def _cut(self, block: str, x: Tensor) -> Tensor:
+        sharded = cut_input(self._dispatcher, x)
+        if self._cuts is not None and sharded is not x and isinstance(sharded, GlobalTensor):
+            self._cuts.append((block, sharded, self._dispatcher.state_of(sharded)))
+        return sharded
+
+    def written(self) -> set[str]:
+        """The blocks that wrote to what they were given: what is cut is a copy, and the model would miss it."""
+        return {block for block, t, before in self._cuts or () if self._dispatcher.state_of(t) != before}
 
 
 def _is_activation(x: Any) -> bool:

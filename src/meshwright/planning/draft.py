@@ -50,7 +50,7 @@ class Draft:
         findings: what is wrong, in the order in which it was found.
         notes: what a person should know, in the order in which it is told.
         entries: module or parameter → what the plan's globs say of it.
-        blocks: repeated blocks of the model.
+        blocks: repeated blocks of the model; ``writing``: those that write to what they are given.
         graph: the forward, recorded; None without stages and branches.
         branches: which ranks run which branch.
         units: FSDP2's, innermost first and the root last.
@@ -88,6 +88,7 @@ class Draft:
     buffers: tuple[tuple[str, int, int], ...] = ()
     loose: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    writing: frozenset[str] = frozenset()
 
     @property
     def data(self) -> int:
@@ -102,7 +103,8 @@ class Draft:
     @property
     def sequence(self) -> tuple[str, ...]:
         """The blocks whose inputs are sharded over the sequence."""
-        return self.blocks if self.plan.sequence_parallel and self.plan.mesh.axis_size("tp") > 1 else ()
+        cut = self.plan.sequence_parallel and self.plan.mesh.axis_size("tp") > 1
+        return tuple(block for block in self.blocks if block not in self.writing) if cut else ()
 
     def entry(self, name: str) -> Entry:
         """What the plan says of a module or parameter; an empty entry if it says nothing."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.calls.hook import ModuleCalls
-from meshwright.calls.sequence import input_cut
+from meshwright.calls.sequence import InputCut
 from meshwright.deferred import Recorded, record
 from meshwright.generators import Generators
 from meshwright.layout import Shard
@@ -79,7 +79,7 @@ def apply(
         model,
         followed=recipe.in_parts,
         blocks=recipe.sequence if dispatchers else (),
-        cut=input_cut(dispatchers[0]) if dispatchers else None,
+        cut=InputCut(dispatchers[0]) if dispatchers else None,
         recomputed=recomputed(model, recipe.recompute, random),
     )
     shard_units(model, recipe, groups)

@@ -239,10 +239,10 @@ class Dispatcher:
         alias._mw_memory = base._mw_memory = base._mw_memory or Memory()
         base = base._mw_twin()
         alias._mw_origin, alias._mw_silent, alias._mw_spec = (base, select), base._mw_silent, None
-        alias._mw_memo["origin"] = self._state(base)
+        alias._mw_memo["origin"] = self.state_of(base)
         return alias
 
-    def _state(self, x: GlobalTensor) -> Any:
+    def state_of(self, x: GlobalTensor) -> Any:
         """Changes with every write to a global tensor; None if that cannot be known."""
         while x._mw_origin is not None:
             x = x._mw_origin[0]
@@ -255,7 +255,7 @@ class Dispatcher:
         base, select = alias._mw_origin
         if base._mw_origin is not None:
             self._refresh(base)
-        state = self._state(base)
+        state = self.state_of(base)
         if state is None or alias._mw_memo.get("origin") != state:
             alias._mw_local, alias._mw_memo = select(self.plain(base)), {"origin": state}
 

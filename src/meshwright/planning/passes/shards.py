@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
-from meshwright.calls.sequence import input_cut
+from meshwright.calls.sequence import InputCut
 from meshwright.chance import GeneratorUse
 from meshwright.errors import Finding
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
@@ -17,6 +18,7 @@ from meshwright.planning.passes.styles import model_styles, said_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.tensor import infer_cuts
 from meshwright.planning.units import Uses
+from meshwright.spmd.dispatcher import Dispatcher
 
 
 def shard_over_tp(draft: Draft) -> Draft:
@@ -27,7 +29,10 @@ def shard_over_tp(draft: Draft) -> Draft:
     units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
     uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
     try:
-        cuts = _trunk_cuts(draft, run, styles, uses)
+        cuts, writing = _trunk_cuts(draft, run, styles, uses)
+        if writing:
+            draft = replace(draft, writing=draft.writing | writing)
+            return shard_over_tp(draft.noted([_of_writing(writing)]))
     except Exception as error:  # whatever a model may raise on tensors without values
         if is_ours(error):
             raise
@@ -41,6 +46,12 @@ def shard_over_tp(draft: Draft) -> Draft:
         drawn=drawn,
         notes=(*notes, *draft.notes),  # what is sharded is told before what runs at the same time
     )
+
+
+def _of_writing(blocks: Collection[str]) -> str:
+    """A note on blocks whose input is not cut over the sequence."""
+    names, more = sorted(blocks)[:3], f" and {len(blocks) - 3} more" * (len(blocks) > 3)
+    return f"not cut over the sequence, as they write to what they are given: {', '.join(names)}{more}"
 
 
 def check_refused(draft: Draft) -> Draft:
@@ -57,19 +68,26 @@ def check_refused(draft: Draft) -> Draft:
     )
 
 
-def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> Cuts:
-    """The shards outside branches, over all of tp."""
+def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> tuple[Cuts, set[str]]:
+    """The shards outside branches, over all of tp; and of the blocks whose input is cut, those that write to it."""
+    made: list[InputCut] = []  # one for each time that the forward is followed
     with wrapped(draft.model, blocks=draft.sequence) as calls:
-        return infer_cuts(
+
+        def cutting(dispatcher: Dispatcher) -> AbstractContextManager[None]:
+            made.append(InputCut(dispatcher, watched=True))
+            return calls.cutting(made[-1])
+
+        cuts = infer_cuts(
             draft.model,
             run,
             axis="tp",
             size=draft.plan.mesh.axis_size("tp"),
             styles=_styles_in(0, styles, draft.branches),
             names=_ids(draft),
-            seeds=lambda dispatcher: calls.cutting(input_cut(dispatcher)),
+            seeds=cutting,
             uses=uses,
         )
+    return cuts, set[str]().union(*(cut.written() for cut in made))
 
 
 def _as_said(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
