@@ -47,7 +47,7 @@ class Walk:
 def layers(told: list[str]) -> dict[str, Any]:
     """All that there is, around a module that is called ``0``."""
 
-    def cut(args: Any, kwargs: Any) -> Any:
+    def cut(block: str, args: Any, kwargs: Any) -> Any:
         told.append("cut")
         return (args[0][:1], *args[1:]), kwargs
 
