@@ -900,6 +900,12 @@ def test_what_an_op_writes_rests_on_its_schema() -> None:
     assert [v is x for _, v in written_by(aten.add_.Tensor, (x, torch.ones(2)), {})] == [True]
     assert [v is x for _, v in written_by(aten.add.out, (x, x), {"out": x})] == [True]
     assert written_by(aten.add.Tensor, (x, x), {}) == []
+    for training in (True, False):  # whose schema does not say so
+        given = (torch.ones(3, 2), None, None, mean := torch.zeros(2), var := torch.ones(2), training, 0.1, 1e-5)
+        aten.native_batch_norm.default(*given)
+        written = written_by(aten.native_batch_norm.default, given, {})
+        assert [id(v) for _, v in written] == ([id(mean), id(var)] if training else [])
+        assert bool(mean.any()) == training
     assert op_facts(aten.view.default).is_view and op_facts(aten.split.Tensor).is_view
     assert not op_facts(aten.add_.Tensor).is_view and not op_facts(aten.add.Tensor).is_view
     written = schema_of(aten.add_.Tensor)

@@ -291,6 +291,18 @@ def op_facts(op: Any) -> OpFacts:
     )
 
 
+# What these write in training, though their schemas do not say so.
+_STATISTICS = frozenset(["running_mean", "running_var"])
+_WRITES_STATISTICS = frozenset(
+    getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")
+)
+
+
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
-    return [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
+    written = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
+    if not written and op in _WRITES_STATISTICS:
+        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema_of(op).arguments)]
+        if any(value for a, value in given if a.name == "training"):
+            return [(a, value) for a, value in given if a.name in _STATISTICS]
+    return written
