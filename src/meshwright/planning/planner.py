@@ -245,7 +245,7 @@ class Planner:
             return Decided(known.answer, tensors, known.args, known.kwargs, signature)
         decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
         if isinstance(decided.answer, Decision) and decided.answer.kept and NEVER not in signature:
-            self._known[signature] = decided
+            self._known[signature] = replace(decided, tensors=[])  # of this call alone
         return decided
 
     def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
