@@ -244,6 +244,8 @@ class Follower(FunctionMode):
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         is_write = bool(args) and isinstance(args[0], Tensor) and writes(func, args, kwargs)
         outputs = [args[0]] if is_write else pytree.tree_leaves(result)
+        if kwargs.get("out") is not None:  # to compute it again would write to what it is of
+            return result
         if not outputs or not all(isinstance(t, Tensor) and not t.is_meta for t in outputs):
             return result
         flat, spec = pytree.tree_flatten((args, kwargs))
