@@ -5,7 +5,7 @@ layers.0.up, layers.1.up, layers.2.up, head ──► layers.{0…2}.up ×3, hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -20,6 +20,11 @@ class Folded:
 
     def __str__(self) -> str:
         return self.label
+
+
+def few(names: Collection[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are: ``a, b, c and 2 more``."""
+    return ", ".join([*names][:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def fold_names(names: Iterable[str]) -> tuple[Folded, ...]:

@@ -140,10 +140,11 @@ class Tracer(FunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             return self.within(func, types, args, kwargs)
-        waits = func in LISTENING and self.known(args[0])  # for the gradient of a value
-        if (is_fact(func) and not waits) or (
-            func is Tensor.__format__ and args[0].dim()
-        ):  # a text of a tensor, not of its value
+        listens = func in LISTENING and self.known(
+            args[0]
+        )  # what waits for the gradient of a value is where that is made
+        is_text = func is Tensor.__format__ and args[0].dim()  # of a tensor, not of its value
+        if is_text or (is_fact(func) and not listens):
             return self.fact(func, args, kwargs)
         return self._met(func, func, args, kwargs)
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from meshwright.draw.facts import BranchFacts, ShardMap
 from meshwright.draw.text import count_text, ranks_text
-from meshwright.names import fold_names
+from meshwright.names import few, fold_names
 from meshwright.recipe import Recipe
 from meshwright.submesh import Submeshes
 
@@ -58,7 +58,7 @@ def modules_text(branch: BranchFacts, most: int = _NAMES) -> str:
     """What stands on a branch, repeated blocks folded: ``h.{0…1}.attn``; ``tower, call 2``."""
     said = [folded.label for folded in fold_names(name for name, turns in branch.modules if not turns)]
     said += [f"{name}, call{'s' * (len(turns) > 1)} {_calls(turns)}" for name, turns in branch.modules if turns]
-    return ", ".join(said[:most]) + f" and {len(said) - most} more" * (len(said) > most)
+    return few(said, most)
 
 
 def _calls(turns: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
-from meshwright.names import fold_names
+from meshwright.names import few, fold_names
 from meshwright.parity.compare import KINDS, Errors, Kind
 from meshwright.plan import Plan
 from meshwright.recipe import Recipe
@@ -156,8 +156,7 @@ def _beside(recipe: Recipe | None) -> str:
 
 
 def _named(modules: Iterable[str]) -> str:
-    names = [folded.label for folded in fold_names(modules)]
-    return ", ".join(names[:_FEW]) + f" and {len(names) - _FEW} more" * (len(names) > _FEW)
+    return few([folded.label for folded in fold_names(modules)], _FEW)
 
 
 def _plain(error: float) -> float | str:

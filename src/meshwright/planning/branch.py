@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.calls.stage import STUB, StageProgram, crossings
 from meshwright.errors import Findings, source_place
 from meshwright.graph import Event, ModelGraph, spelled
+from meshwright.names import few
 from meshwright.plan import Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.places import Branches, place_of
@@ -53,8 +54,7 @@ def find_branches(
     homes = _homes(model, graph, regions, placed)
     several = [name for name, places in homes.items() if len(places) > 1]
     if several:
-        more = f" and {len(several) - 3} more" if len(several) > 3 else ""
-        notes.append(f"used in several places, held whole in each, gradients summed: {', '.join(several[:3])}{more}")
+        notes.append(f"used in several places, held whole in each, gradients summed: {few(several)}")
     weighed = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(tree.all[1:], 1))
     return Branches(weighed, placed, said.streams, regions, homes), notes
 

@@ -83,7 +83,8 @@ class Shadow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_among((*args, *kwargs.values()))
-        targets = tensors_among(value for _, value in written_by(func, args, kwargs))
+        listened = self.memory or self._watch is not None
+        targets = tensors_among(value for _, value in written_by(func, args, kwargs)) if listened else []
         out = self._answer(func, args, kwargs, tensors, targets)
         self.tell(tensors, targets, out)
         return out

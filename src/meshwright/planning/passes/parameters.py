@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.errors import Finding
 from meshwright.layout import REPLICATE
+from meshwright.names import few
 from meshwright.planning.draft import Draft
 from meshwright.recipe import ParameterRecipe, Unit
 
@@ -31,8 +32,7 @@ def keep_objects(draft: Draft) -> Draft:
     kept = sorted(draft.uses.kept) if draft.uses is not None else []
     if not kept:
         return draft
-    more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-    note = f"used from elsewhere than the modules that hold them: {', '.join(kept[:3])}{more}: whole on every data rank"
+    note = f"used from elsewhere than the modules that hold them: {few(kept)}: whole on every data rank"
     draft = replace(draft, loose={**draft.loose, **dict.fromkeys(kept, "")}, kept=tuple(kept))
     return draft.noted([note] if draft.data > 1 else [])
 

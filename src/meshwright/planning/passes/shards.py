@@ -11,6 +11,7 @@ from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import InputCut
 from meshwright.chance import GeneratorUse
 from meshwright.errors import Finding
+from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
 from meshwright.planning.kept import undisturbed
@@ -50,8 +51,7 @@ def shard_over_tp(draft: Draft) -> Draft:
 
 def _of_writing(blocks: Collection[str]) -> str:
     """A note on blocks whose input is not cut over the sequence."""
-    names, more = sorted(blocks)[:3], f" and {len(blocks) - 3} more" * (len(blocks) > 3)
-    return f"not cut over the sequence, as they write to what they are given: {', '.join(names)}{more}"
+    return f"not cut over the sequence, as they write to what they are given: {few(sorted(blocks))}"
 
 
 def check_refused(draft: Draft) -> Draft:

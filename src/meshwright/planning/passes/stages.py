@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from meshwright.errors import Finding, Findings
 from meshwright.graph import ModelGraph
+from meshwright.names import few
 from meshwright.planning.branch import buffer_place
 from meshwright.planning.draft import Draft, Names
 from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
@@ -122,8 +123,7 @@ def tell_shared(draft: Draft) -> Draft:
     names = [name for name, stages in draft.homes.items() if len(stages) > 1]
     if not names:
         return draft
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return draft.noted([f"held by several stages, their gradients summed: {', '.join(names[:3])}{more}"])
+    return draft.noted([f"held by several stages, their gradients summed: {few(names)}"])
 
 
 def check_shared(draft: Draft) -> Draft:

@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.blame import is_ours
 from meshwright.chance import WAYS, drawing
 from meshwright.graph import Call, ModelGraph
+from meshwright.names import few
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
 from meshwright.planning.kept import undisturbed
@@ -95,12 +96,8 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
     units: dict[str, list[str]] = {}
     for unit, line in handed.items():
         units.setdefault(line, []).append(unit)
-    notes = []
-    for line, names in units.items():
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        told = f"{', '.join(names[:3])}{more}"
-        notes.append(f"gathered from forward to backward, as {line} uses what they made and did not return: {told}")
-    return notes
+    why = "uses what they made and did not return"
+    return [f"gathered from forward to backward, as {line} {why}: {few(names)}" for line, names in units.items()]
 
 
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
@@ -162,9 +159,7 @@ def keep_units_in_branches(draft: Draft) -> Draft:
             parted[unit.name] = None
     if not parted:
         return draft
-    more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
-    told = ", ".join([*parted][:3])
-    note = f"no units of their own, as what they give is made in a branch within: {told}{more}"
+    note = f"no units of their own, as what they give is made in a branch within: {few(parted)}"
     return replace(draft, units=tuple(u for u in draft.units if u.name not in parted)).noted([note])
 
 

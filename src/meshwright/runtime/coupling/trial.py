@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.blame import line_of
+from meshwright.names import few
 from meshwright.runtime.coupling.attempt import COUPLED, Attempt, Computing, Forwards, NotFiniteError, Trial
 from meshwright.runtime.coupling.attributes import VALUES
 from meshwright.runtime.coupling.float64 import wide
@@ -188,7 +189,7 @@ def note(found: Verdict) -> str:
     """What a person should know of it; empty for the usual case."""
     if found.kind != COUPLED and found.kept:
         return (
-            f"{', '.join(found.kept[:3])}{f' and {len(found.kept) - 3} more' if len(found.kept) > 3 else ''}: what a forward "
+            f"{few(found.kept)}: what a forward "
             "leaves there follows from its rows, and after a step it is what this rank's first microbatch left. If it is to be "
             "that of the batch, make it a buffer: rows are then run together"
         )
