@@ -38,7 +38,8 @@ class Value:
     """A tensor between events: shape, strides and type; the position of the event that gave it, or last wrote to its memory.
 
     ``storage`` is the same for values that share memory on one device; ``name`` for those that are one tensor, which gets
-    another number whenever something is written to its memory.
+    another number whenever something is written to its memory. ``is_leaf``: a gradient of it goes no further back (a view made
+    under ``no_grad`` has one, if what it is a view of has).
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,12 @@ class Value:
     position: int
     storage: int
     name: int
+    is_leaf: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient of it goes back to what it was made of."""
+        return self.requires_grad and not self.is_leaf
 
     @property
     def bytes(self) -> int:
@@ -280,16 +287,16 @@ class ModelGraph:
     @cached_property
     def live(self) -> frozenset[int]:
         """The values that get a gradient in a backward from what was returned."""
-        live = {n for n in self.returned if self.values[n].requires_grad}
+        live = {n for n in self.returned if self.values[n].differentiable}
         shared: set[int] = set()  # memory, of which a name is met that had no number when it was written
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
             # What is written to one name of a memory is had by all of them.
             now = {new for _, new in event.renamed if new in live}
-            live.update(old for old, new in event.renamed if new in now and self.values[old].requires_grad)
+            live.update(old for old, new in event.renamed if new in now and self.values[old].differentiable)
             written = event.written is not None and self.values[event.written].storage in shared
             if now or written or live.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
-                live.update(n for n in event.inputs if self.values[n].requires_grad)
+                live.update(n for n in event.inputs if self.values[n].differentiable)
             shared.update(self.values[n].storage for _, n in event.named if n in live)
         return frozenset(live)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.autograd_functions import FunctionMode, transforming
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _ADDMMS = (torch.addmm, Tensor.addmm)
@@ -33,7 +33,9 @@ class DeferredWeightGrads(FunctionMode):
         self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and torch.is_grad_enabled():
+        if (
+            not kwargs and torch.is_grad_enabled() and not transforming()
+        ):  # a transform takes no custom Function of this kind
             if func is functional.linear and _is_weight(args[1]):
                 bias = args[2] if len(args) > 2 else None
                 return _Product.apply(args[0], _anchor(args[1]), args[1].detach(), bias, args[1], self, True)
