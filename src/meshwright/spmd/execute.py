@@ -160,7 +160,9 @@ class Prepared:
                 return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
 
             return of_two
-        local = self._local if self.first is None else self._from_slots()
+        if self.first is not None:
+            return self._from_slots(result)
+        local = self._local
 
         def of_several(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
             out = local(dispatcher, tensors)
@@ -168,12 +170,13 @@ class Prepared:
 
         return of_several
 
-    def _from_slots(self) -> Ready:
-        """What the local function gives, of operands that are all arguments themselves."""
+    def _from_slots(self, result: Result) -> Ready:
+        """The same of operands that are all arguments themselves."""
         run, base, varying = self.run, self.args, Need.VARYING
+        dtype, wrapped = result.known.dtype, wrapping(result.known)
         slots = [(at, index, index in self.views, need) for at, index, need in self.slots]
 
-        def local(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
+        def of_slots(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
             args = base.copy()
             for at, index, is_view, need in slots:
                 t = tensors[index]
@@ -183,9 +186,10 @@ class Prepared:
                     args[at] = t  # the batch: as `brought` has it, of which this is what is asked most
                 else:
                     args[at] = brought(dispatcher, t, need)
-            return run(*args)
+            out = run(*args)
+            return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
 
-        return local
+        return of_slots
 
     def _sharing(self, result: Result, source: int) -> Ready:
         """The same of a function that gives a view of its one tensor."""

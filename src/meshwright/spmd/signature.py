@@ -183,8 +183,13 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
         elif kind is Tensor:
             _read_plain(x, parts)
             tensors.append(x)
-        elif kind is tuple:
-            dispatcher = _read_several(x, kind, parts, tensors, local, dispatcher)
+        elif kind is tuple and len(x) <= _MANY:
+            for y in x:
+                if type(y) is not int:
+                    dispatcher = _read_several(x, kind, parts, tensors, local, dispatcher)
+                    break
+            else:  # sizes, most often
+                parts.append(x)
         else:
             dispatcher = _read(x, kind, parts, tensors, local, dispatcher)
     if kwargs:

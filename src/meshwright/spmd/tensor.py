@@ -232,8 +232,10 @@ def wrapping(known: Spec) -> Callable[[Tensor, Dispatcher], GlobalTensor]:
 
     def wrapped(local: Tensor, dispatcher: Dispatcher) -> GlobalTensor:
         made: GlobalTensor = make_wrapper(GlobalTensor, *facts)
-        made._mw_local, made._mw_dispatcher, made._mw_spec = local, dispatcher, known
-        made._mw_shape, made._mw_layout, made._mw_memo = shape, layout, {}
+        made.__dict__ = {  # at once: one by one, they take as long as half a wrapper
+            "_mw_local": local, "_mw_dispatcher": dispatcher, "_mw_spec": known,
+            "_mw_shape": shape, "_mw_layout": layout, "_mw_memo": {},
+        }  # fmt: skip
         if not as_usual:
             made._mw_strides, made._mw_offset = strides, offset
         return made
