@@ -100,14 +100,14 @@ def _with_sizes_of_values(
     together: a tensor of such a size does not cross a cut. Which those are shows if other sizes are assumed."""
     graph = recorder.graph
     other = _of_other_sizes(record, changed, kept, draws, fewer=True)
-    sized = _of_another_size(graph, other)
+    sized = _of_another_size(recorder, other)
     if sized is not None and not sized & recorder.asked:
         graph.spans += size_of_value(graph, sorted(sized))
         return recorder
     recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
     kept.put_back()
     if other is not None:
-        recorder.graph.spans += path_of_sizes(recorder.graph, other)
+        recorder.graph.spans += path_of_sizes(recorder.graph, other.graph)
     return recorder
 
 
@@ -121,7 +121,7 @@ def _with_sizes_of_batch(
     """Writes to a graph what sizes of the batch's own values keep together: of what its labels select, say. Another batch has
     other sizes: if more than tensors of these sizes follows from them, each batch is recorded."""
     graph = recorder.graph
-    sized = _of_another_size(graph, _of_other_sizes(record, changed, kept, draws, fewer_known=True))
+    sized = _of_another_size(recorder, _of_other_sizes(record, changed, kept, draws, fewer_known=True))
     if sized is None or sized & recorder.asked:
         graph.of_this_batch = True
     else:
@@ -130,23 +130,27 @@ def _with_sizes_of_batch(
 
 def _of_other_sizes(
     record: Callable[..., tuple[Recorder, Shadow]], changed: Sequence[Slot], kept: Kept, draws: bool, **sizes: bool
-) -> ModelGraph | None:
+) -> Recorder | None:
     """The forward, recorded with other sizes of what follows from values; None if it cannot be run with them."""
     try:
-        return record(changed, draws=draws, **sizes)[0].graph
+        return record(changed, draws=draws, **sizes)[0]
     except PlanError:
         return None
     finally:
         kept.put_back()
 
 
-def _of_another_size(graph: ModelGraph, other: ModelGraph | None) -> set[int] | None:
-    """The values that have another size in another recording; None if that has other events."""
-    if other is None or [(e.path, e.function, e.outputs) for e in graph.events] != [
-        (e.path, e.function, e.outputs) for e in other.events
-    ]:
+def _of_another_size(recorder: Recorder, other: Recorder | None) -> set[int] | None:
+    """The values that have another size in another recording; None if that has other events, or if Python was told another
+    size of what is no value."""
+    if other is None or other.told != recorder.told or _path(recorder.graph) != _path(other.graph):
         return None
-    return {n for n, (a, b) in enumerate(zip(graph.values, other.values, strict=True)) if a.shape != b.shape}
+    values = zip(recorder.graph.values, other.graph.values, strict=True)
+    return {n for n, (a, b) in enumerate(values) if a.shape != b.shape}
+
+
+def _path(graph: ModelGraph) -> list[Any]:
+    return [(e.path, e.function, e.outputs) for e in graph.events]
 
 
 def _recorded(

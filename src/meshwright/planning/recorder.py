@@ -83,6 +83,7 @@ class Recorder(Tracer):
         self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
         self.asked: set[int] = set()  # values whose sizes Python was told
+        self.told: list[Any] = []  # the sizes that Python was told of other tensors
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
@@ -275,9 +276,14 @@ class Recorder(Tracer):
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``. Of sizes it is noted that Python has them."""
-        if func in SIZES and (number := self.number(args[0])) is not None:
+        if func not in SIZES:
+            return func(*args, **kwargs)
+        size = func(*args, **kwargs)
+        if (number := self.number(args[0])) is None:
+            self.told.append(size)
+        else:
             self.asked.add(number)
-        return func(*args, **kwargs)
+        return size
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``. Without values, a gradient that a transform gives does not know that it has one itself."""

@@ -223,7 +223,27 @@ def einsum(call: Call) -> Answer:
     if _sizes_differ(labels, operands) or _another_way(labels, operands, target):
         return GATHER
     product = contract(operands, labels, target)  # type: ignore[arg-type]
-    return replace(product.decision(torch.einsum), args=(equation, *product.uses))
+    return replace(product.decision(_in_order(equation, operands)), args=(equation, *product.uses))
+
+
+def _in_order(equation: str, operands: Sequence[Operand]) -> Callable[..., Tensor]:
+    """An einsum that contracts pairs in the order in which one device does.
+
+    Torch takes the cheapest order for the sizes that it is given, and local sizes have another: a step would round
+    otherwise, and save for its backward what one device does not save, which the model may then write to.
+    """
+    settings = torch.backends.opt_einsum
+    if len(operands) <= 2 or not settings.enabled or not settings.is_available():
+        return torch.einsum
+    shapes = [tuple(x.shape) for x in operands]
+    pairs = settings.get_opt_einsum().contract_path(equation, *shapes, shapes=True, optimize=settings.strategy)[0]
+    path = [place for pair in pairs for place in pair]
+
+    def contracted(equation: str, *local: Tensor) -> Tensor:
+        result: Tensor = torch.ops.aten.einsum.default(equation, local, path=path)
+        return result
+
+    return contracted
 
 
 def _terms(term: str, rank: int) -> list[Any] | None:
