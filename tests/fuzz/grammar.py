@@ -921,13 +921,16 @@ def unused(b: Builder) -> None:
 # --- modules within modules ---------------------------------------------------------------------------------------------
 
 
-def block(b: Builder, x: str) -> str:
+def block(b: Builder, x: str, *, without: Iterable[str] = ()) -> str:
     """A new class whose forward takes and gives a value of this shape. Returns its name."""
     t = b.get(x)
     with torch.no_grad():
         fresh = t.detach().clone()
     inner = Builder(
-        b.draw, b.allowed - {"blocks", "towers", "embeddings", "outputs"}, {"h": fresh.requires_grad_()}, b.classes
+        b.draw,
+        b.allowed - {"blocks", "towers", "embeddings", "outputs", *without},
+        {"h": fresh.requires_grad_()},
+        b.classes,
     )
     inner.inputs = {"h": fresh}
     inner.depth = 0
@@ -1045,9 +1048,9 @@ def stashed(b: Builder) -> None:
 
 @operation("towers", 2)
 def towers(b: Builder) -> None:
-    """Two submodules of one value, and their sum: what branches are made of."""
+    """Two submodules of one value, and their sum: what branches are made of. A branch draws random numbers of its own."""
     x = b.value(long)
-    left, right = b.member("left", f"{block(b, x)}()"), b.member("right", f"{block(b, x)}()")
+    left, right = (b.member(side, f"{block(b, x, without={'dropout'})}()") for side in ("left", "right"))
     y = b.new(f"self.{left}({{0}})", x)
     z = b.new(f"self.{right}({{0}})", x)
     b.new("{0} + {1}", y, z)

@@ -51,6 +51,13 @@ class Picked(Tokens):
         return x + self.more if len(ids[ids > 10]) else x
 
 
+class Counted(Tokens):
+    """Acts on how many there are, not on whether there are any."""
+
+    def acted(self, x, ids):
+        return x + self.more if len(ids[ids > 6]) > 8 else x
+
+
 class Listed(Tokens):
     """Rows that Python picks by their values, and divides by their number."""
 
@@ -157,6 +164,12 @@ def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, pl
     # What the error says to do is right.
     found, _, _ = workers.run(steps, build, {**PLANS[plan], "rows": "whole"}, [tokens(special=1)], ranks=2)[0]
     assert found == pytest.approx([workers.run(one_device, build, tokens(special=1), ranks=1)[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_how_many_are_picked_may_decide_too(plan, workers):
+    with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):
+        workers.run(steps, Counted, PLANS[plan], [tokens(), tokens(special=slice(4))], ranks=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from meshwright.blame import is_of_model, model_line
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
+from meshwright.spmd.torch_functions import NUMBERS, SIZES, YES_OR_NO, is_fact, writes
 
 _AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())  # Python sees whether any do, by the shape
 _SELECTS = frozenset("where masked_fill masked_fill_".split())  # by one yes or no for all rows, as an ``if`` does
@@ -87,6 +87,7 @@ class Reads(FunctionMode):
         self._compared: dict[
             int, tuple[Any, Tensor]
         ] = {}  # by id: the outcome of a comparison, and the number compared
+        self._picked: dict[int, Any] = {}  # by id: tensors that have a row for each element that was picked
         self._way: tuple[str, int] | None = None  # after a number was read: its line, and the functions called since
 
     @contextmanager
@@ -106,7 +107,10 @@ class Reads(FunctionMode):
                 self._read(result)
             return result
         if is_fact(func):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._picked and func in SIZES and _among(self._picked, args[0]):
+                self._read(result)
+            return result
         result = func(*args, **kwargs)
         if self._way is not None:
             sizes = tuple(result.shape) if self._sizes and isinstance(result, Tensor) else ()
@@ -122,7 +126,11 @@ class Reads(FunctionMode):
             elif name in _SELECTS and len(args) == 3:
                 self._select(args[0] if name == "where" else args[1])
             elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1) or _picks(name, args):
-                self._note(_line(), int(any(t.numel() for t in pytree.tree_leaves(result))))
+                pieces = pytree.tree_leaves(result)
+                self._note(_line(), int(any(t.numel() for t in pieces)))
+                self._picked |= {id(t): weakref.ref(t) for t in pieces}
+            elif self._picked:
+                self._follow_picked(args, kwargs, result)
             return
         if all(map(self._is_same, _tensors(args, kwargs))):
             for t in pytree.tree_leaves(result):
@@ -130,14 +138,20 @@ class Reads(FunctionMode):
         elif args and isinstance(args[0], Tensor) and writes(func, args, kwargs):
             self._same.pop(id(args[0]), None)
 
+    def _follow_picked(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """What has a row for each that was picked, made of such."""
+        rows = {t.shape[0] for t in _tensors(args, kwargs) if _among(self._picked, t)}
+        for t in pytree.tree_leaves(result) if rows else ():
+            if isinstance(t, Tensor) and t.dim() and t.shape[0] in rows:
+                self._picked[id(t)] = weakref.ref(t)
+
     def _mark(self, t: Any) -> None:
         if isinstance(t, Tensor):
             self._same[id(t)] = weakref.ref(t)
 
     def _is_same(self, t: Tensor) -> bool:
         """Whether a tensor is the same whatever the rows."""
-        known = self._same.get(id(t))
-        if known is not None and known() is t:
+        if _among(self._same, t):
             return True
         return isinstance(t, nn.Parameter) or bool(
             getattr(t, "_mw_is_parameter", False) or getattr(t, "_mw_parameter", None)
@@ -174,6 +188,12 @@ class Reads(FunctionMode):
 
     def _note(self, line: str, way: int) -> None:
         self.found.taken.setdefault(line, []).append(way)
+
+
+def _among(known: dict[int, Any], t: Tensor) -> bool:
+    """Whether a tensor is one of those that are known by their id, of which the next tensor may get the same."""
+    reference = known.get(id(t))
+    return reference is not None and reference() is t
 
 
 def _picks(name: str, args: tuple[Any, ...]) -> bool:
