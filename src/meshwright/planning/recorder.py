@@ -151,7 +151,7 @@ class Recorder(Tracer):
                 return t
             made = _differentiable(t)
             self.name_value(made, number)
-            graph.values[number] = replace(graph.values[number], requires_grad=True)
+            graph.values[number] = replace(graph.values[number], requires_grad=True, is_leaf=False)
             self._alive.append(made)
             return made
 
@@ -271,7 +271,7 @@ class Recorder(Tracer):
         result = super().custom(apply, function, args, kwargs)
         for t in tensors_of(result):
             if t.requires_grad and (number := self.number(t)) is not None:
-                self.graph.values[number] = replace(self.graph.values[number], requires_grad=True)
+                self.graph.values[number] = replace(self.graph.values[number], requires_grad=True, is_leaf=False)
         return result
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
