@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -73,9 +74,9 @@ def parallelize(
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
-    recipe = _agreed(planned.recipe)
-    groups = make_groups(recipe, place, timeout)
-    return apply(build, recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
+    planned = planned.under(_agreed(planned.recipe))
+    groups = make_groups(planned.recipe, place, timeout)
+    return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
@@ -111,9 +112,15 @@ class Planned:
         recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )
-        self._homes = {_slot(name): stage for name, stage, _ in recipe.buffers}
         divided = recipe.mesh.data_size * recipe.microbatches > 1
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
+        self._homes = _homes(self.recipe)
+
+    def under(self, recipe: Recipe) -> Planned:
+        """The same model under the recipe that all ranks have agreed on: the samples of data ranks may decide differently."""
+        planned = copy(self)
+        planned.recipe, planned._homes = recipe, _homes(recipe)
+        return planned
 
     @one_process()
     def graph(self, run: Callable[[nn.Module], Any], *, grad: bool = True) -> ModelGraph:
@@ -175,6 +182,11 @@ class Planned:
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
         with Shadow(), Meeting(), computing_in(self._model, self._precision), recorder.on(self._model):
             run(self._model)
+
+
+def _homes(recipe: Recipe) -> dict[tuple[str, str], int]:
+    """Where modules keep what a forward changes → the stage that changes it."""
+    return {_slot(name): stage for name, stage, _ in recipe.buffers}
 
 
 def _slot(buffer: str) -> tuple[str, str]:
