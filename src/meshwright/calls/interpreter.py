@@ -43,6 +43,7 @@ class StageInterpreter(Tracer):
         _tails       place → what the next region of it is tied to.
         _started     blocks that run beside: before which position each must have ended. None is past its position.
         _units       how many of FSDP's units are being looked into: the forward does not end within one.
+        _handed      tensors that hooks handed to modules in place of values, by id: within the module each is itself.
         _hooking     whether torch makes a node for a module's backward hook.
         closed       (of ``Tracer``) how many calls that are not looked into are running: while it is not 0, no event is met.
 
@@ -77,6 +78,7 @@ class StageInterpreter(Tracer):
         self._tails: dict[int, Tensor] = {}
         self._started: list[tuple[int, Call, Started]] = []
         self._units = 0
+        self._handed: dict[int, Tensor] = {}
         self._hooking = False
         for number, value in received.items():
             self.keep(value, number)
@@ -93,6 +95,12 @@ class StageInterpreter(Tracer):
             self.name_value(now, number)
         else:
             self.keep(now, number)
+
+    def handed(self, number: int, now: Tensor) -> None:
+        """See ``Tracer``."""
+        self.name_value(now, number)
+        if not self.program.moves:  # (see ``replaced``)
+            self._handed[id(now)] = now
 
     def keep(self, t: Tensor, number: int) -> None:
         """``t`` is what stands for a value from now on."""
@@ -117,7 +125,7 @@ class StageInterpreter(Tracer):
     def _had(self, t: Tensor, place: int = 0) -> Tensor:
         """The tensor that stands for ``t`` here, in a place; itself where it is not a value or there is none."""
         number = self.number(t)
-        if number is None:
+        if number is None or id(t) in self._handed:
             return t
         arrived_value = self._values.taken(number, place)
         return self._values.get(number, t) if arrived_value is None else arrived_value

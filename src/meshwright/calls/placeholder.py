@@ -104,6 +104,13 @@ def replaced(before: Tensor, now: Tensor) -> None:
         walk.replaced(number, now)
 
 
+def handed(before: Tensor, now: Tensor) -> None:
+    """Something outside the model hands a module a tensor in place of another, which stays what it is around the module."""
+    walk, number = _known(before)
+    if walk is not None and number is not None:
+        walk.handed(number, now)
+
+
 def _known(t: Tensor) -> tuple[Tracer | None, int | None]:
     mark, number = getattr(t, "_mw_value", (None, None))
     return (None if mark is None else mark.walk()), number

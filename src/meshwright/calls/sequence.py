@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.calls.placeholder import Placeholder, arrived, replaced
+from meshwright.calls.placeholder import Placeholder, arrived, handed
 from meshwright.layout import Shard, even_shard
 from meshwright.private import without_modes
 from meshwright.spmd.dispatcher import Dispatcher
@@ -68,5 +68,5 @@ def cut_input(dispatcher: Dispatcher, x: Tensor) -> Tensor:
         is_copy = isinstance(x, GlobalTensor) and local.requires_grad
         sharded = GlobalTensor(local if is_copy else local.clone(), layout, dispatcher)
         dispatcher.lay(sharded, x.stride())
-    replaced(x, sharded)
+    handed(x, sharded)
     return sharded

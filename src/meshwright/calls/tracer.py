@@ -291,6 +291,10 @@ class Tracer(FunctionMode):
     def replaced(self, number: int, now: Tensor) -> None:
         """Something outside the model has put a tensor in place of a value's."""
 
+    def handed(self, number: int, now: Tensor) -> None:
+        """Something outside the model hands a module a tensor in place of a value's, for the time of its call."""
+        self.name_value(now, number)
+
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
         """The error for taking a value that is not here."""
         raise NotImplementedError

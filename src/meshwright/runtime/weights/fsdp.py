@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.calls.placeholder import RemoteTensor, held, replaced
+from meshwright.calls.placeholder import RemoteTensor, handed, held, replaced
 from meshwright.calls.structure import put_tensors, tensors_of
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
@@ -162,16 +162,17 @@ def _locally(hook: Callable[..., Any], *, before: bool, given: bool) -> Callable
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return subject if before else None
         back = iter(zip(tensors, new, strict=True))
-        return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back)), subject)
+        told = handed if before else replaced
+        return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back), told), subject)
 
     return run
 
 
-def _as_before(before: Tensor, now: Tensor) -> Tensor:
-    """What the hook gave in place of a tensor, as the model is to see it."""
+def _as_before(before: Tensor, now: Tensor, told: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """What the hook gave in place of a tensor, as the model is to see it; ``told``: is told of it."""
     subject = held(before)
     if now is local_of(subject):
         return before
     shown = GlobalTensor(now, subject._mw_layout, subject._mw_dispatcher) if isinstance(subject, GlobalTensor) else now
-    replaced(before, shown)
+    told(before, shown)
     return shown
