@@ -85,7 +85,9 @@ def close_units(draft: Draft) -> Draft:
     units = [u for u in draft.units if u.name not in why]
     notes += _of_hidden(handed := {u.name: uses.escapes.handed[u.name] for u in units if u.name in uses.escapes.handed})
     units = [
-        replace(u, follows_inputs=u.name not in uses.escapes.entered, follows_outputs=u.name not in handed)
+        replace(
+            u, follows_inputs=not (draft.routed or u.name in uses.escapes.entered), follows_outputs=u.name not in handed
+        )
         for u in units
     ]
     return replace(draft, units=tuple(units)).noted(notes)

@@ -4,12 +4,11 @@ FSDP2 reduces, unit by unit, the gradients that are there. Ranks that disagree o
 things together, or wait for each other. So each rank fills in zeros for the parameters it did not use, just before its
 unit is reduced; and what no rank used is taken back to ``None`` after the step, as it is on one device.
 
-FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if they have no gradient. On another rank they
-may have one: where a rank skips the blocks before a unit, its input is the batch. All ranks are to reduce in the same order. So
-the forward of such a unit begins with a node that the backward begins from, too, and that reduces the unit. Autograd runs, of
-what is ready, what was made last: this node comes after those of the unit's own forward, and before those of the units
-before it. The input itself stays without a gradient, as autograd saves more for a tensor that has one, to which the model may
-not write then.
+FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if these have no gradient, or if nothing uses
+what the unit gave. On another rank that may be otherwise: where a rank skips the blocks before a unit, its input is the batch.
+All ranks are to reduce in the same order. So FSDP2 does not follow the inputs of units here (``Unit.follows_inputs``). The
+forward of a unit begins with a node that the backward begins from, too, and that reduces the unit. Autograd runs, of what is
+ready, what was made last: this node comes after those of the unit's own forward, and before those of the units before it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.calls.structure import tensors_of
 from meshwright.private import without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
@@ -50,8 +48,6 @@ class Routed:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
         self._groups, self._sync = groups, sync
-        modules = dict(model.named_modules())
-        self._unfollowed = {modules[u.name] for u in recipe.units if not u.follows_inputs}  # by FSDP2 itself
         self._filled: set[int] = set()
         self._used: set[int] = set()  # had a gradient in one reduction: a unit that is called twice is reduced twice
         self._earlier: set[int] = set()  # those that have a gradient of an earlier step
@@ -68,7 +64,7 @@ class Routed:
                 for group in parameter_groups(module):
                     before_reduction(group, self._fill)
                 if module is not model:
-                    module.register_forward_pre_hook(self._begin_unit, prepend=True, with_kwargs=True)
+                    module.register_forward_pre_hook(self._begin_unit, prepend=True)
 
     def _fill(self, fsdp_param: Any) -> None:
         if (p := without_gradient(fsdp_param)) is None:
@@ -78,12 +74,9 @@ class Routed:
             p.grad = torch.zeros_like(p)
         self._filled.add(id(fsdp_param))
 
-    def _begin_unit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Where a unit's input has no gradient, its forward begins with what ends its backward."""
+    def _begin_unit(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A unit's forward begins with what ends its backward."""
         if self._sync.ends is None or not torch.is_grad_enabled():
-            return
-        given = (t for t in tensors_of((args, kwargs)) if not isinstance(t, nn.Parameter))
-        if module not in self._unfollowed and any(t.requires_grad for t in given):
             return
         assert isinstance(module, FSDPModule)
         with without_modes():
