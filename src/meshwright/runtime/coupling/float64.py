@@ -22,6 +22,7 @@ from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 _CONVERSIONS = frozenset([*_CASTS, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
@@ -55,10 +56,10 @@ class Wide(FunctionMode):
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[1], Tensor) and args[0].is_floating_point():
             return func(args[0], args[1].to(args[0].dtype))
-        if func == _DTYPE and _is_parameter(args[0]) and args[0].dtype in _NARROW and not args[0].is_meta:
+        if func == _DTYPE and args[0].dtype in _NARROW and not args[0].is_meta:
             return torch.float64  # as it is to all functions: a module may compare its input's type with its weight's
-        if is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
-            return func(*args, **kwargs)
+        if func == _DATA or is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
+            return func(*args, **kwargs)  # (what is written to the data of a parameter is written to it, of its type)
         if GlobalTensor in types:  # of a function whose body is run beside the view: what each rank computes is wide
             with self:
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)

@@ -23,7 +23,7 @@ from meshwright.calls.stage import Crossing, StageProgram, crossings
 from meshwright.errors import StageError
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
-from meshwright.private import storage_of
+from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.pipeline.resized import graphs_between
 from meshwright.runtime.recent import ByValues, Lengths, Points, Recent, sizes_of
@@ -115,7 +115,8 @@ class Programs:
         Raises:
             StageError: it cannot be cut so that each stage has what it uses, or the ranks recorded different ones.
         """
-        sizes = sizes_of(batch, loss is None, grad)
+        with without_modes():  # in a trial, which may tell another type
+            sizes = sizes_of(batch, loss is None, grad)
         recorded: list[Program] = []
 
         def record() -> Program:
