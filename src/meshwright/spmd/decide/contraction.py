@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from meshwright.spmd.decision import (
     Choice,
     Decision,
     Need,
+    Use,
     given,
     matching,
     need,
@@ -173,7 +175,33 @@ def matmul(call: Call) -> Answer:
     out = [*merged, *(["m"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
     # The very function: autocast casts a matmul, and leaves a dot as it is.
     run = torch.matmul if call.name == "__rmatmul__" else call.func
-    return contract([a, b], [left, right], out).decision(run)
+    product = contract([a, b], [left, right], out)
+    copied = [_is_copied(x, use, call.rank) for x, use in zip((a, b), product.uses, strict=True)]
+    return product.decision(_of_copies(run, copied) if any(copied) else run)
+
+
+def _is_copied(x: Operand, use: Any, rank: int) -> bool:
+    """Whether torch copies an operand to make one batch dim of several, on one device and not here: a permuted one of which
+    this rank has a single head, say. A copy is what it saves for its backward: the model may write to the operand."""
+    if x.dim() < 4 or not isinstance(use, Use) or not isinstance(use.need, Shard):
+        return False
+    strides = x.spec.strides if isinstance(x.layout, Shard) else x.spec.lies
+    sizes = list(x.shape)
+    sizes[use.need.dim] = use.need.locals[rank]
+    return strides is not None and not _is_one(x.shape[:-2], strides) and _is_one(sizes[:-2], strides)
+
+
+def _is_one(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether dims are one in memory."""
+    dims = [(size, step) for size, step in zip(sizes, strides, strict=False) if size > 1]
+    return all(outer == inner * size for (_, outer), (size, inner) in pairwise(dims))
+
+
+def _of_copies(run: Callable[..., Any], copied: Sequence[bool]) -> Callable[..., Any]:
+    def of_copies(*operands: Tensor) -> Any:
+        return run(*(x.clone() if copy else x for x, copy in zip(operands, copied, strict=True)))
+
+    return of_copies
 
 
 def _batch(x: Operand, other: Operand) -> list[Any]:
