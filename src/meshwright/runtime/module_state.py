@@ -44,6 +44,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._module = module
         self._parameters = [_Written.of(p) for p in parameters]
         self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -51,6 +52,10 @@ class ModuleState:
             self._contents.append((holder, content_of(holder)))
             for value in _values(holder):
                 self._copy_within(value)
+
+    def now(self) -> ModuleState:
+        """The same of what it is now."""
+        return ModuleState(self._module, [p.parameter for p in self._parameters])
 
     def _copy_within(self, value: Any) -> None:
         if isinstance(value, tuple):

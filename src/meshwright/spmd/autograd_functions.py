@@ -184,6 +184,18 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
         yield
 
 
+@contextmanager
+def checkpoints_noted(functions: list[Segment]) -> Iterator[None]:
+    """While on, ``functions`` gets those that are checkpointed."""
+
+    def noted(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+        functions.append(function)
+        return function, args
+
+    with recomputations(noted):
+        yield
+
+
 class Checkpoints(Protocol):
     """What is told of a model's own checkpoints."""
 

@@ -42,6 +42,7 @@ from meshwright.runtime.rows.loss_weights import Shares
 from meshwright.runtime.rows.microbatches import BACKWARD, Pieces, weighed
 from meshwright.schedule import TRANSFERS, Action, Schedule
 from meshwright.spmd.alias import laid
+from meshwright.spmd.autograd_functions import checkpoints_noted
 from meshwright.spmd.dispatcher import whole
 
 
@@ -90,6 +91,7 @@ class Step:
             stages.groups, stages.recipe.stage_rank, programs, self._flights, stages.traffic, casts=trying
         )
         self._written: dict[int, Any] = {}  # microbatch → what the last stage, which has all of the forward, made of it
+        self._left: dict[int, ModuleState] = {}  # stage → what its first forward left, if it is to be computed again
         self.losses: list[Tensor] = []
         self.result: Any = None
 
@@ -173,10 +175,25 @@ class Step:
     def _begin_microbatch(self, action: Action, flight: Flight) -> None:
         m = action.microbatch
         self._stages.sync.begin_microbatch(last=m == len(self._pieces.batches) - 1)
-        state = self._state.restored() if self._state is not None and m else nullcontext()
         seeded = host_seeded(self._seeds[m]) if self._seeds else nullcontext()
-        with state, seeded, self._own_numbers.of(action.stage):
+        with self._beginning(action), seeded, self._own_numbers.of(action.stage):
             self._forward(action, flight)
+
+    @contextmanager
+    def _beginning(self, action: Action) -> Iterator[None]:
+        """For the time of a forward, the state that each microbatch begins with. What the first leaves stays, and is kept if a
+        checkpoint of the model's is to begin with it in a backward."""
+        if self._state is None:
+            yield
+        elif action.microbatch:
+            with self._state.restored():
+                yield
+        else:
+            checkpoints: list[Any] = []
+            with checkpoints_noted(checkpoints):
+                yield
+            if checkpoints:
+                self._left[action.stage] = self._state.now()
 
     def _forward(self, action: Action, flight: Flight) -> None:
         m, model, part = action.microbatch, self._stages.model, None
@@ -259,8 +276,10 @@ class Step:
         if program is not None:
             self._take_gradients(program, action, flight)
         roots, grads = flight.roots()
+        # What a checkpoint of the model's computes again may write to what modules keep: once a step, as on one device.
+        left = self._left.get(action.stage) if action.microbatch else None
         if roots:
-            with flight.later or nullcontext(), self._stages.view():
+            with left.restored() if left else nullcontext(), flight.later or nullcontext(), self._stages.view():
                 BACKWARD(roots, grads)
         may_lack = program is not None and bool(program.graph.ways)
         flight.back = {
