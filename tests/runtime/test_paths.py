@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,13 @@ def test_what_some_rows_decide_for_all_is_an_error_and_no_wrong_number(build, pl
 def test_how_many_are_picked_may_decide_too(plan, workers):
     with pytest.raises(WorkerError, match=r"test_paths.py:\d+ the model acts on values of its rows.*rows: whole"):
         workers.run(steps, Counted, PLANS[plan], [tokens(), tokens(special=slice(4))], ranks=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_note_says_where_the_model_asks_how_many_are_picked(plan, workers):
+    _, rows, notes = workers.run(steps, Counted, PLANS[plan], [tokens()], ranks=2)[0]
+    assert rows == "mean"
+    assert any(re.match(r"test_paths.py:\d+: the model asks how many elements a mask picked", note) for note in notes)
 
 
 @pytest.mark.parametrize("plan", PLANS)

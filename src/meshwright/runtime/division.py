@@ -1,6 +1,7 @@
 """``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
 
-before the first step   a trial: how do rows combine (runtime/coupling/trial.py)?
+before the first step   a trial: how do rows combine (runtime/coupling/trial.py)? Before the next steps, too, if a forward
+                        changes the state of modules
 before each step        the rows that this rank runs, in microbatches, and what each weighs
 after it                one sum over all ranks: the loss; and whether the step's values agree with the division
 """
@@ -29,13 +30,16 @@ from meshwright.runtime.coupling.trial import (
     Verdict,
     combine_as,
     how_rows_combine,
-    note,
+    notes,
 )
 from meshwright.runtime.rows.batch import copied, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
+
+_AGAIN = 2  # steps: of two states in turn (a counter's parity), each has been tried then
+_OTHERWISE = "after a step they combine otherwise, as it computes with what its forwards leave in its modules"
 
 
 class Division:
@@ -56,6 +60,7 @@ class Division:
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._row: Any = None
         self._verdict = Verdict(self._recipe.rows)
+        self._again = 0  # before how many steps more it is tried
 
     @property
     def rows(self) -> str:
@@ -76,7 +81,7 @@ class Division:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of it."""
         counts = self._counter.notes if self._counter is not None and self.rows not in (COUPLED, "whole") else ()
-        return (*counts, *filter(None, [note(self._verdict)]))
+        return (*counts, *notes(self._verdict))
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
@@ -101,6 +106,11 @@ class Division:
             return Pieces([batch], [1.0], [None])
         if self.rows == "auto":
             self._verdict = self._how_rows_combine(batch)
+            self._again = _AGAIN if self._verdict.changes_state and self.rows != COUPLED else 0
+        elif self._again and self._runner.module.training:
+            self._again -= 1
+            if self._how_rows_combine(batch).kind != self.rows:
+                self._verdict, self._again = Verdict(COUPLED, _OTHERWISE), 0
         if self.rows in (COUPLED, "whole"):
             everything, first = gather_rows(batch, self._data_groups())
             return Pieces([everything], [1 / data], [None], first)

@@ -26,6 +26,7 @@ from meshwright.runtime.coupling.untouched import Slot, untouched
 from meshwright.runtime.rows.batch import doubled
 from meshwright.runtime.rows.loss_weights import MEAN
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.runtime.weights.parameters import local_tensor
 
 COUPLED = "coupled"
 
@@ -165,6 +166,17 @@ class Attempt:
     def has_backward_hooks(self) -> bool:
         """Whether something computes in a backward, with what a forward left, which the trial does not see."""
         return any(map(has_backward_hooks, self._forwards.model.modules()))
+
+    def counted(self) -> tuple[str, ...]:
+        """The lines at which Python was told how many elements a mask picked."""
+        return tuple(sorted(self._whole.reads[0].counted))
+
+    def changes_state(self) -> bool:
+        """Whether a forward leaves modules otherwise than it finds them: the next may compute something else."""
+        left = self._whole.left[0] if self._whole.left else []
+        before = [local_tensor(getattr(*slot)).detach() for slot in self._forwards.changed]
+        same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(left, before, strict=True))
+        return not same or bool(self._whole.attributes[0])
 
     def kept_otherwise(self, way: str) -> dict[Name, str]:
         """Attributes that a forward of all rows leaves otherwise than one of the first part."""

@@ -64,10 +64,12 @@ class Found:
     Attributes:
         taken: line → which way it was taken there, each time.
         numbers: line → the numbers that were compared with others, and those; or that were taken out of tensors; each time.
+        counted: lines at which Python was told how many elements a mask picked.
     """
 
     taken: dict[str, list[int]] = field(default_factory=dict)
     numbers: dict[str, list[tuple[float, Any]]] = field(default_factory=dict)
+    counted: set[str] = field(default_factory=set)
 
 
 class Reads(FunctionMode):
@@ -110,6 +112,7 @@ class Reads(FunctionMode):
             result = func(*args, **kwargs)
             if self._picked and func in SIZES and _among(self._picked, args[0]):
                 self._read(result)
+                self.found.counted.add(_line())
             return result
         result = func(*args, **kwargs)
         if self._way is not None:

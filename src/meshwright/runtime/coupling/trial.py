@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,16 @@ class Verdict:
         kind: mean, sum or coupled.
         why: what ended the trial, with the model's line; empty if it did not fail.
         kept: attributes of modules that are other ones after a part of the rows.
+        changes_state: whether a forward leaves modules otherwise than it finds them (a counter, an average): rows may combine
+            otherwise in the next, of which a term of the loss is another.
+        counted: lines at which Python is told how many elements a mask picked: of a piece's rows, and not of all.
     """
 
     kind: str
     why: str = ""
     kept: tuple[str, ...] = ()
+    changes_state: bool = False
+    counted: tuple[str, ...] = ()
 
 
 # What an attempt comes to, the worst last.
@@ -100,7 +105,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         if agreed(written)[1]:
             why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
             return Verdict(COUPLED, why)
-    return _with_what_is_kept(kind, attempt, forwards)
+    verdict = _with_what_is_kept(kind, attempt, forwards)
+    return replace(verdict, changes_state=bool(agreed(attempt.changes_state())[1]), counted=attempt.counted())
 
 
 @dataclass(frozen=True)
@@ -185,16 +191,26 @@ def _told(error: BaseException) -> str:
     return f"{text} ({line})" if line else text
 
 
-def note(found: Verdict) -> str:
-    """What a person should know of it; empty for the usual case."""
-    if found.kind != COUPLED and found.kept:
-        return (
+def notes(found: Verdict) -> list[str]:
+    """What a person should know of it; none for the usual case."""
+    if found.kind == COUPLED:
+        return [_why_coupled(found)]
+    said: list[str] = []
+    if found.kept:
+        said.append(
             f"{few(found.kept)}: what a forward "
             "leaves there follows from its rows, and after a step it is what this rank's first microbatch left. If it is to be "
             "that of the batch, make it a buffer: rows are then run together"
         )
-    if found.kind != COUPLED:
-        return ""
+    if found.counted:
+        said.append(
+            f"{few(found.counted)}: the model asks how many elements a mask picked. Each data rank and microbatch asks it of "
+            "its own rows. If the model compares that with another number than zero, say rows: whole in the plan"
+        )
+    return said
+
+
+def _why_coupled(found: Verdict) -> str:
     if found.why:
         return (
             f"this model's rows cannot be run apart: {found.why}: every data rank runs all rows at once, in one microbatch, "
@@ -217,5 +233,5 @@ __all__ = [
     "Verdict",
     "combine_as",
     "how_rows_combine",
-    "note",
+    "notes",
 ]
