@@ -24,7 +24,7 @@ from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
 from meshwright.spmd.dispatcher import Dispatcher, signature_of
-from meshwright.spmd.mode import SPECIAL, SpmdMode
+from meshwright.spmd.mode import SPECIAL, GlobalTensorMode
 from meshwright.spmd.signature import NEVER, ReadsValue, with_values
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
@@ -36,8 +36,8 @@ class Learnt(BaseException):
     """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
 
 
-class Reading(SpmdMode):
-    """The view of a forward that is planned: every decision is read before it is executed."""
+class Reading(GlobalTensorMode):
+    """The mode of a forward that is planned: every decision is read before it is executed."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.dispatcher, planner.parameter)

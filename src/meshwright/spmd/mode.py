@@ -56,8 +56,9 @@ _PLAIN_OR_VIEW = _PLAIN | {GlobalTensor}
 SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
 
 
-class SpmdMode(FunctionMode):
-    """Turns on the view.
+class GlobalTensorMode(FunctionMode):
+    """The model's code sees global tensors. A subclass says who answers its calls: a run (``SpmdMode``), or planning, which
+    reads what is decided of them (planning/planner.py).
 
     Args:
         dispatcher: answers functions that no global tensor takes part in; those with one are answered by its own.
@@ -74,23 +75,9 @@ class SpmdMode(FunctionMode):
         super().__init__()
         self.dispatcher, self.local, self._forget = dispatcher, local, forget
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if func in SPECIAL or transforming():
-            return self._special(func, args, kwargs)
-        ours, parts, tensors = read(func, args, kwargs, self.local)
-        if ours is not None:
-            if (prepared := ours.prepared.get(tuple(parts))) is not None:
-                return prepared(ours, tensors)
-        elif not kwargs and all(type(x) in _PLAIN for x in args):
-            return func(*args)
-        ours, args, kwargs = self._substitute(args, kwargs)
-        return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
-
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call in which there is a global tensor of ``dispatcher``."""
-        return dispatcher.call(func, args, kwargs)
+        raise NotImplementedError
 
     def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
         """Sharded global tensors are made whole for ``user``, which is no torch function."""
@@ -221,6 +208,28 @@ class SpmdMode(FunctionMode):
                 self.gathered(ours, function, views)
             args, kwargs = pytree.tree_map_only(GlobalTensor, whole, (args, kwargs))
         return apply(giving(function, whole), *args, **kwargs)
+
+
+class SpmdMode(GlobalTensorMode):
+    """The mode of a run: each call is what was decided of its signature, executed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if func in SPECIAL or transforming():
+            return self._special(func, args, kwargs)
+        ours, parts, tensors = read(func, args, kwargs, self.local)
+        if ours is not None:
+            if (prepared := ours.prepared.get(tuple(parts))) is not None:
+                return prepared(ours, tensors)
+        elif not kwargs and all(type(x) in _PLAIN for x in args):
+            return func(*args)
+        ours, args, kwargs = self._substitute(args, kwargs)
+        return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
+
+    def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``GlobalTensorMode``."""
+        return dispatcher.call(func, args, kwargs)
 
 
 def _same_memory(a: Tensor | None, b: Tensor) -> bool:
