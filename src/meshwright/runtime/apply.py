@@ -186,11 +186,12 @@ class _Counted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
         ctx.counts = counts
+        ctx.set_materialize_grads(False)  # none stays none
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g if ctx.counts else torch.zeros_like(g), None
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        return g if g is None or ctx.counts else torch.zeros_like(g), None
 
 
 def _state(p: DTensor) -> tuple[int, bool]:

@@ -18,6 +18,7 @@ All take and give local tensors. Each backward is another of these moves, so tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,108 +31,90 @@ from meshwright.spmd.comm import Axis
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
 
-class _Enter(Function):
+class _Move(Function):
+    """A move. Where one device gives no gradient (a function of the model's own may give none) every rank gives none: none is
+    not made zeros, which an optimizer would decay weights by."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
+        return (None if g is None else ctx.conjugate(g), *ctx.nothing)
+
+
+def _conjugate(ctx: Any, move: Callable[[Tensor], Tensor], *, others: int) -> None:
+    """What the backward does; ``others``: how many arguments get no gradient."""
+    ctx.set_materialize_grads(False)
+    ctx.conjugate, ctx.nothing = move, (None,) * others
+
+
+class _Enter(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, wide: bool) -> Tensor:
-        ctx.axis, ctx.wide = axis, wide
+        def summed(g: Tensor) -> Tensor:
+            if wide and g.dtype in (torch.bfloat16, torch.float16):
+                return all_reduce(g.float(), axis).to(g.dtype)
+            return all_reduce(g, axis)
+
+        _conjugate(ctx, summed, others=2)
         return x.detach()  # not a view of x, which x, that remembers it, would keep alive for ever; versions are shared
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        if ctx.wide and g.dtype in (torch.bfloat16, torch.float16):
-            return _Reduce.apply(g.float(), ctx.axis).to(g.dtype), None, None
-        return _Reduce.apply(g, ctx.axis), None, None
 
-
-class _Reduce(Function):
+class _Reduce(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        _conjugate(ctx, lambda g: _Enter.apply(g, axis, False), others=1)
         return axis.all_reduce(x)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _Enter.apply(g, ctx.axis, False), None
 
-
-class _ReduceScatter(Function):
+class _ReduceScatter(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
+        _conjugate(ctx, lambda g: all_gather_in(g, axis, layout), others=2)
         return axis.reduce_scatter(x, layout)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _GatherEnter.apply(g, ctx.axis, ctx.layout), None, None
 
-
-class _Gather(Function):
+class _Gather(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
+        _conjugate(ctx, lambda g: _Take.apply(g, axis, layout), others=2)
         return axis.all_gather(x, layout)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _Take.apply(g, ctx.axis, ctx.layout), None, None
 
-
-class _GatherEnter(Function):
+class _GatherEnter(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
+        _conjugate(ctx, lambda g: reduce_scatter(g, axis, layout), others=2)
         return axis.all_gather(x, layout)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _ReduceScatter.apply(g, ctx.axis, ctx.layout), None, None
 
-
-class _Take(Function):
+class _Take(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
+        _conjugate(ctx, lambda g: all_gather(g, axis, layout), others=2)
         # A copy: a view made inside a Function could not be written to in place by the model.
         return layout.take(x, axis.rank).clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(g, ctx.axis, ctx.layout), None, None
 
-
-class _Exchange(Function):
+class _Exchange(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, source: Shard, target: Shard) -> Tensor:
-        ctx.axis, ctx.source, ctx.target = axis, source, target
+        _conjugate(ctx, lambda g: all_to_all(g, axis, target, source), others=3)
         return axis.all_to_all(x, source, target)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _Exchange.apply(g, ctx.axis, ctx.target, ctx.source), None, None, None
 
-
-class _Hold(Function):
+class _Hold(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        _conjugate(ctx, lambda g: keep_first_backward(g, axis), others=1)
         return x.clone() if axis.rank == 0 else torch.zeros_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return _Release.apply(g, ctx.axis), None
 
-
-class _Release(Function):
+class _Release(_Move):
     """The gradient of ``_Hold``: nothing moves, and its own gradient is held again."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        _conjugate(ctx, lambda h: keep_first(h, axis), others=1)
         return g.view_as(g)
-
-    @staticmethod
-    def backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:
-        return _Hold.apply(h, ctx.axis), None
 
 
 def copy_in(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:

@@ -148,11 +148,14 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
         ctx.parameter = p
+        ctx.set_materialize_grads(False)  # none stays none
         return p.to_local().detach()
 
     @staticmethod
     @locally
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return None
         # Its own: autograd copies a gradient that others have too, but does not see through a DTensor that it is one.
         return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
