@@ -218,6 +218,7 @@ class ModelGraph:
         segments: of checkpoints of the model's own → where their events begin and end.
         differentiated: position of an event in which the forward asks for gradients itself → the values by which it does; None
             if it asks by something else, too.
+        own_backwards: whether functions of the model's own (``autograd.Function``) give gradients: they may give none.
         cuts: where the stages of a pipeline begin, from the second on; None if it cannot be cut so that each has what it takes.
         resized: whether values are of another length than what calls and events gave when they were recorded.
         draws: whether the forward drew random numbers of Python's or NumPy's.
@@ -247,6 +248,7 @@ class ModelGraph:
     draws_held: bool = False
     segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
     differentiated: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
+    own_backwards: bool = False
     cuts: tuple[int, ...] | None = None
 
     def like(self, number: int, t: Any) -> Any:
@@ -299,6 +301,13 @@ class ModelGraph:
                 live.update(n for n in event.inputs if self.values[n].differentiable)
             shared.update(self.values[n].storage for _, n in event.named if n in live)
         return frozenset(live)
+
+    @cached_property
+    def may_lack_gradients(self) -> bool:
+        """Whether a backward may give no gradient to what seems to get one: a value decides which way a forward goes, or a
+        function of the model's own gives gradients."""
+        acts = any(event.reads and event.inputs for event in self.events)
+        return self.own_backwards or acts or bool(self.ways)
 
     @cached_property
     def drawn_from(self) -> dict[int, list[int]]:

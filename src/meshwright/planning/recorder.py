@@ -269,6 +269,7 @@ class Recorder(Tracer):
         """An ``autograd.Function``. Of torch's own (a module's backward hook) the events within do not know yet that what they
         give will have a gradient."""
         result = super().custom(apply, function, args, kwargs)
+        self.graph.own_backwards |= not function.__module__.startswith("torch.")
         for t in tensors_of(result):
             if t.requires_grad and (number := self.number(t)) is not None:
                 self.graph.values[number] = replace(self.graph.values[number], requires_grad=True, is_leaf=False)

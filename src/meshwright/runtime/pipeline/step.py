@@ -281,7 +281,7 @@ class Step:
         if roots:
             with left.restored() if left else nullcontext(), flight.later or nullcontext(), self._stages.view():
                 BACKWARD(roots, grads)
-        may_lack = program is not None and bool(program.graph.ways)
+        may_lack = program is not None and program.graph.may_lack_gradients
         flight.back = {
             n: leaf.grad if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
             for n, leaf in flight.received.items() if leaf.requires_grad
@@ -302,10 +302,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # none stays none
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
         return g
 
 

@@ -147,8 +147,8 @@ class Transfers:
         )
 
     def _may_lack(self, action: Action) -> bool:
-        """Whether a value may get a gradient or none (not zeros), as values decide: then it is told which do."""
-        return bool(self._programs[action.microbatch].graph.ways)
+        """Whether a value may get a gradient or none (not zeros): then it is told which do."""
+        return self._programs[action.microbatch].graph.may_lack_gradients
 
     # --- receives ---------------------------------------------------------------------------------------------------
 
