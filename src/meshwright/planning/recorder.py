@@ -357,7 +357,7 @@ class Recorder(Tracer):
         name = self._count if before is None else self.graph.values[before].name
         value = Value(
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
-            t.element_size(), t.requires_grad, place, storage, name, is_leaf=t.requires_grad and t.is_leaf,
+            t.element_size(), t.requires_grad, place, storage, name, is_leaf=t.requires_grad and not torch.is_grad_enabled(),
         )  # fmt: skip
         if storage and before is None:
             self._named.setdefault(storage, []).append(t)
