@@ -103,6 +103,8 @@ def checked(model: Row, layout: str, workers: Any, timeout: float = 60.0) -> Cel
         cell |= {"dtype": report.dtype, "fallbacks": [list(f) for f in report.fallbacks], "notes": list(report.notes)}
         cell |= {"cut": sum(isinstance(line.tp, mw.Shard) for line in report.recipe or ())}
         cell |= {"coupled": any("every data rank runs all rows" in note for note in report.notes)}
+        if not report.passed:
+            cell["report"] = str(report)  # all that differs: what fails once may not fail again
     return cell | {"seconds": time.monotonic() - started}
 
 
