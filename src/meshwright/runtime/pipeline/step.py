@@ -283,7 +283,7 @@ class Step:
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.back = {
-            n: leaf.grad if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
+            n: _own(leaf.grad) if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
             for n, leaf in flight.received.items() if leaf.requires_grad
         }  # fmt: skip
         flight.end()
@@ -295,6 +295,12 @@ class Step:
                 for n in program.differentiable((action.stage, taker)):
                     if (g := self._flights[taker, action.microbatch].back.pop(n)) is not None:
                         flight.grads.setdefault(n, []).append(g)
+
+
+def _own(g: Tensor | None) -> Tensor | None:
+    """A gradient in memory of its own. Autograd gives a value and a parameter that are added one gradient, and the next
+    microbatch's is added to the parameter's in place, while this one is still on its way to another stage."""
+    return None if g is None else g.clone()
 
 
 class _Arrive(torch.autograd.Function):
