@@ -1,4 +1,4 @@
-"""Gradients that are on their way to another stage for long are those that were sent."""
+"""Gradients that are used late, by another stage or for a weight, are what they were."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Shift(nn.Module):
 class Modulated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.shift, self.head = nn.Linear(4, 8), Shift(), nn.Linear(4, 4)
+        self.stem, self.body, self.shift, self.head = nn.Linear(4, 8), nn.Linear(8, 8), Shift(), nn.Linear(4, 4)
 
     def forward(self, x):
-        return SimpleNamespace(loss=self.head(self.shift(self.stem(x))).square().mean())
+        return SimpleNamespace(loss=self.head(self.shift(self.body(self.stem(x)))).square().mean())
 
 
 def gradients(plan, late):
@@ -58,8 +58,16 @@ def gradients(plan, late):
 
 def test_a_gradient_that_is_sent_late_is_what_it_was(workers):
     expected = workers.run(gradients, "dp_shard=1", False, ranks=1)[0]
-    places = {"stem": {"on": "pp[0]"}, "shift": {"on": "pp[1]"}}
+    places = {"stem": {"on": "pp[0]"}, "body": {"on": "pp[0]"}, "shift": {"on": "pp[1]"}}
     plan = {"mesh": {"pp": 2}, "microbatches": 2, "modules": places}
     for found in workers.run(gradients, plan, True, ranks=2, timeout=60):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_s_gradient_that_is_made_late_is_of_what_it_was(workers):
+    expected = workers.run(gradients, "dp_shard=1", False, ranks=1)[0]
+    plan = {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "zero_bubble", "modules": {"body": {"on": "pp[1]"}}}
+    for found in workers.run(gradients, plan, False, ranks=2, timeout=60):
         for name, grad in found.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)

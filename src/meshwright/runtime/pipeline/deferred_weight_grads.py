@@ -87,9 +87,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         turned = ctx.turned
+        kept = g.clone()  # autograd may give a parameter the same memory, and add later microbatches' gradients there
 
         def gradient() -> Tensor:
-            rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+            rows, out = x.reshape(-1, x.shape[-1]), kept.reshape(-1, g.shape[-1])
             return out.T @ rows if turned else rows.T @ out
 
         ctx.later.waiting.append((ctx.weight, gradient))
