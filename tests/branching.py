@@ -726,3 +726,67 @@ class Contained(nn.Module):
 
 def product(results: list[Tensor]) -> Tensor:
     return results[0] * results[1]
+
+
+class Stop(torch.autograd.Function):
+    """A product of which the first factor gets no gradient: none, not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x).flatten(0, -2).sum(0)
+
+
+class StoppingMLP(MLP):
+    """Gives no gradient to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Stop.apply(x, self.factor))
+
+
+class Stopping(nn.Module):
+    """Two blocks, of which one gives no gradient, or neither does, or what is made of them gives them none.
+
+    Args:
+        where: "a", "both" or "head".
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.stem, self.side, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+        self.block_a = MLP() if where == "head" else StoppingMLP()
+        self.block_b = StoppingMLP() if where == "both" else MLP(64)
+        self.factor, self.where = nn.Parameter(torch.rand(DIM)), where
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        a, b = self.block_a(self.side(x)), self.block_b(x)
+        out = a + b
+        if self.where == "head":
+            out = Stop.apply(out, self.factor)
+        return {"loss": F.mse_loss(self.head(out), y)}
+
+
+class StoppingTracks(Tracks):
+    """Two tracks that exchange, of which the last block of one gives nothing back.
+
+    What the first block of the other has made for it alone gets no gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.left[1] = StoppingMLP()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        first, second = self.left[0](x), self.right[0](x * 2)
+        third, fourth = self.left[1](second), self.right[1](first)
+        return {"loss": F.mse_loss(self.head(third * fourth), y)}

@@ -190,6 +190,15 @@ def test_ways_of_models(way: str, workers: LocalWorkers) -> None:
     same(build, batch, plan, workers)
 
 
+@pytest.mark.parametrize("where", ["a", "both", "head"])
+def test_a_function_that_gives_no_gradient_gives_none(where: str, workers: LocalWorkers) -> None:
+    same(functools.partial(models.Stopping, where), models.rows(), beside(1, 2, b={"dp": 2}), workers)
+
+
+def test_a_branch_that_gives_another_no_gradient_gives_none(workers: LocalWorkers) -> None:
+    same(models.StoppingTracks, models.rows(), WAYS["two tracks that exchange"][2], workers)
+
+
 # --- deadlock hunt ----------------------------------------------------------------------------------------------------
 
 MANY = 200  # random graphs, of which `make test` runs some

@@ -115,7 +115,7 @@ class Branching:
             stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
             entering = [(wholes | stand_ins)[n] for n, _ in tied]
             anchor, *out = _Fork.apply(
-                self, move, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
+                self, move, graph, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
             )
             forked |= dict(zip(tied, out, strict=True))
         return forked, anchor
@@ -141,15 +141,41 @@ class Branching:
             self._gates[around, number] = gate, _Gate.apply(gate, t)
 
     def gradients(
-        self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
+        self,
+        move: Fork,
+        graph: ModelGraph,
+        given: Mapping[tuple[int, int], Tensor | None],
+        rows: int,
+        gates: Mapping[int, Gate],
     ) -> dict[int, Tensor]:
-        """Value → the sum of its gradients over the branches, on every rank that needs it.
+        """Value → the sum of its gradients over the branches, on every rank that needs it; without those to which no branch
+        gives any.
 
         Args:
-            gradients: (value, branch) → the gradient on this rank.
+            given: (value, branch) → the gradient on this rank.
         """
+        gradients = {pair: self._nothing(pair[0], graph) if g is None else g for pair, g in given.items()}
         if move.homes:
-            return self._sent_back(move, gradients, rows, gates)
+            sums = self._sent_back(move, gradients, rows, gates)
+        else:
+            sums = self._added(move, gradients, rows)
+        if not graph.may_lack_gradients:
+            return sums
+        there = self._there(move.around, given)
+        return {n: g for n, g in sums.items() if n in there}
+
+    def _there(self, around: int, given: Mapping[tuple[int, int], Tensor | None]) -> set[int]:
+        """The values to which a branch gives a gradient."""
+        numbers = list(dict.fromkeys(n for n, _ in given))
+        here = {n for (n, _), g in given.items() if g is not None}
+        counts = torch.tensor([float(n in here) for n in numbers], device=self.device)
+        self.ledger.moved("fork", counts)
+        self._lines[around].order.enter("fork", counts.shape, counts.dtype)
+        dist.all_reduce(counts, group=self._lines[around].group)
+        return {n for n, count in zip(numbers, counts.tolist(), strict=True) if count}
+
+    def _added(self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
+        """Gradients of what the ranks around the branches gave them: one all-reduce."""
         summands: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
             g = g if self._leads(branch, rows) else torch.zeros_like(g)
@@ -308,7 +334,8 @@ class Branching:
         for r, row in enumerate(wanted):
             received.append([])
             for i, like in enumerate(row):
-                piece = out[r][i] if r == line.rank else got[base : (base := base + size_of(like))]
+                # (Autograd may give a parameter the memory of a gradient, and add to it before it is waited for.)
+                piece = out[r][i].clone() if r == line.rank else got[base : (base := base + size_of(like))]
                 received[-1].append(typed(piece, like, arrival))
         return received, arrival
 
@@ -405,20 +432,23 @@ class _Fork(torch.autograd.Function):
         ctx: Any,
         branching: Branching,
         move: Fork,
+        graph: ModelGraph,
         pairs: tuple[tuple[int, int], ...],
         gates: Mapping[int, Gate],
         anchor: Tensor,
         *values: Tensor,
     ) -> Any:
-        ctx.branching, ctx.move, ctx.pairs, ctx.gates, ctx.rows = branching, move, pairs, gates, branching.rows
+        ctx.branching, ctx.move, ctx.graph, ctx.pairs, ctx.gates = branching, move, graph, pairs, gates
+        ctx.rows = branching.rows
+        ctx.set_materialize_grads(not graph.may_lack_gradients)
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
     @locally
-    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
         by_pair = dict(zip(ctx.pairs, gradients, strict=True))
-        sums = ctx.branching.gradients(ctx.move, by_pair, ctx.rows, ctx.gates)
-        return None, None, None, None, None, *(sums.pop(n, None) for n, _ in ctx.pairs)
+        sums = ctx.branching.gradients(ctx.move, ctx.graph, by_pair, ctx.rows, ctx.gates)
+        return *(None,) * 6, *(sums.pop(n, None) for n, _ in ctx.pairs)
 
 
 class _Gate(torch.autograd.Function):
@@ -428,11 +458,12 @@ class _Gate(torch.autograd.Function):
     @locally
     def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
         ctx.gate = gate
+        ctx.set_materialize_grads(False)  # none stays none
         return value.detach()
 
     @staticmethod
     @locally
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if ctx.gate.arrival is not None:
             ctx.gate.arrival.wait()
         return None, gradient
@@ -455,17 +486,16 @@ class _Join(torch.autograd.Function):
     ) -> Any:
         ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
         ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
+        ctx.set_materialize_grads(False)  # none stays none
         out = [t.detach() for t in joined.values()]
         ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in tied))
         return entering[0].detach(), *out
 
     @staticmethod
     @locally
-    def backward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> Any:
-        of = dict(zip(ctx.here, gradients, strict=True))
-        returned = [
-            ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in ctx.tied else None for n in ctx.mine
-        ]
+    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
+        of = {n: g for n, g in zip(ctx.here, gradients, strict=True) if n in ctx.tied and g is not None}
+        returned = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in of else None for n in ctx.mine]
         return *(None,) * 6, *(None,) * ctx.anchors, *returned
 
 
