@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.private import pytree
+from meshwright.runtime.coupling.tensor_set import is_parameter
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
@@ -90,11 +91,7 @@ class Wide(FunctionMode):
             return "torch.DoubleTensor" if x in _NAMES else x
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _NARROW or x.is_meta:
             return x
-        return _moved_off(x) if _is_parameter(x) and self._perturbed else x.double()
-
-
-def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter) or bool(getattr(x, "_mw_is_parameter", False))
+        return _moved_off(x) if is_parameter(x) and self._perturbed else x.double()
 
 
 def _moved_off(p: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from meshwright.blame import is_of_model, model_line
 from meshwright.private import pytree
+from meshwright.runtime.coupling.tensor_set import TensorSet, is_parameter, tensors_given
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.torch_functions import NUMBERS, SIZES, YES_OR_NO, is_fact, writes
 
@@ -85,18 +85,14 @@ class Reads(FunctionMode):
     def __init__(self, *, numbers: bool = False, sizes: bool = False) -> None:
         super().__init__()
         self.found, self._numbers, self._sizes = Found(), numbers, sizes
-        self._same: dict[int, Any] = {}  # by id: tensors that are the same whatever the rows
-        self._compared: dict[
-            int, tuple[Any, Tensor]
-        ] = {}  # by id: the outcome of a comparison, and the number compared
-        self._picked: dict[int, Any] = {}  # by id: tensors that have a row for each element that was picked
+        self._same = TensorSet()  # whatever the rows
+        self._picked = TensorSet()  # those that have a row for each element that was picked
         self._way: tuple[str, int] | None = None  # after a number was read: its line, and the functions called since
 
     @contextmanager
     def on(self, model: nn.Module, place: Place = (0, 0)) -> Iterator[None]:
         """For the time of a forward."""
-        for buffer in model.buffers():
-            self._mark(buffer)
+        self._same.add(model.buffers())
         with self:
             yield
         self._end_way()
@@ -105,12 +101,12 @@ class Reads(FunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in YES_OR_NO or name in NUMBERS:
             result = func(*args, **kwargs)
-            if not all(map(self._is_same, _tensors(args, kwargs))):
+            if not all(map(self._is_same, tensors_given(args, kwargs))):
                 self._read(result)
             return result
         if is_fact(func):
             result = func(*args, **kwargs)
-            if self._picked and func in SIZES and _among(self._picked, args[0]):
+            if self._picked and func in SIZES and args[0] in self._picked:
                 self._read(result)
                 self.found.counted.add(_line())
             return result
@@ -131,34 +127,24 @@ class Reads(FunctionMode):
             elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1) or _picks(name, args):
                 pieces = pytree.tree_leaves(result)
                 self._note(_line(), int(any(t.numel() for t in pieces)))
-                self._picked |= {id(t): weakref.ref(t) for t in pieces}
+                self._picked.add(pieces)
             elif self._picked:
                 self._follow_picked(args, kwargs, result)
             return
-        if all(map(self._is_same, _tensors(args, kwargs))):
-            for t in pytree.tree_leaves(result):
-                self._mark(t)
+        if all(map(self._is_same, tensors_given(args, kwargs))):
+            self._same.add(pytree.tree_leaves(result))
         elif args and isinstance(args[0], Tensor) and writes(func, args, kwargs):
-            self._same.pop(id(args[0]), None)
+            self._same.discard(args[0])
 
     def _follow_picked(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """What has a row for each that was picked, made of such."""
-        rows = {t.shape[0] for t in _tensors(args, kwargs) if _among(self._picked, t)}
-        for t in pytree.tree_leaves(result) if rows else ():
-            if isinstance(t, Tensor) and t.dim() and t.shape[0] in rows:
-                self._picked[id(t)] = weakref.ref(t)
-
-    def _mark(self, t: Any) -> None:
-        if isinstance(t, Tensor):
-            self._same[id(t)] = weakref.ref(t)
+        rows = {t.shape[0] for t in tensors_given(args, kwargs) if t in self._picked}
+        made = (t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)) if rows else ()
+        self._picked.add(t for t in made if t.dim() and t.shape[0] in rows)
 
     def _is_same(self, t: Tensor) -> bool:
         """Whether a tensor is the same whatever the rows."""
-        if _among(self._same, t):
-            return True
-        return isinstance(t, nn.Parameter) or bool(
-            getattr(t, "_mw_is_parameter", False) or getattr(t, "_mw_parameter", None)
-        )
+        return t in self._same or is_parameter(t)
 
     def _compare(self, x: Tensor, others: tuple[Any, ...]) -> None:
         """A comparison of one number with another, whoever acts on it: Python, or a ``torch.where``. With zero, what holds
@@ -193,12 +179,6 @@ class Reads(FunctionMode):
         self.found.taken.setdefault(line, []).append(way)
 
 
-def _among(known: dict[int, Any], t: Tensor) -> bool:
-    """Whether a tensor is one of those that are known by their id, of which the next tensor may get the same."""
-    reference = known.get(id(t))
-    return reference is not None and reference() is t
-
-
 def _picks(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a mask picks what fits."""
     return name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
@@ -207,14 +187,6 @@ def _picks(name: str, args: tuple[Any, ...]) -> bool:
 def _line() -> str:
     """The model's line, without its folder, which may be another on another machine."""
     return os.path.basename(model_line())
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from (t for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
 
 
 def _hashed(before: int, name: str, sizes: tuple[int, ...]) -> int:

@@ -32,6 +32,7 @@ from meshwright.blame import line_of
 from meshwright.names import few
 from meshwright.runtime.coupling.attempt import COUPLED, Attempt, Computing, Forwards, NotFiniteError, Trial
 from meshwright.runtime.coupling.attributes import VALUES
+from meshwright.runtime.coupling.bent import Met, bent, line_of_all_rows
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.rows.batch import reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
@@ -99,7 +100,9 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         other = attempt.divided_elsewhere() or Attempt(rolled, forwards, computing, first=first)
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
     if kind == COUPLED:
-        return Verdict(kind, attempt.outside and f"it acts on a number of all rows at {attempt.outside}")
+        return Verdict(kind, _acts(attempt.outside))
+    if (line := _corner_of_all_rows(rows, kind, forwards, first)) is not None:
+        return Verdict(COUPLED, _acts(line))
     if single:
         written, line = Attempt(rows, forwards, native, first=1).written_in_single_row()
         if agreed(written)[1]:
@@ -107,6 +110,22 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
             return Verdict(COUPLED, why)
     verdict = _with_what_is_kept(kind, attempt, forwards)
     return replace(verdict, changes_state=bool(agreed(attempt.changes_state())[1]), counted=attempt.counted())
+
+
+def _acts(line: str) -> str:
+    return line and f"it acts on a number of all rows at {line}"
+
+
+def _corner_of_all_rows(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
+    """The line of a function that is straight where the rows were tried, and is not everywhere (bent.py), if it is given a
+    number of all rows, and the loss follows from it; empty if this rank has not met the line. None if there is none."""
+    met: list[list[Met]] = []
+    outcome = _tried(
+        Attempt(rows, forwards, Computing(torch.float64, partial(bent, met), wide=True), first=first), forwards
+    )
+    if outcome.most >= _NOT_FINITE or outcome.kind == kind:  # a forward that cannot be bent tells nothing
+        return None
+    return line_of_all_rows(met)
 
 
 @dataclass(frozen=True)
