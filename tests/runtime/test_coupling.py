@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -371,3 +372,106 @@ def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, 
     assert "attributes of its modules (averages.0.count, averages.0.value)" in found[3][1]
     for _, _, losses, expected in found:
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class FreeBits(Tokens):
+    """A penalty on a mean over all rows has a corner, at which no row of the first step is; or it has it on each row's own.
+
+    Args:
+        corner: how it is written.
+    """
+
+    def __init__(self, corner):
+        super().__init__()
+        self.corner, self.scale = corner, nn.Parameter(torch.zeros(()))
+
+    def mixed(self, x):
+        return x * self.scale.exp().clamp(max=100), self.penalty(x.square().mean((1, 2)), x.mean(1))
+
+    def penalty(self, each, means):
+        if self.corner == "clamp":
+            return each.mean().clamp(min=0.5)
+        if self.corner == "above nothing":
+            return F.relu(each.mean() - 50)
+        if self.corner == "in place":
+            return each.mean().sub(0.5).relu_()
+        if self.corner == "of each feature":
+            return means.mean(0).clamp(min=0.3).sum()
+        if self.corner == "where":
+            of_all = means.mean(0)
+            return torch.where(of_all > 0.3, of_all, 0.3 * torch.ones_like(of_all)).sum()
+        if self.corner == "maximum":
+            return torch.maximum(each.mean(), means.mean().exp())
+        if self.corner == "distance":
+            return F.l1_loss(means.mean(0), torch.ones(WIDTH, dtype=means.dtype))
+        if self.corner == "topk":
+            return (1 - means.mean(0)).topk(3).values.sum()
+        return getattr(self, f"of_rows_{self.corner}")(each, means)
+
+    def of_rows_all(self, each, means):
+        """The same functions, of each row's own."""
+        of_each = each.clamp(min=0.5) + F.relu(each - 50) + means.abs().amax(1) + torch.maximum(each, means.mean(1))
+        return (
+            of_each.mean()
+            + F.smooth_l1_loss(means, means.roll(1, 1))
+            + torch.where(means > 0.3, means, 0.3 * means).mean()
+        )
+
+    def of_rows_metric(self, each, means):
+        """A number of all rows that is told, and not in the loss."""
+        self.told = each.mean().clamp(min=0.5).detach()
+        return 0.0
+
+    def of_rows_count(self, each, means):
+        """The count follows from the batch alone."""
+        kept = torch.ones(len(each), dtype=each.dtype)
+        return (each * kept).sum() / kept.sum().clamp(min=1)
+
+
+CORNERS = dict.fromkeys(
+    ["clamp", "above nothing", "in place", "of each feature", "where", "maximum", "distance", "topk"], "coupled"
+)
+CORNERS |= dict.fromkeys(["all", "metric", "count"], "mean")
+
+
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}], ids=str
+)
+def test_a_corner_that_a_number_of_all_rows_may_pass_couples_them(plan, workers):
+    found = workers.run(kinds, [(partial(FreeBits, corner), plan) for corner in CORNERS], ranks=2)[0]
+    assert dict(zip(CORNERS, found, strict=True)) == CORNERS
+
+
+def test_the_line_of_a_corner_is_told(workers):
+    plan = {"mesh": "dp_shard=2"}
+    note = " ".join(workers.run(kept_after_steps, [partial(FreeBits, "clamp")], plan, ranks=2)[0][0][1])
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "each.mean().clamp(min=0.5)" in text)
+    assert f"test_coupling.py:{line}" in note.replace(" ", "")
+
+
+class Begins(Tokens):
+    """After some steps a sum over rows is in the loss, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def mixed(self, x):
+        self.steps += 1
+        return x, x.square().sum() if self.steps > 5 else 0.0
+
+
+def kinds_of_steps(plan):
+    job = mw.parallelize(Begins, plan, batch=tokens())
+    found = []
+    for _ in range(12):
+        job.step(own_rows(job, tokens()))
+        found.append(job.rows)
+    return found, " ".join(job.notes)
+
+
+def test_a_term_that_begins_later_is_found_by_trying_again_and_the_steps_before_are_told(workers):
+    found, notes = workers.run(kinds_of_steps, {"mesh": "dp_shard=2"}, ranks=2)[0]
+    assert found == ["mean"] * 8 + ["coupled"] * 4
+    assert "after 8 steps they combine otherwise" in notes and "of the last 3 steps" in notes

@@ -1,7 +1,7 @@
 """``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
 
-before the first step   a trial: how do rows combine (runtime/coupling/trial.py)? Before the next steps, too, if a forward
-                        changes the state of modules
+before the first step   a trial: how do rows combine (runtime/coupling/trial.py)? If a forward changes the state of modules,
+                        it is repeated after 1, 2, 4, 8 … steps: a term of the loss may have begun
 before each step        the rows that this rank runs, in microbatches, and what each weighs
 after it                one sum over all ranks: the loss; and whether the step's values agree with the division
 """
@@ -38,8 +38,8 @@ from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
-_AGAIN = 2  # steps: of two states in turn (a counter's parity), each has been tried then
-_OTHERWISE = "after a step they combine otherwise, as it computes with what its forwards leave in its modules"
+_OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
+_UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
 
 
 class Division:
@@ -60,7 +60,9 @@ class Division:
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._row: Any = None
         self._verdict = Verdict(self._recipe.rows)
-        self._again = 0  # before how many steps more it is tried
+        self._steps: int | None = (
+            None  # since the first trial, if what forwards leave in modules may change what it finds
+        )
 
     @property
     def rows(self) -> str:
@@ -70,7 +72,7 @@ class Division:
     def settle(self, rows: str) -> None:
         """Rows combine as another run found, if this one has not found out."""
         if self.rows == "auto":
-            self._verdict = Verdict(rows)
+            self._verdict, self._steps = Verdict(rows), None if rows == COUPLED else 0
 
     @property
     def once(self) -> bool:
@@ -106,11 +108,9 @@ class Division:
             return Pieces([batch], [1.0], [None])
         if self.rows == "auto":
             self._verdict = self._how_rows_combine(batch)
-            self._again = _AGAIN if self._verdict.changes_state and self.rows != COUPLED else 0
-        elif self._again and self._runner.module.training:
-            self._again -= 1
-            if self._how_rows_combine(batch).kind != self.rows:
-                self._verdict, self._again = Verdict(COUPLED, _OTHERWISE), 0
+            self._steps = 0 if self._verdict.changes_state and self.rows != COUPLED else None
+        elif self._steps is not None and self._runner.module.training:
+            self._try_again(batch, self._steps + 1)
         if self.rows in (COUPLED, "whole"):
             everything, first = gather_rows(batch, self._data_groups())
             return Pieces([everything], [1 / data], [None], first)
@@ -122,6 +122,19 @@ class Division:
             split, self._counter, self._copies, self._device, way=way, waiting=self._runner.waiting, stand_in=row
         )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
+
+    def _try_again(self, batch: Any, steps: int) -> None:
+        """Before a step, so many after the first trial: do rows still combine as it found?"""
+        self._steps = steps
+        if steps & (steps - 1):
+            return
+        verdict = self._how_rows_combine(batch)
+        if verdict.kind != self.rows:
+            unsure = steps - (steps // 2 + 1)  # the step after each trial is of what it tried
+            why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
+            self._verdict, self._steps = Verdict(COUPLED, why), None
+        elif not verdict.changes_state:
+            self._steps = None
 
     def _stand_in(self, batch: Any) -> Any:
         """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
