@@ -375,7 +375,8 @@ def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, 
 
 
 class FreeBits(Tokens):
-    """A penalty on a mean over all rows has a corner, at which no row of the first step is; or it has it on each row's own.
+    """A penalty on a mean over all rows has a corner, at which no row of the first step is, or acts on gradients alone; or it
+    does so on each row's own.
 
     Args:
         corner: how it is written.
@@ -406,6 +407,18 @@ class FreeBits(Tokens):
             return F.l1_loss(means.mean(0), torch.ones(WIDTH, dtype=means.dtype))
         if self.corner == "topk":
             return (1 - means.mean(0)).topk(3).values.sum()
+        if self.corner == "compared":
+            return each.mean() * (each.mean() > 0.5)
+        if self.corner == "where one":
+            return torch.where(each.mean() > 0.5, each.mean(), 0.0)
+        if self.corner == "stop":
+            return each.mean() / each.mean().detach()
+        if self.corner == "stop without gradients":
+            with torch.no_grad():
+                scale = 1 / each.mean()
+            return each.mean() * scale
+        if self.corner == "stop by a number":
+            return each.mean() / each.mean().item()
         return getattr(self, f"of_rows_{self.corner}")(each, means)
 
     def of_rows_all(self, each, means):
@@ -418,9 +431,13 @@ class FreeBits(Tokens):
         )
 
     def of_rows_metric(self, each, means):
-        """A number of all rows that is told, and not in the loss."""
-        self.told = each.mean().clamp(min=0.5).detach()
+        """Numbers of all rows that are told, and not in the loss."""
+        self.told = each.mean().clamp(min=0.5).detach(), (means.mean(0) > 0.3).float().mean(), each.mean().item()
         return 0.0
+
+    def of_rows_stopped(self, each, means):
+        """What is taken without its gradient is of each row's own, and so is what is compared."""
+        return (each / each.detach() + each * (each > 0.5)).mean() + (means.detach().softmax(-1) * means).sum(1).mean()
 
     def of_rows_count(self, each, means):
         """The count follows from the batch alone."""
@@ -428,16 +445,17 @@ class FreeBits(Tokens):
         return (each * kept).sum() / kept.sum().clamp(min=1)
 
 
-CORNERS = dict.fromkeys(
-    ["clamp", "above nothing", "in place", "of each feature", "where", "maximum", "distance", "topk"], "coupled"
-)
-CORNERS |= dict.fromkeys(["all", "metric", "count"], "mean")
+HIDDEN = [
+    "clamp", "above nothing", "in place", "of each feature", "where", "maximum", "distance", "topk", "compared", "where one",
+    "stop", "stop without gradients", "stop by a number",
+]  # fmt: skip
+CORNERS = dict.fromkeys(HIDDEN, "coupled") | dict.fromkeys(["all", "metric", "count", "stopped"], "mean")
 
 
 @pytest.mark.parametrize(
     "plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}], ids=str
 )
-def test_a_corner_that_a_number_of_all_rows_may_pass_couples_them(plan, workers):
+def test_what_a_loss_does_not_show_of_a_number_of_all_rows_couples_them(plan, workers):
     found = workers.run(kinds, [(partial(FreeBits, corner), plan) for corner in CORNERS], ranks=2)[0]
     assert dict(zip(CORNERS, found, strict=True)) == CORNERS
 

@@ -101,9 +101,10 @@ class Runner:
                 losses = self.executor.run(pieces, watched=watched, backward=False)
         finally:
             self.held.reshard()
-        value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device=self.groups.device)
-        dist.all_reduce(value, group=self.groups.pipeline)
-        return float(value)
+        with without_modes():  # this is no read of the model's
+            value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device=self.groups.device)
+            dist.all_reduce(value, group=self.groups.pipeline)
+            return float(value)
 
     # --- the model's state ------------------------------------------------------------------------------------------
 

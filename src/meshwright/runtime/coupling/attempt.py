@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
@@ -65,11 +66,16 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Computing:
-    """The type that an attempt computes in, and what makes it so."""
+    """The type that an attempt computes in, and what makes it so.
+
+    Attributes:
+        graph: whether what autograd would keep of a forward is there, without values.
+    """
 
     dtype: torch.dtype
     on: Trial
     wide: bool
+    graph: bool = False
 
 
 class NotFiniteError(Exception):
@@ -121,6 +127,16 @@ class Attempt:
         if not all(map(isfinite, (*self._whole.losses, *self._parts[way].losses))):
             raise NotFiniteError
         return way if self._agrees(way, self._tolerance) else COUPLED
+
+    def loss_of_all(self) -> float:
+        """The loss of all rows."""
+        self._without_gradients(self._try_whole)
+        return self._whole.losses[0]
+
+    def like(self, computing: Computing) -> Attempt:
+        """The same rows with the same random numbers, computed otherwise."""
+        whole = Whole(Outcome(), self._numbers)
+        return Attempt(self._rows, self._forwards, computing, first=self._first, whole=whole)
 
     def divided_elsewhere(self) -> Attempt | None:
         """The same comparison with rows divided at another place, if there is one that leaves no single row."""
@@ -204,9 +220,12 @@ class Attempt:
         trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Outcome(), begin)
         return self._forwards.losses([self._rows], MEAN, trial)[0][0]
 
-    def _try(self, way: str) -> None:
+    def _try_whole(self) -> None:
         if not self._whole.losses:
             self._whole = self._outcome([(0, self._count)], [self._rows], MEAN, self._numbers)
+
+    def _try(self, way: str) -> None:
+        self._try_whole()
         spans = [(0, self._first), (self._first, self._count)]
         pieces = [take_rows(self._rows, *span) for span in spans]
         self._parts[way] = self._outcome(spans, pieces, way, self._numbers)
@@ -241,7 +260,7 @@ class Attempt:
 
     def _without_gradients(self, run: Callable[[], Any]) -> Any:
         try:
-            with torch.no_grad():
+            with _graph_alone() if self._computing.graph else torch.no_grad():
                 return run()
         except GradientsAskedError:
             with torch.enable_grad():
@@ -257,6 +276,17 @@ class Attempt:
             return False
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
         return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
+
+
+@contextmanager
+def _graph_alone() -> Iterator[None]:
+    """Autograd keeps a graph, without values."""
+
+    def asked(nothing: None) -> Tensor:
+        raise GradientsAskedError
+
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: None, asked):
+        yield
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:

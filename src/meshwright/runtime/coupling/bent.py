@@ -1,18 +1,24 @@
-"""``Bent``: a forward in which no function has a straight piece.
+"""``Bent``: a forward in which nothing is straight, and nothing hides from the loss.
 
-A trial compares the loss of all rows with those of their parts at one place. A function like ``relu`` or ``clamp`` is straight
-on either side of its corner. What it gives of a number of all rows (a penalty above a threshold, ``kl.mean().clamp(min=0.5)``)
-is, while all parts lie on one side, the mean of what it gives of theirs, and in a later step it is not.
+A trial compares the loss of all rows with those of their parts, at one place. Three things of a number of all rows (a mean) are
+not seen so; in one attempt they are made to show:
 
-So in one attempt of a trial what such functions give is bent a little, everywhere. Of values of single rows it still is of
-single rows, and the parts make the whole as before. Of a number of all rows they do not.
+    a corner        a function like ``clamp`` is straight on either side of it. ``kl.mean().clamp(min=0.5)`` is, while all parts
+                    lie on one side, the mean of what it gives of theirs, and in a later step it is not. What functions with
+                    corners give is bent a little.
+    a stop          in ``a + b * (a / b).detach()`` the number changes gradients, and not the loss. What is taken without its
+                    gradient is bent a little where it is used.
+    a comparison    ``m * (m > 0.5)``. It may come out otherwise in a later step: it is turned round. If the loss is another
+                    then, the rows are coupled.
 
-Only what follows from parameters is bent: a count of labels, ``mask.sum().clamp(min=1)``, is known exactly (LabelCounter).
+Of values of single rows, what is bent still is of single rows, and the parts make the whole as before. Of a number of all rows
+it does not. Only what follows from parameters is bent: a count of labels, ``mask.sum().clamp(min=1)``, is known exactly
+(LabelCounter). What Python reads of a comparison, ``Paths`` watches in each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +29,10 @@ from torch import Tensor, nn
 from meshwright.blame import model_line
 from meshwright.private import pytree
 from meshwright.runtime.coupling.float64 import wide
-from meshwright.runtime.coupling.tensor_set import TensorSet, is_parameter, tensors_given
-from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.torch_functions import writes
+from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
+from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
+from meshwright.spmd.autograd_functions import FunctionMode, transforming
+from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
 
 _BEND = 0.01  # how much of a value it is bent by at most
 
@@ -34,99 +41,156 @@ _OF_ONE = frozenset(
      sign sign_ sgn sgn_ leaky_relu leaky_relu_ prelu rrelu rrelu_ elu elu_ selu selu_ celu celu_ threshold threshold_ \
      hardtanh hardtanh_ hardsigmoid hardswish hardshrink softshrink".split()
 )
-_OF_TWO = frozenset("maximum minimum fmax fmin".split())
+_OF_TWO = frozenset("maximum minimum fmax fmin max min".split())  # of two tensors
 _PICKS = frozenset("max min amax amin aminmax topk sort msort median nanmedian kthvalue quantile nanquantile".split())
 _LOSSES = frozenset("l1_loss smooth_l1_loss huber_loss".split())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Met:
-    """A function with a corner that was met.
+    """A function with a corner, or a comparison, that was met.
 
     Attributes:
         line: of the model.
         shape: of what the function was given; total: its sum.
+        read: whether Python was told what came of it.
     """
 
     line: str
     shape: tuple[int, ...]
     total: Tensor
+    read: bool = False
 
 
 @contextmanager
-def bent(forwards: list[list[Met]]) -> Iterator[None]:
-    """For the time of a forward, which computes in float64 at weights moved off their values (float64.py)."""
-    mode = Bent()
-    forwards.append(mode.met)
+def bent(forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
+    """For the time of a forward, which computes in float64 at weights moved off their values (float64.py).
+
+    Args:
+        forwards: takes the mode of this forward.
+        turned: the comparisons that come out the other way, as counted in an earlier forward.
+    """
+    mode = Bent(turned)
+    forwards.append(mode)
     with wide(perturbed=True), mode:
         yield
 
 
-def line_of_all_rows(forwards: Sequence[Sequence[Met]]) -> str:
-    """The first line at which a function with a corner was given something of all rows: as large in a forward of some of
-    them, and not the same. Empty if there is none.
-
-    Args:
-        forwards: of all rows, and of some.
-    """
-    whole, part = forwards[0], forwards[1]
-    for a, b in zip(whole, part, strict=False):
-        if a.line == b.line and a.shape == b.shape and not torch.allclose(a.total, b.total, rtol=1e-12, atol=0.0):
-            return a.line
-    return ""
+def of_all_rows(whole: Sequence[Met], part: Sequence[Met]) -> list[int]:
+    """Which of those met in a forward of all rows were given a number of all rows: as large in a forward of some of them,
+    and not the same."""
+    pairs = enumerate(zip(whole, part, strict=False))
+    return [
+        i for i, (a, b) in pairs
+        if a.line == b.line and a.shape == b.shape and not torch.allclose(a.total, b.total, rtol=1e-12, atol=0.0)
+    ]  # fmt: skip
 
 
 class Bent(FunctionMode):
-    """Bends what functions with corners give, of values that follow from parameters."""
+    """Bends what functions with corners give, and what is taken without gradient, of values that follow from parameters.
 
-    def __init__(self) -> None:
+    Attributes:
+        corners: that were met; compared: the comparisons.
+    """
+
+    def __init__(self, turned: Collection[int] = ()) -> None:
         super().__init__()
-        self.met: list[Met] = []
-        self._trained = TensorSet()  # those that follow from parameters
+        self.corners: list[Met] = []
+        self.compared: list[Met] = []
+        self._turned = turned
+        self._trained = TensorTable[bool]()  # those that follow from parameters
+        self._told = TensorTable[frozenset[int]]()  # those that follow from comparisons, and which
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if not any(map(self._follows, tensors_given(args, kwargs))):
+        given = list(tensors_given(args, kwargs))
+        if is_fact(func) or transforming() or not any(map(self._follows, given)):
             return func(*args, **kwargs)
-        at = self._bent_at(name, args, kwargs)
-        result = func(*args, **kwargs)
-        if at is not None or name in _PICKS:
-            result = self._bent(name, result, at, args, kwargs)
-        self._trained.add(pytree.tree_leaves(result))
-        if args and isinstance(args[0], Tensor) and writes(func, args, kwargs):
-            self._trained.add([args[0]])
+        told = frozenset().union(*filter(None, map(self._told.of, given)))
+        if name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args):
+            for i in told:
+                self.compared[i].read = True
+        written = writes(func, args, kwargs)
+        args, kwargs = self._without_stops(args, kwargs, written=written)
+        result = self._called(func, name, args, kwargs)
+        made = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
+        self._trained.note(made, True)
+        if name in COMPARES and isinstance(result, Tensor):
+            result, told = self._turned_round(result, args), told | {len(self.compared) - 1}
+            self._trained.note([result], True)
+            made.append(result)
+        if told:
+            self._told.note(made, told)
         return result
 
     def _follows(self, t: Tensor) -> bool:
         """Whether a tensor follows from parameters. What a stage receives says so itself."""
         return t in self._trained or is_parameter(t) or t.requires_grad
 
-    def _bent_at(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    # --- stops --------------------------------------------------------------------------------------------------------
+
+    def _without_stops(self, args: Any, kwargs: Any, *, written: bool) -> Any:
+        """Arguments, of which those are bent that follow from parameters and have no gradient, if the function's result has
+        one; but for what the function writes to."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        kept = args[:1] if written else ()
+        more, named = pytree.tree_map(self._unstopped, (args[len(kept) :], kwargs))
+        return (*kept, *more), named
+
+    def _unstopped(self, x: Any) -> Any:
+        if not _is_bendable(x) or x.requires_grad or x not in self._trained:
+            return x
+        bent_value = _bend(x, x)
+        self._trained.note([bent_value], True)
+        return bent_value
+
+    # --- comparisons --------------------------------------------------------------------------------------------------
+
+    def _turned_round(self, result: Tensor, args: tuple[Any, ...]) -> Tensor:
+        """What a comparison gave, or the other way."""
+        number, (a, b) = len(self.compared), args[:2]
+        self.compared.append(_met(a - b if _is_bendable(a) else a))
+        return ~result if number in self._turned else result
+
+    # --- corners ------------------------------------------------------------------------------------------------------
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives, bent if it has a corner."""
+        if name in NUMBERS:
+            number = func(*args, **kwargs)
+            return number * (1 - _BEND / (1 + number * number)) if isinstance(number, float) else number
+        at = self._decides(name, args, kwargs)
+        result = func(*args, **kwargs)
+        if at is None:
+            return pytree.tree_map(lambda t: _bend(t, t), result) if name in _PICKS else result
+        self.corners.append(_met(at))
+        if name in _LOSSES:
+            return result + _BEND * _reduced(_bump(at), result, args, kwargs)
+        if args and result is args[0]:  # written in place
+            with torch.no_grad():
+                return result.copy_(_bend(result.detach().clone(), at))
+        return _bend(result, at)
+
+    def _decides(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """What decides on which side of its corner a function is, before it writes to it; None if it has no corner."""
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if name in _OF_ONE and _is_bendable(given[0]):
             return given[0].detach().clone()
-        if (name in _OF_TWO or name in _LOSSES or name in ("max", "min")) and len(given) >= 2:
+        if (name in _OF_TWO or name in _LOSSES) and len(given) >= 2:
             return (given[0] - given[1]).detach() if all(map(_is_bendable, given[:2])) else None
         if name == "where" and len(given) == 3 and given[0].dim() and self._follows(given[0]):
             return (given[1] - given[2]).detach() if all(map(_is_bendable, given[1:])) else None
         return None
 
-    def _bent(self, name: str, result: Any, at: Tensor | None, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A result of a function with a corner, bent."""
-        if at is not None:
-            self.met.append(Met(model_line(), tuple(at.shape), at.double().sum()))
-        if name in _LOSSES:
-            assert at is not None
-            return result + _BEND * _reduced(_bump(at), result, args, kwargs)
-        if at is not None and result is args[0]:  # written in place
-            with torch.no_grad():
-                return result.copy_(_bend(result.detach().clone(), at))
-        return pytree.tree_map(lambda t: _bend(t, t if at is None else at) if _is_bendable(t) else t, result)
+
+def _met(at: Tensor) -> Met:
+    return Met(model_line(), tuple(at.shape), at.detach().double().sum())
 
 
 def _is_bendable(t: Any) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and t.is_floating_point() and not t.is_meta
+    plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
+    return plain and t.is_floating_point() and not t.is_meta
 
 
 def _bump(at: Tensor) -> Tensor:
@@ -134,8 +198,10 @@ def _bump(at: Tensor) -> Tensor:
     return 1 / (1 + at.square())
 
 
-def _bend(t: Tensor, at: Tensor) -> Tensor:
-    """Of the same sign, and no larger, so that it stays where the next function is defined."""
+def _bend(t: Any, at: Any) -> Any:
+    """Of the same sign, and no larger, so that it stays where the next function is defined. What has no fractions stays."""
+    if not _is_bendable(t):
+        return t
     bump = _BEND * _bump(at)
     return torch.where(t == 0, bump.to(t.dtype), t * (1 - bump).to(t.dtype))
 

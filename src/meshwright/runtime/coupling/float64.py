@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.private import pytree
-from meshwright.runtime.coupling.tensor_set import is_parameter
+from meshwright.runtime.coupling.tensor_table import is_parameter
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from meshwright.blame import is_of_model, model_line
 from meshwright.private import pytree
-from meshwright.runtime.coupling.tensor_set import TensorSet, is_parameter, tensors_given
+from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.torch_functions import NUMBERS, SIZES, YES_OR_NO, is_fact, writes
 
-_AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())  # Python sees whether any do, by the shape
+AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())  # Python sees whether any do, by the shape
 _SELECTS = frozenset("where masked_fill masked_fill_".split())  # by one yes or no for all rows, as an ``if`` does
-_COMPARES = frozenset(
+COMPARES = frozenset(
     "gt lt ge le eq ne greater less greater_equal less_equal not_equal __gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
 
@@ -85,14 +85,14 @@ class Reads(FunctionMode):
     def __init__(self, *, numbers: bool = False, sizes: bool = False) -> None:
         super().__init__()
         self.found, self._numbers, self._sizes = Found(), numbers, sizes
-        self._same = TensorSet()  # whatever the rows
-        self._picked = TensorSet()  # those that have a row for each element that was picked
+        self._same = TensorTable[bool]()  # whatever the rows
+        self._picked = TensorTable[bool]()  # those that have a row for each element that was picked
         self._way: tuple[str, int] | None = None  # after a number was read: its line, and the functions called since
 
     @contextmanager
     def on(self, model: nn.Module, place: Place = (0, 0)) -> Iterator[None]:
         """For the time of a forward."""
-        self._same.add(model.buffers())
+        self._same.note(model.buffers(), True)
         with self:
             yield
         self._end_way()
@@ -120,27 +120,27 @@ class Reads(FunctionMode):
     def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """What is known of a result."""
         if args and isinstance(args[0], Tensor) and not self._is_same(args[0]):  # as nearly always: told at once
-            if name in _COMPARES:
+            if name in COMPARES:
                 self._compare(args[0], args[1:])
             elif name in _SELECTS and len(args) == 3:
                 self._select(args[0] if name == "where" else args[1])
-            elif name in _AS_MANY_AS_FIT or (name == "where" and len(args) == 1) or _picks(name, args):
+            elif name in AS_MANY_AS_FIT or (name == "where" and len(args) == 1) or picks(name, args):
                 pieces = pytree.tree_leaves(result)
                 self._note(_line(), int(any(t.numel() for t in pieces)))
-                self._picked.add(pieces)
+                self._picked.note(pieces, True)
             elif self._picked:
                 self._follow_picked(args, kwargs, result)
             return
         if all(map(self._is_same, tensors_given(args, kwargs))):
-            self._same.add(pytree.tree_leaves(result))
+            self._same.note(pytree.tree_leaves(result), True)
         elif args and isinstance(args[0], Tensor) and writes(func, args, kwargs):
-            self._same.discard(args[0])
+            self._same.forget(args[0])
 
     def _follow_picked(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """What has a row for each that was picked, made of such."""
         rows = {t.shape[0] for t in tensors_given(args, kwargs) if t in self._picked}
         made = (t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)) if rows else ()
-        self._picked.add(t for t in made if t.dim() and t.shape[0] in rows)
+        self._picked.note((t for t in made if t.dim() and t.shape[0] in rows), True)
 
     def _is_same(self, t: Tensor) -> bool:
         """Whether a tensor is the same whatever the rows."""
@@ -157,6 +157,8 @@ class Reads(FunctionMode):
                 self.found.numbers.setdefault(_line(), []).append((float(x), other))
 
     def _select(self, condition: Any) -> None:
+        if self._numbers:
+            return  # a trial turns it round (bent.py)
         if isinstance(condition, Tensor) and not condition.dim() and not self._is_same(condition):
             self._note(_line(), int(bool(condition)))
 
@@ -179,7 +181,7 @@ class Reads(FunctionMode):
         self.found.taken.setdefault(line, []).append(way)
 
 
-def _picks(name: str, args: tuple[Any, ...]) -> bool:
+def picks(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a mask picks what fits."""
     return name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
 

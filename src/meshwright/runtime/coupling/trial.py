@@ -32,7 +32,7 @@ from meshwright.blame import line_of
 from meshwright.names import few
 from meshwright.runtime.coupling.attempt import COUPLED, Attempt, Computing, Forwards, NotFiniteError, Trial
 from meshwright.runtime.coupling.attributes import VALUES
-from meshwright.runtime.coupling.bent import Met, bent, line_of_all_rows
+from meshwright.runtime.coupling.bent import Bent, bent, of_all_rows
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.rows.batch import reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
@@ -101,7 +101,7 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
     if kind == COUPLED:
         return Verdict(kind, _acts(attempt.outside))
-    if (line := _corner_of_all_rows(rows, kind, forwards, first)) is not None:
+    if (line := _acts_unseen(rows, kind, forwards, first)) is not None:
         return Verdict(COUPLED, _acts(line))
     if single:
         written, line = Attempt(rows, forwards, native, first=1).written_in_single_row()
@@ -116,16 +116,38 @@ def _acts(line: str) -> str:
     return line and f"it acts on a number of all rows at {line}"
 
 
-def _corner_of_all_rows(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
-    """The line of a function that is straight where the rows were tried, and is not everywhere (bent.py), if it is given a
-    number of all rows, and the loss follows from it; empty if this rank has not met the line. None if there is none."""
-    met: list[list[Met]] = []
-    outcome = _tried(
-        Attempt(rows, forwards, Computing(torch.float64, partial(bent, met), wide=True), first=first), forwards
+def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
+    """The line at which the model acts on a number of all rows in a way that the losses do not show where they were tried
+    (bent.py); empty if this rank has not met it. None if there is none."""
+    seen: list[Bent] = []
+    graph = not forwards.fatal  # (stages keep their graphs as they are)
+    attempt = Attempt(
+        rows, forwards, Computing(torch.float64, partial(bent, seen), wide=True, graph=graph), first=first
     )
-    if outcome.most >= _NOT_FINITE or outcome.kind == kind:  # a forward that cannot be bent tells nothing
+    outcome = _tried(attempt, forwards)
+    if outcome.most >= _NOT_FINITE:  # a forward that cannot be bent tells nothing
         return None
-    return line_of_all_rows(met)
+    whole, part = seen[:2]
+    if outcome.kind != kind:
+        return next((whole.corners[i].line for i in of_all_rows(whole.corners, part.corners)), "")
+    compared = [i for i in of_all_rows(whole.compared, part.compared) if not whole.compared[i].read]
+    if not forwards.agreed(bool(compared))[1]:
+        return None
+    turned = Computing(torch.float64, partial(bent, [], compared), wide=True, graph=graph)
+    changes = _changes_loss(attempt, attempt.like(turned), forwards)
+    return next((whole.compared[i].line for i in compared), "") if changes else None
+
+
+def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
+    """Whether the loss of all rows is another in another attempt, on some rank."""
+    try:
+        a, b = attempt.loss_of_all(), other.loss_of_all()
+        changes = abs(a - b) > 1e-12 * max(1.0, abs(a))
+    except forwards.fatal:
+        raise
+    except Exception:  # nothing follows from a forward that cannot be
+        changes = False
+    return bool(forwards.agreed(changes)[1])
 
 
 @dataclass(frozen=True)

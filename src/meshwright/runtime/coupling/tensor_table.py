@@ -1,33 +1,39 @@
-"""``TensorSet``: tensors by identity, of which a function mode knows something."""
+"""``TensorTable``: what a function mode knows of tensors, by their identity."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from meshwright.private import pytree
 
+T = TypeVar("T")
 
-class TensorSet:
-    """Tensors by their id, and not kept alive: the next tensor may get the id of one that has ended, and is not in it."""
+
+class TensorTable(Generic[T]):
+    """Tensor → what is known of it. By id, and not kept alive: of the next tensor that gets the id nothing is known."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, weakref.ref[Any]] = {}
+        self._by_id: dict[int, tuple[weakref.ref[Any], T]] = {}
 
-    def add(self, tensors: Iterable[Any]) -> None:
+    def note(self, tensors: Iterable[Any], known: T) -> None:
         """What is no tensor is left out."""
-        self._by_id |= {id(t): weakref.ref(t) for t in tensors if isinstance(t, Tensor)}
+        self._by_id |= {id(t): (weakref.ref(t), known) for t in tensors if isinstance(t, Tensor)}
 
-    def discard(self, t: Tensor) -> None:
-        """It need not be in it."""
+    def forget(self, t: Tensor) -> None:
+        """It need not be known."""
         self._by_id.pop(id(t), None)
 
+    def of(self, t: Tensor) -> T | None:
+        """What is known of a tensor, if anything."""
+        reference, known = self._by_id.get(id(t), (None, None))
+        return known if reference is not None and reference() is t else None
+
     def __contains__(self, t: Tensor) -> bool:
-        reference = self._by_id.get(id(t))
-        return reference is not None and reference() is t
+        return self.of(t) is not None
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
