@@ -1124,13 +1124,35 @@ def mean(b: Builder) -> str:
     return b.new(b.pick(MEANS), b.value(), plain=True)
 
 
+# {0}: a value, {1}: the mean of its square over all rows, {2}: that of another; %s: a number near the first mean.
+OF_ALL_ROWS = ["{1}.clamp(min=%s)", "F.relu({1} - %s)", "({1} - %s).abs()", "{1} * ({1} > %s)", "torch.where({1} > %s, {1}, 0.1 * {1})",
+               "torch.maximum({1}, {2})", "{1} / {1}.detach()", "{1} + {2} * ({1} / {2}).detach()", "{1} / {1}.item()", "{0}.mean(0).clamp(min=0.1).sum()",
+               "{0}.mean(0).abs().mean()", "F.l1_loss({0}.mean(0), torch.zeros_like({0}[0]))", "{0}.mean((0, 1)).topk(1).values.sum()",
+               "({0}.mean(0) > 0).to({0}.dtype).mean() * {1}"]  # fmt: skip
+
+
+def of_all_rows(b: Builder) -> str:
+    """A term that acts on a number of all rows in a way that shows only at some numbers, or in gradients."""
+    x, other = (b.value(lambda t: t.dim() == 3) for _ in range(2))
+    means = [b.new("{0}.square().mean()", v, plain=True) for v in (x, other)]
+    form = b.pick(OF_ALL_ROWS)
+    near = round(float(b.get(means[0])) * b.pick([0.9, 1.0, 1.1]), 4)
+    return b.new(form % near if "%s" in form else form, x, *means, plain=True)
+
+
 def total(b: Builder) -> str:
     if b.chance(3):
         return b.new(b.pick(SUMS), logits(b), plain=True)
     return b.new("{0}.square().sum() * 0.05", b.value(), plain=True)
 
 
-LOSSES = {"cross entropy": cross_entropy, "masked mean": masked_mean, "mean": mean, "sum": total}
+LOSSES = {
+    "cross entropy": cross_entropy,
+    "masked mean": masked_mean,
+    "mean": mean,
+    "sum": total,
+    "of all rows": of_all_rows,
+}
 
 
 def loss(b: Builder) -> str:
