@@ -149,6 +149,22 @@ def test_an_input_that_is_written_later_only_is_an_error() -> None:
         model(x)
 
 
+class Differentiates(nn.Module):
+    """Takes a gradient within its forward, by a function of torch.func."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.grad(lambda t: t.tanh().square().sum())(x)
+
+
+def test_a_block_that_differentiates_by_torch_func_is_an_error_with_what_the_plan_should_say() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Differentiates())
+    ModuleCalls(model, recomputed=recomputed(model, ["1"], Generators(torch.device("cpu"))))
+    with pytest.raises(
+        RuntimeError, match=r"by a function of torch.func. In the plan: modules: {1: {recompute: none}}"
+    ):
+        model(rows().float())
+
+
 def test_an_input_that_is_written_after_the_forward_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     ModuleCalls(model, recomputed=recomputed(model, ["1"], Generators(torch.device("cpu"))))

@@ -33,23 +33,29 @@ class DeferredWeightGrads(FunctionMode):
         self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            not kwargs and torch.is_grad_enabled() and not transforming()
-        ):  # a transform takes no custom Function of this kind
+        # (A transform takes no custom Function of this kind.)
+        if not kwargs and torch.is_grad_enabled() and not transforming():
             if func is functional.linear and _is_weight(args[1]):
-                bias = args[2] if len(args) > 2 else None
-                return _Product.apply(args[0], _anchor(args[1]), args[1].detach(), bias, args[1], self, True)
+                return self._product(args[0], args[1], args[2] if len(args) > 2 else None, turned=True)
             if func in _MATMULS and len(args) == 2 and _is_weight(args[1]):
-                return _Product.apply(args[0], _anchor(args[1]), args[1].detach(), None, args[1], self, False)
+                return self._product(args[0], args[1], None, turned=False)
             if func in _ADDMMS and len(args) == 3 and _is_weight(args[2]) and args[0].dim() == 1:
-                return _Product.apply(args[1], _anchor(args[2]), args[2].detach(), args[0], args[2], self, False)
+                return self._product(args[1], args[2], args[0], turned=False)
         return func(*args, **(kwargs or {}))
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, turned: bool) -> Any:
+        x, w, bias = (
+            _under_autocast(x),
+            _under_autocast(weight.detach()),
+            None if bias is None else _under_autocast(bias),
+        )
+        return _Product.apply(x, _anchor(w), w, bias, weight, self, turned)
 
     def finish(self) -> None:
         """The second half."""
         waiting, self.waiting = self.waiting, []
         for weight, gradient in waiting:
-            torch.autograd.backward(weight, gradient())
+            torch.autograd.backward(weight, gradient().to(weight.dtype))
 
 
 def _is_weight(w: Any) -> bool:
@@ -57,6 +63,14 @@ def _is_weight(w: Any) -> bool:
     if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2:
         return False
     return (isinstance(w, nn.Parameter) and type(w) is nn.Parameter) or getattr(w, "_mw_is_parameter", False)
+
+
+def _under_autocast(t: Tensor) -> Tensor:
+    """An operand of a product in the type that it has there: the backward is of that type, and runs outside."""
+    kind = t.device.type
+    if not torch.is_autocast_enabled(kind) or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t.to(torch.get_autocast_dtype(kind))
 
 
 def _anchor(w: Tensor) -> Tensor:

@@ -79,7 +79,12 @@ class _Run:
         copied = set(range(len(given))) if known is None else known
         inputs = [_as_input(t, i in copied) for i, t in enumerate(given)]
         self._kept = _with((args, kwargs), given, inputs)
-        result = of.forward(*args, **kwargs)
+        try:
+            result = of.forward(*args, **kwargs)
+        except RuntimeError as error:  # torch.func refuses to run where activations are dropped
+            if "saved tensor hooks" in str(error):
+                raise of.error("it differentiates within its forward, by a function of torch.func") from error
+            raise
         written = {i for i, (t, before) in enumerate(zip(given, versions, strict=True)) if _version(t) != before}
         if not written <= copied:
             raise of.error("it writes to its input in this forward, and did not in its first one")
