@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.deferred import record
 from meshwright.errors import Findings
+from meshwright.evaluation import Evaluating, in_evaluation
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
@@ -123,10 +124,13 @@ class Planned:
         return planned
 
     @one_process()
-    def graph(self, run: Callable[[nn.Module], Any], *, grad: bool = True) -> ModelGraph:
-        """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward."""
+    def graph(
+        self, run: Callable[[nn.Module], Any], *, grad: bool = True, evaluating: Evaluating = frozenset()
+    ) -> ModelGraph:
+        """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward;
+        ``evaluating``: the modules that are in evaluation mode."""
         dividing = [p for p in self.recipe.branches if p.splits]
-        with computing_in(self._model, self._precision):
+        with computing_in(self._model, self._precision), in_evaluation(self._model, evaluating):
             graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1, grad=grad)
             graph.cuts = self._cuts(graph)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
@@ -177,10 +181,16 @@ class Planned:
         return rows_apart(self._model, place, graph)
 
     @one_process()
-    def record(self, batch: Any, recorder: Recorder) -> None:
+    def record(self, batch: Any, recorder: Recorder, evaluating: Evaluating = frozenset()) -> None:
         """Runs the forward for its shapes under ``recorder``."""
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
-        with Shadow(), Meeting(), computing_in(self._model, self._precision), recorder.on(self._model):
+        with (
+            Shadow(),
+            Meeting(),
+            computing_in(self._model, self._precision),
+            in_evaluation(self._model, evaluating),
+            recorder.on(self._model),
+        ):
             run(self._model)
 
 

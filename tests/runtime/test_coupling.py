@@ -493,3 +493,43 @@ def test_a_term_that_begins_later_is_found_by_trying_again_and_the_steps_before_
     found, notes = workers.run(kinds_of_steps, {"mesh": "dp_shard=2"}, ranks=2)[0]
     assert found == ["mean"] * 8 + ["coupled"] * 4
     assert "after 8 steps they combine otherwise" in notes and "of the last 3 steps" in notes
+
+
+class InTraining(Tokens):
+    """Takes statistics of the batch, and adds a sum over rows, when it trains; in evaluation it does something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def mixed(self, x):
+        x = self.inner(x)
+        if not self.training:
+            x = x.tanh() + self.inner(x)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x, x.square().sum() if self.training else 0.0
+
+
+def evaluates_and_trains(plan, order):
+    """The losses, and how rows combine."""
+    job = mw.parallelize(InTraining, plan, batch=tokens(), dtype=torch.float64)
+    optimizer, losses = torch.optim.SGD(job.parameters(), lr=0.01), []
+    for trains in order:
+        job.module.train(trains)
+        optimizer.zero_grad()
+        losses.append((job.step if trains else job.evaluate)(own_rows(job, tokens())).item())
+        if trains:
+            optimizer.step()
+    return losses, job.rows
+
+
+@pytest.mark.parametrize(
+    "order", [(False, True, True, False), (True, False, True)], ids=["evaluation first", "training first"]
+)
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}], ids=str
+)
+def test_a_model_in_evaluation_mode_is_another(plan, order, workers):
+    (losses, rows), *_ = workers.run(evaluates_and_trains, plan, order, ranks=2)
+    expected, _ = workers.run(evaluates_and_trains, {"mesh": "dp_shard=1"}, order, ranks=1)[0]
+    assert losses == pytest.approx(expected, rel=1e-10) and rows == "coupled"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.api import Planned
 from meshwright.calls.hook import ModuleCalls
+from meshwright.evaluation import Modes
 from meshwright.generators import Generators
 from meshwright.plan import Plan
 from meshwright.planning.passes import stages as planned
@@ -147,9 +148,11 @@ class Staged:
             again = recomputed(self.models[-1], self.recipe.recompute, random)
             calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
             stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
-            programs = Programs(self.recipe, self.planned, stages.numbers, [], groups.device)
+            programs = Programs(self.recipe, self.planned, stages.numbers, [], groups.device, stages.modes)
             self.ranks.append(Executor(stages, programs, output_loss))
-        self.counter = LabelCounter(self.planned.record, self.models[0]) if self.microbatches > 1 else None
+        self.counter = (
+            LabelCounter(self.planned.record, self.models[0], Modes(self.models[0])) if self.microbatches > 1 else None
+        )
 
     def step(self, batch: Any, *, backward: bool = True) -> float:
         """Forward and backward of all microbatches on all ranks; the mean loss."""

@@ -103,7 +103,9 @@ def apply(
     routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)
-    counter = LabelCounter(replanner.record, model) if recipe.mesh.data_size * recipe.microbatches > 1 else None
+    counter = (
+        LabelCounter(replanner.record, model, stages.modes) if recipe.mesh.data_size * recipe.microbatches > 1 else None
+    )
     return Job(runner, ledger, counter, random)
 
 
@@ -115,6 +117,7 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
         stages.numbers,
         among,
         groups.device,
+        stages.modes,
         mine=None if stages.branching is None else stages.branching.mine,
         streamed=stages.streams is not None,
     )

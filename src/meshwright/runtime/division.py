@@ -1,7 +1,8 @@
 """``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
 
 before the first step   a trial: how do rows combine (runtime/coupling/trial.py)? If a forward changes the state of modules,
-                        it is repeated after 1, 2, 4, 8 … steps: a term of the loss may have begun
+                        it is repeated after 1, 2, 4, 8 … steps: a term of the loss may have begun. For other modules
+                        in evaluation mode there is another trial: batch statistics are not taken then
 before each step        the rows that this rank runs, in microbatches, and what each weighs
 after it                one sum over all ranks: the loss; and whether the step's values agree with the division
 """
@@ -9,7 +10,7 @@ after it                one sum over all ranks: the loss; and whether the step's
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import RowsError, StageError
+from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_to_differ
 from meshwright.runtime.coupling.trial import (
@@ -42,15 +44,24 @@ _OTHERWISE = "after {} steps they combine otherwise, as it computes with what it
 _UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
 
 
+@dataclass
+class Tried:
+    """What trials came to, for some modules in evaluation mode.
+
+    Attributes:
+        steps: since the first trial, if what forwards leave in modules may change what it finds.
+    """
+
+    verdict: Verdict
+    steps: int | None = None
+
+
 class Division:
     """How the rows of batches are divided over data ranks and microbatches.
 
     Args:
         counter: what means divide by; None: rows alone.
         random: the generators that a forward may draw from.
-
-    Attributes:
-        rows: how rows combine into the loss: ``auto`` until the first step has found out.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
@@ -59,43 +70,53 @@ class Division:
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._row: Any = None
-        self._verdict = Verdict(self._recipe.rows)
-        self._steps: int | None = (
-            None  # since the first trial, if what forwards leave in modules may change what it finds
-        )
+        self._tried: dict[Evaluating, Tried] = {}
+        self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
 
     @property
     def rows(self) -> str:
-        """How rows combine into the loss."""
-        return self._verdict.kind
+        """How rows combine into the loss when the model trains: ``auto`` until the first step has found out."""
+        return self._of(self._trained).verdict.kind
+
+    @property
+    def _kind(self) -> str:
+        """How they do in the running step."""
+        return self._of(self._evaluating).verdict.kind
+
+    def _of(self, evaluating: Evaluating) -> Tried:
+        return self._tried.setdefault(evaluating, Tried(Verdict(self._recipe.rows)))
 
     def settle(self, rows: str) -> None:
         """Rows combine as another run found, if this one has not found out."""
         if self.rows == "auto":
-            self._verdict, self._steps = Verdict(rows), None if rows == COUPLED else 0
+            self._tried[self._trained] = Tried(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
     def once(self) -> bool:
         """Whether microbatches leave the same state, whichever of them are run."""
-        return self.rows != SPLIT
+        return self._kind != SPLIT
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know of it."""
-        counts = self._counter.notes if self._counter is not None and self.rows not in (COUPLED, "whole") else ()
-        return (*counts, *notes(self._verdict))
+        verdicts = [tried.verdict for tried in self._tried.values()]
+        apart = any(verdict.kind not in (COUPLED, "whole") for verdict in verdicts)
+        counts = self._counter.notes if self._counter is not None and apart else ()
+        return tuple(dict.fromkeys((*counts, *(note for verdict in verdicts for note in notes(verdict)))))
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
     def pieces(self, batch: Any) -> Pieces:
         """What this rank runs of a batch. Collective."""
+        self._evaluating = self._runner.modes.now()
+        if self._runner.module.training:
+            self._trained = self._evaluating
         pieces = self._pieces(batch)
-        divided = (
-            self._recipe.mesh.data_size * len(pieces.batches) > 1 and pieces.gathered is None and self.rows != SPLIT
-        )
+        apart = self._recipe.mesh.data_size * len(pieces.batches) > 1
+        divided = apart and pieces.gathered is None and self._kind != SPLIT
         each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
         even = all(abs(x - each) < 1e-9 for x in pieces.scale)
-        self._paths.begin(self._runner.module, pieces.scale, divided=divided, even=even)
+        self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
         return pieces
 
     def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
@@ -106,35 +127,36 @@ class Division:
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
-        if self.rows == "auto":
-            self._verdict = self._how_rows_combine(batch)
-            self._steps = 0 if self._verdict.changes_state and self.rows != COUPLED else None
-        elif self._steps is not None and self._runner.module.training:
-            self._try_again(batch, self._steps + 1)
-        if self.rows in (COUPLED, "whole"):
+        tried = self._of(self._evaluating)
+        if tried.verdict.kind == "auto":
+            tried.verdict = self._how_rows_combine(batch)
+            tried.steps = 0 if tried.verdict.changes_state and tried.verdict.kind != COUPLED else None
+        elif tried.steps is not None:
+            self._try_again(batch, tried, tried.steps + 1)
+        if self._kind in (COUPLED, "whole"):
             everything, first = gather_rows(batch, self._data_groups())
             return Pieces([everything], [1 / data], [None], first)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
-        way = self.rows if self.rows in (SUM, RATIO, SPLIT) else MEAN
+        way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
         scale, shares = weights(
             split, self._counter, self._copies, self._device, way=way, waiting=self._runner.waiting, stand_in=row
         )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
-    def _try_again(self, batch: Any, steps: int) -> None:
+    def _try_again(self, batch: Any, tried: Tried, steps: int) -> None:
         """Before a step, so many after the first trial: do rows still combine as it found?"""
-        self._steps = steps
+        tried.steps = steps
         if steps & (steps - 1):
             return
         verdict = self._how_rows_combine(batch)
-        if verdict.kind != self.rows:
+        if verdict.kind != tried.verdict.kind:
             unsure = steps - (steps // 2 + 1)  # the step after each trial is of what it tried
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
-            self._verdict, self._steps = Verdict(COUPLED, why), None
+            tried.verdict, tried.steps = Verdict(COUPLED, why), None
         elif not verdict.changes_state:
-            self._steps = None
+            tried.steps = None
 
     def _stand_in(self, batch: Any) -> Any:
         """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
@@ -229,7 +251,7 @@ class Division:
         *two, lines = differing
         rows = [self._rows_of_piece(pieces, *piece) for piece in two]
         both = joined(rows)
-        if both is None or combine_as(self.rows, both, rows_of(rows[0]), self._forwards()):
+        if both is None or combine_as(self._kind, both, rows_of(rows[0]), self._forwards()):
             self._paths.settle(lines)
             return
         raise RowsError(

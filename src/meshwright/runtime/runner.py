@@ -35,7 +35,7 @@ class Runner:
         wholes: whether forwards may leave sharded tensors on modules.
 
     Attributes:
-        module: the model, its parameters laid out.
+        module: the model, its parameters laid out; ``modes``: of its modules.
         held: what this rank holds of it.
         executor: runs this rank's stages.
     """
@@ -43,7 +43,7 @@ class Runner:
     def __init__(
         self, stages: Stages, programs: Programs | None, loss: Loss, *, routed: Routed | None = None, wholes: bool
     ) -> None:
-        self.module, self.recipe, self.groups = stages.model, stages.recipe, stages.groups
+        self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor = Executor(stages, programs, loss)
         self._sync, self._wholes = stages.sync, wholes
         self._routed, self._own_sums = routed, OwnSums(self.module, self.recipe, self.groups)

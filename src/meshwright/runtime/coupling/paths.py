@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_of_model, model_line
+from meshwright.evaluation import Evaluating
 from meshwright.private import pytree
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -248,23 +249,25 @@ class Paths:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self._settled: set[str] = set()
-        self._idle: set[bool] = set()  # whether the model trains, where nothing was read in its first step
+        self._settled: set[tuple[Evaluating, str]] = set()
+        self._idle: set[Evaluating] = set()  # with these modules in evaluation mode nothing was read in the first step
         self._found: dict[Place, Found] = {}
-        self._training = self.watching = self._even = False
+        self._evaluating: Evaluating = frozenset()
+        self.watching = self._even = False
         self._weights: Sequence[float] = ()
 
-    def begin(self, model: nn.Module, weights: Sequence[float], *, divided: bool, even: bool = False) -> None:
+    def begin(self, evaluating: Evaluating, weights: Sequence[float], *, divided: bool, even: bool = False) -> None:
         """A step begins.
 
         Args:
+            evaluating: the modules that are in evaluation mode.
             weights: of the microbatches: one that stands in for no rows weighs nothing, and goes where it likes.
             divided: whether the step's rows are run apart.
             even: whether all pieces, of all ranks, have as many.
         """
         self._even = even
-        self._training, self._found, self._weights = model.training, {}, weights
-        self.watching = divided and model.training not in self._idle
+        self._evaluating, self._found, self._weights = evaluating, {}, weights
+        self.watching = divided and evaluating not in self._idle
 
     @contextmanager
     def watched(self, model: nn.Module, place: Place) -> Iterator[None]:
@@ -290,7 +293,7 @@ class Paths:
         """Whether pieces have taken different paths, by the sums over all ranks."""
         each = [sums[i : i + SUMS] for i in range(0, len(sums), SUMS)]
         if not any(x for _, *rest in each for x in rest):
-            self._idle.add(self._training)
+            self._idle.add(self._evaluating)
         return any(n * aa != a * a or n * bb != b * b for n, a, b, aa, bb in each)
 
     def taken(self) -> dict[Place, dict[str, list[int]]]:
@@ -299,10 +302,10 @@ class Paths:
 
     def settle(self, lines: Iterable[str]) -> None:
         """At these lines different paths do no harm."""
-        self._settled.update(lines)
+        self._settled.update((self._evaluating, line) for line in lines)
 
     def _open(self, read: Found) -> dict[str, list[int]]:
-        return {line: ways for line, ways in read.taken.items() if line not in self._settled}
+        return {line: ways for line, ways in read.taken.items() if (self._evaluating, line) not in self._settled}
 
 
 Taken = dict[Place, dict[str, list[int]]]

@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
 from meshwright.errors import StageError
+from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.private import storage_of, without_modes
@@ -39,10 +40,13 @@ Call = Callable[[nn.Module, Any], Any]
 class Replanner(Protocol):
     """What a run asks of planning, for batches of other shapes than the sample's. It has the model, with shapes alone."""
 
-    def graph(self, run: Callable[[nn.Module], Any], *, grad: bool = True) -> ModelGraph:
-        """A forward, recorded, with where stages begin in it; ``run`` runs it, ``grad``: whether it is one for a backward."""
+    def graph(
+        self, run: Callable[[nn.Module], Any], *, grad: bool = True, evaluating: Evaluating = frozenset()
+    ) -> ModelGraph:
+        """A forward, recorded, with where stages begin in it; ``run`` runs it, ``grad``: whether it is one for a backward;
+        ``evaluating``: the modules that are in evaluation mode."""
 
-    def record(self, batch: Any, recorder: Any) -> None:
+    def record(self, batch: Any, recorder: Any, evaluating: Evaluating = frozenset()) -> None:
         """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
 
 
@@ -83,6 +87,7 @@ class Programs:
         stages: those of this rank.
         among: the groups of ranks that run one copy of the model: those of its stages, and of its tensor parallelism.
         device: the rank's.
+        modes: of the model that runs.
         mine: the places that this rank is of, if there are branches.
         streamed: whether this rank runs blocks at the same time.
     """
@@ -94,12 +99,13 @@ class Programs:
         stages: Sequence[int],
         among: Sequence[dist.ProcessGroup],
         device: torch.device,
+        modes: Modes,
         *,
         mine: frozenset[int] | None = None,
         streamed: bool = False,
     ) -> None:
         self.replanner = replanner
-        self._recipe, self._stages, self._among, self._device = recipe, stages, among, device
+        self._recipe, self._stages, self._among, self._device, self._modes = recipe, stages, among, device, modes
         self._mine, self._streamed = mine, streamed
         self._of_sizes = Lengths(self._between)
         self._of_paths = Recent[Program]()
@@ -115,12 +121,13 @@ class Programs:
         Raises:
             StageError: it cannot be cut so that each stage has what it uses, or the ranks recorded different ones.
         """
+        evaluating = self._modes.now()
         with without_modes():  # in a trial, which may tell another type
-            sizes = sizes_of(batch, loss is None, grad)
+            sizes = sizes_of(batch, loss is None, grad, evaluating)
         recorded: list[Program] = []
 
         def record() -> Program:
-            graph, writes = self._recorded(batch, call, loss, grad=grad)
+            graph, writes = self._recorded(batch, call, loss, evaluating, grad=grad)
             path = (sizes, graph.signature) if sizes is not None else object()
             recorded.append(self._of_paths.made(path, lambda: self._program(graph, writes, loss is None)))
             deciding = self._deciding(graph, batch)
@@ -134,7 +141,9 @@ class Programs:
         # Another batch of these sizes may take another path, unless the values that were read are the same.
         return (self._of_values.get(sizes, batch) if sizes is not None else None) or record()
 
-    def _recorded(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool) -> tuple[ModelGraph, frozenset[int]]:
+    def _recorded(
+        self, batch: Any, call: Call, loss: Loss | None, evaluating: Evaluating, *, grad: bool
+    ) -> tuple[ModelGraph, frozenset[int]]:
         """The graph of a forward, and the tensors of the batch that it writes to."""
         runs: list[tuple[Any, list[int | None]]] = []
 
@@ -145,7 +154,7 @@ class Programs:
             return loss(output) if loss else output
 
         with random_numbers_kept():
-            graph = self.replanner.graph(run, grad=grad)
+            graph = self.replanner.graph(run, grad=grad, evaluating=evaluating)
         # Not within: a look at values would seem to be the forward's own.
         return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
 

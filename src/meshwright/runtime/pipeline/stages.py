@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.calls.hook import ModuleCalls
 from meshwright.chance import generators_in
+from meshwright.evaluation import Modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams
@@ -35,6 +36,7 @@ class Stages:
     Attributes:
         numbers: of the stages.
         generators: those that modules hold.
+        modes: of the modules.
         traffic: what was sent to other stages so far, and what this rank waits for.
         spans: of the last step: when each action ran, in seconds.
         action: begun last; a watch reads it from another thread.
@@ -58,6 +60,7 @@ class Stages:
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
         self.generators = generators_in(model)
+        self.modes = Modes(model)
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
         self.action: Action | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import model_line
+from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.runtime.recent import Lengths, Points, sizes_of
 from meshwright.runtime.rows.batch import copied, doubled, tensors_in
@@ -199,15 +200,16 @@ class LabelCounter:
     """Counts in pieces of batches; records one program for each set of shapes, or for all of them.
 
     Args:
-        record: runs the forward for its shapes on a batch, under the mode that it is given.
-        model: whose buffers are used.
+        record: runs the forward for its shapes on a batch, under the mode that it is given, with these modules in
+            evaluation mode.
+        model: whose buffers are used; ``modes``: of its modules.
 
     Attributes:
         slots: those that all ranks know of, in one order.
     """
 
-    def __init__(self, record: Callable[[Any, Recorder], None], model: nn.Module) -> None:
-        self._record, self._model = record, model
+    def __init__(self, record: Callable[[Any, Recorder, Evaluating], None], model: nn.Module, modes: Modes) -> None:
+        self._record, self._model, self._modes = record, model, modes
         self._programs = Lengths(_between)
         self.slots: tuple[Slot, ...] = ()
         self.notes: dict[str, None] = {}
@@ -215,7 +217,8 @@ class LabelCounter:
     def counted(self, batch: Any, rows: int) -> Counted:
         """What is counted in a piece of a batch of so many rows."""
         leaves = tensors_in(batch)
-        program = self._programs.made(sizes_of(batch, rows), lambda: self._new_program(batch, leaves, rows))
+        sizes = sizes_of(batch, rows, self._modes.now())
+        program = self._programs.made(sizes, lambda: self._new_program(batch, leaves, rows))
         buffers = dict(tensors_of_model(self._model)) if program.tape.buffers else {}
         try:
             return Counted(program, Replay(program.tape, leaves, buffers), rows)
@@ -236,7 +239,7 @@ class LabelCounter:
 
     def _recorded(self, batch: Any, leaves: int) -> Recorder:
         recorder = Recorder(leaves)
-        self._record(copied(batch), recorder)
+        self._record(copied(batch), recorder, self._modes.now())
         return recorder
 
     def _shapes(
