@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Shard
-from meshwright.private import pytree, storage_of
+from meshwright.private import pytree, storage_of, version
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     Segment,
@@ -200,14 +200,24 @@ class GlobalTensorMode(FunctionMode):
             self._forget()
 
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Custom ``autograd.Function`` s get, and give, whole tensors."""
+        """Custom ``autograd.Function`` s get, and give, whole tensors; what they write to one reaches the global tensor."""
         ours, args, kwargs = self._substitute(args, kwargs)
-        if ours is not None:
-            views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, GlobalTensor)]
-            if any(isinstance(v._mw_layout, Shard) for v in views):
-                self.gathered(ours, function, views)
-            args, kwargs = pytree.tree_map_only(GlobalTensor, whole, (args, kwargs))
-        return apply(giving(function, whole), *args, **kwargs)
+        function = giving(function, whole)
+        if ours is None:
+            return apply(function, *args, **kwargs)
+        views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, GlobalTensor)]
+        if any(isinstance(v._mw_layout, Shard) for v in views):
+            self.gathered(ours, function, views)
+        wholes = {id(v): whole(v) for v in views}
+        before = {i: version(t) for i, t in wholes.items()}
+        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda v: wholes[id(v)], (args, kwargs))
+        result = apply(function, *args, **kwargs)
+        for v in views:
+            gathered = wholes[id(v)]
+            if gathered is not v._mw_local and version(gathered) != before[id(v)]:
+                ours.assign(v, gathered)
+                result = pytree.tree_map_only(Tensor, lambda t, v=v, of=gathered: v if t is of else t, result)
+        return result
 
 
 class SpmdMode(GlobalTensorMode):
