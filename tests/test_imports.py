@@ -18,7 +18,7 @@ MODULES = {
 LADDER = (
     "meshwright",  # names, loaded when they are asked for
     "private blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container chance "
-    "generators described",
+    "generators described evaluation",
     "spmd workers",
     "calls watch",
     "cost",

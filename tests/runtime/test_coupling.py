@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.errors import RowsError
 
 WIDTH, CLASSES = 16, 12
 
@@ -533,3 +534,44 @@ def test_a_model_in_evaluation_mode_is_another(plan, order, workers):
     (losses, rows), *_ = workers.run(evaluates_and_trains, plan, order, ranks=2)
     expected, _ = workers.run(evaluates_and_trains, {"mesh": "dp_shard=1"}, order, ranks=1)[0]
     assert losses == pytest.approx(expected, rel=1e-10) and rows == "coupled"
+
+
+class Contrasts(Tokens):
+    """Compares rows with each other in some steps, as the batch says."""
+
+    def forward(self, ids, labels, task=None, others=None):
+        said = task == "contrast" or (isinstance(task, Tensor) and bool(task[0] > 0))
+        if others is None and not said:
+            return super().forward(ids, labels)
+        each = F.normalize(self.head(self.table(ids)).mean(1), dim=-1)
+        return SimpleNamespace(loss=F.cross_entropy(each @ each.T, torch.arange(len(each))))
+
+
+def tasks(how):
+    """Batches of one task, and of another, that tell it in a way."""
+    ids, labels = tokens().values()
+    told = {"key": ({}, {"others": ids}), "text": ({"task": "predict"}, {"task": "contrast"}),
+            "values": ({"task": torch.zeros(len(ids))}, {"task": torch.ones(len(ids))})}[how]  # fmt: skip
+    return [{"ids": ids, "labels": labels, **more} for more in told]
+
+
+def of_several_tasks(plan, how):
+    one, other = tasks(how)
+    job = mw.parallelize(Contrasts, plan, batch=one)
+    done = []
+    for batch in (one, one, other):
+        rows = {**batch, **own_rows(job, {name: t for name, t in batch.items() if isinstance(t, Tensor)})}
+        try:
+            job.step(rows)
+        except RowsError as error:
+            done.append(str(error))
+        else:
+            done.append("")
+    return done
+
+
+@pytest.mark.parametrize("how", ["key", "text", "values"])
+@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}], ids=str)
+def test_a_task_that_was_not_tried_and_couples_rows_is_an_error(plan, how, workers):
+    for first, second, error in workers.run(of_several_tasks, plan, how, ranks=2):
+        assert not first and not second and "what it has not done before" in error and "rows: whole" in error

@@ -4,11 +4,13 @@ before the first step   a trial: how do rows combine (runtime/coupling/trial.py)
                         it is repeated after 1, 2, 4, 8 … steps: a term of the loss may have begun. For other modules
                         in evaluation mode there is another trial: batch statistics are not taken then
 before each step        the rows that this rank runs, in microbatches, and what each weighs
-after it                one sum over all ranks: the loss; and whether the step's values agree with the division
+after it                one sum over all ranks: the loss; and whether the step's values agree with the division: did pieces
+                        take different paths, or all of them one that was not tried, or is the batch of another form?
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +36,7 @@ from meshwright.runtime.coupling.trial import (
     how_rows_combine,
     notes,
 )
-from meshwright.runtime.rows.batch import copied, joined, mapped
+from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
@@ -42,6 +44,31 @@ from meshwright.runtime.runner import Runner
 
 _OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
 _UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
+
+
+class Done:
+    """What steps did so far: modes of modules, form of the batch, paths."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def knows(self, what: Hashable) -> bool:
+        """Whether a step did so."""
+        return what in self._known
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether it is to be tried: it is new. Of many (numbers that differ from step to step) only some are."""
+        if what in self._known:
+            return False
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(what)
+        count = len(self._known)
+        return count <= _ALL_OF or count & (count - 1) == 0
+
+
+_ALL_OF, _MOST_KNOWN = 8, 1 << 12
+_SUMS = 4  # numbers of each step that are summed over all ranks: loss, its type, ignored labels, whether it is new
 
 
 @dataclass
@@ -72,6 +99,10 @@ class Division:
         self._row: Any = None
         self._tried: dict[Evaluating, Tried] = {}
         self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
+        self._done = Done()
+        # Of the running step: whether its rows are run apart, and its batch, with its form.
+        self._divided, self._batch = False, None
+        self._form: Hashable = None
 
     @property
     def rows(self) -> str:
@@ -117,7 +148,14 @@ class Division:
         each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
         even = all(abs(x - each) < 1e-9 for x in pieces.scale)
         self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
+        self._divided, self._form, self._batch = divided, form_of(batch), batch
+        if divided and (self._paths.watching or not self._done.knows(self._told(self._paths.NOTHING))):
+            self._batch = copied(take_rows(batch, 0, max(MOST_ROWS, len(pieces.batches))))  # the model may write to it
         return pieces
+
+    def _told(self, ways: Hashable) -> Hashable:
+        """What is told of the running step."""
+        return self._evaluating, self._form, ways
 
     def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
         """On during the forward of a piece."""
@@ -176,16 +214,21 @@ class Division:
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
-        fewest, _ = self._agreed(rows_of(batch))
+        self._done.is_new((self._evaluating, form_of(batch), self._paths.NOTHING))  # as it is tried now
+        rows, fewest = self._rows_to_try(batch)
         single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
-        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
         if rows_of(rows) < 2:
             return Verdict(MEAN)
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        rows = take_rows(rows, 0, max(fewest, MOST_ROWS))
         return _told_alike(how_rows_combine(rows, self._forwards(), dtype, single=single))
+
+    def _rows_to_try(self, batch: Any) -> tuple[Any, int]:
+        """As many rows on every rank; and how many the rank of fewest has. Collective."""
+        fewest, _ = self._agreed(rows_of(batch))
+        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
+        return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
 
     def _forwards(self) -> Forwards:
         """What a trial runs. An error in one stage leaves the others waiting for what it would send."""
@@ -220,13 +263,14 @@ class Division:
             RowsError: on every rank: the step's values have shown that its rows cannot be divided.
         """
         mesh, paths = self._recipe.mesh, self._paths
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(_SUMS, dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[0] += loss.double()
             sums[1] += loss.dtype == torch.float64
         shares = [share for share in pieces.shares if share is not None]
         for ignored in (n for share in shares for n in share.ignored):
             sums[2] += ignored
+        sums[3] = self._does_what_is_new()
         if paths.watching:
             sums = torch.cat([sums, sums.new_tensor(paths.sums())])
         if mesh.data_size * mesh.axis_size("pp") > 1:
@@ -234,9 +278,30 @@ class Division:
                 dist.all_reduce(sums)
             sums[0] /= mesh.axis_size("tp")
         _refuse_uncounted(shares, sums[2])
-        if paths.watching and paths.differ(sums[3:].tolist()):
+        if paths.watching and paths.differ(sums[_SUMS:].tolist()):
             self._try_paths(pieces)
+        elif sums[3]:
+            self._try_what_is_new()
         return sums[0].to(torch.float64 if sums[1] else torch.float32)
+
+    def _does_what_is_new(self) -> bool:
+        """Whether no step has taken this one's paths before, nor had a batch of this form."""
+        ways = self._paths.ways() if self._paths.watching else self._paths.NOTHING
+        return self._divided and self._done.is_new(self._told(ways))
+
+    def _try_what_is_new(self) -> None:
+        """Do rows of this step combine as was found in an earlier one?
+
+        Raises:
+            RowsError: on every rank: they do not.
+        """
+        rows, _ = self._rows_to_try(self._batch)
+        if rows_of(rows) < 2 or combine_as(self._kind, rows, rows_of(rows) // 2, self._forwards()):
+            return
+        raise RowsError(
+            "in this step the model does what it has not done before (its batch is of another form, or it acts on values), and "
+            "its rows combine otherwise"
+        )
 
     def _try_paths(self, pieces: Pieces) -> None:
         """Pieces of this step took different paths: is the loss of two of them at once what they make apart?

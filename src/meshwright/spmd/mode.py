@@ -216,7 +216,7 @@ class GlobalTensorMode(FunctionMode):
             gathered = wholes[id(v)]
             if gathered is not v._mw_local and version(gathered) != before[id(v)]:
                 ours.assign(v, gathered)
-                result = pytree.tree_map_only(Tensor, lambda t, v=v, of=gathered: v if t is of else t, result)
+                result = _with(result, gathered, v)
         return result
 
 
@@ -240,6 +240,11 @@ class SpmdMode(GlobalTensorMode):
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``GlobalTensorMode``."""
         return dispatcher.call(func, args, kwargs)
+
+
+def _with(value: Any, t: Tensor, other: Tensor) -> Any:
+    """A value, in which another tensor stands for one of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda x: other if x is t else x, value)
 
 
 def _same_memory(a: Tensor | None, b: Tensor) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -63,12 +63,13 @@ class Found:
     """What one forward read.
 
     Attributes:
-        taken: line → which way it was taken there, each time.
+        taken: line → which way it was taken there, each time; ``ways``: the same, whatever the sizes.
         numbers: line → the numbers that were compared with others, and those; or that were taken out of tensors; each time.
         counted: lines at which Python was told how many elements a mask picked.
     """
 
     taken: dict[str, list[int]] = field(default_factory=dict)
+    ways: dict[str, list[int]] = field(default_factory=dict)
     numbers: dict[str, list[tuple[float, Any]]] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
 
@@ -88,7 +89,8 @@ class Reads(FunctionMode):
         self.found, self._numbers, self._sizes = Found(), numbers, sizes
         self._same = TensorTable[bool]()  # whatever the rows
         self._picked = TensorTable[bool]()  # those that have a row for each element that was picked
-        self._way: tuple[str, int] | None = None  # after a number was read: its line, and the functions called since
+        # After a number was read: its line, the functions called since, and sizes of what they gave.
+        self._way: tuple[str, int, int] | None = None
 
     @contextmanager
     def on(self, model: nn.Module, place: Place = (0, 0)) -> Iterator[None]:
@@ -113,8 +115,10 @@ class Reads(FunctionMode):
             return result
         result = func(*args, **kwargs)
         if self._way is not None:
-            sizes = tuple(result.shape) if self._sizes and isinstance(result, Tensor) else ()
-            self._way = self._way[0], _hashed(self._way[1], name, sizes)
+            line, functions, sizes = self._way
+            if self._sizes and isinstance(result, Tensor):
+                sizes = hash((sizes, *result.shape)) & _MASK
+            self._way = line, _hashed(functions, name), sizes
         self._follow(func, name, args, kwargs, result)
         return result
 
@@ -171,15 +175,16 @@ class Reads(FunctionMode):
         if isinstance(result, float) and self._numbers:
             self.found.numbers.setdefault(line, []).append((result, None))
         self._end_way()
-        self._way = line, 0
+        self._way = line, 0, 0
 
     def _end_way(self) -> None:
         if self._way is not None:
             self._note(*self._way)
         self._way = None
 
-    def _note(self, line: str, way: int) -> None:
-        self.found.taken.setdefault(line, []).append(way)
+    def _note(self, line: str, way: int, sizes: int = 0) -> None:
+        self.found.ways.setdefault(line, []).append(way)
+        self.found.taken.setdefault(line, []).append((way + sizes) & _MASK)
 
 
 def picks(name: str, args: tuple[Any, ...]) -> bool:
@@ -192,15 +197,16 @@ def _line() -> str:
     return os.path.basename(model_line())
 
 
-def _hashed(before: int, name: str, sizes: tuple[int, ...]) -> int:
+_MASK = 0xFFFFFFFF
+
+
+def _hashed(before: int, name: str) -> int:
     """A number for the functions that were called so far, and this one, with the place in the model where it is called."""
     frame: Any = sys._getframe(2)
     while frame is not None and not _is_of_model(frame.f_code):
         frame = frame.f_back
     place = _hash_of(name, frame.f_code.co_name, frame.f_lineno) if frame is not None else _hash_of(name, "", 0)
-    for n in sizes:
-        place = place * 31 + n
-    return (before * 1000003 ^ place) & 0xFFFFFFFF
+    return (before * 1000003 ^ place) & _MASK
 
 
 @lru_cache(maxsize=4096)
@@ -246,6 +252,9 @@ class Paths:
     Attributes:
         watching: whether this step is watched; alike on all ranks.
     """
+
+    NOTHING: Hashable = frozenset()
+    """What is told of a step in which nothing was read."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -300,12 +309,23 @@ class Paths:
         """What was read, but for what does no harm."""
         return {place: self._open(read) for place, read in self._found.items()}
 
+    def ways(self) -> Hashable:
+        """What is told of the paths that this rank's pieces took, but for what does no harm; sizes apart."""
+        return frozenset(
+            (stage, ways)
+            for (stage, _), read in self._found.items()
+            if (ways := tuple((line, *ways) for line, ways in sorted(read.ways.items()) if not self._harmless(line)))
+        )
+
     def settle(self, lines: Iterable[str]) -> None:
         """At these lines different paths do no harm."""
         self._settled.update((self._evaluating, line) for line in lines)
 
     def _open(self, read: Found) -> dict[str, list[int]]:
-        return {line: ways for line, ways in read.taken.items() if (self._evaluating, line) not in self._settled}
+        return {line: ways for line, ways in read.taken.items() if not self._harmless(line)}
+
+    def _harmless(self, line: str) -> bool:
+        return (self._evaluating, line) in self._settled
 
 
 Taken = dict[Place, dict[str, list[int]]]

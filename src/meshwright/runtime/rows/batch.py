@@ -7,7 +7,7 @@ forward besides a step (planning, trials, recordings, another stage of the same 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,18 @@ def _tensors(leaf: Any, depth: int) -> list[Tensor]:
     if not depth or isinstance(leaf, (nn.Module, type)) or not isinstance(getattr(leaf, "__dict__", None), dict):
         return []
     return [t for x in pytree.tree_leaves(list(vars(leaf).values())) for t in _tensors(x, depth - 1)]
+
+
+def form_of(batch: Any) -> Hashable:
+    """What a batch is told by but for sizes and values of its tensors: how it nests, types, and what else is in it."""
+    leaves, spec = pytree.tree_flatten(batch)
+    told = ((x.dtype, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+    return str(spec), tuple(told)
+
+
+def _constant(x: Any) -> Any:
+    """A constant as it is; of anything else, its type."""
+    return x if isinstance(x, (str, bool, int, type(None))) else type(x)
 
 
 def names_in(batch: Any) -> list[str]:
