@@ -11,7 +11,7 @@ after it                one sum over all ranks: the loss; and whether the step's
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from meshwright.runtime.coupling.trial import (
     how_rows_combine,
     notes,
 )
+from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
@@ -103,6 +104,7 @@ class Division:
         # Of the running step: whether its rows are run apart, and its batch, with its form.
         self._divided, self._batch = False, None
         self._form: Hashable = None
+        self._begin: ModuleState | None = None
 
     @property
     def rows(self) -> str:
@@ -148,10 +150,16 @@ class Division:
         each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
         even = all(abs(x - each) < 1e-9 for x in pieces.scale)
         self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
-        self._divided, self._form, self._batch = divided, form_of(batch), batch
+        self._divided, self._form, self._batch, self._begin = divided, form_of(batch), batch, None
         if divided and (self._paths.watching or not self._done.knows(self._told(self._paths.NOTHING))):
-            self._batch = copied(take_rows(batch, 0, max(MOST_ROWS, len(pieces.batches))))  # the model may write to it
+            self._keep_what_it_begins_with(batch)
         return pieces
+
+    def _keep_what_it_begins_with(self, batch: Any) -> None:
+        """The step may have to be tried after it: with the rows and the state that it begins with."""
+        self._batch = copied(take_rows(batch, 0, MOST_ROWS))
+        if self._of(self._evaluating).steps is not None:
+            self._begin = ModuleState(self._runner.module, self._runner.written())
 
     def _told(self, ways: Hashable) -> Hashable:
         """What is told of the running step."""
@@ -296,8 +304,9 @@ class Division:
             RowsError: on every rank: they do not.
         """
         rows, _ = self._rows_to_try(self._batch)
-        if rows_of(rows) < 2 or combine_as(self._kind, rows, rows_of(rows) // 2, self._forwards()):
-            return
+        with nullcontext() if self._begin is None else self._begin.restored():
+            if rows_of(rows) < 2 or combine_as(self._kind, rows, rows_of(rows) // 2, self._forwards()):
+                return
         raise RowsError(
             "in this step the model does what it has not done before (its batch is of another form, or it acts on values), and "
             "its rows combine otherwise"
