@@ -354,10 +354,13 @@ class Recorder(Tracer):
             storage = storage_of(t)
             self._alive.append(t.untyped_storage())
         self._count += before is None
-        name = self._count if before is None else self.graph.values[before].name
+        known = None if before is None else self.graph.values[before]
+        name = self._count if known is None else known.name
+        # A write without gradients, to whatever name of the memory, leaves what has a gradient with it.
+        is_leaf = t.requires_grad and not torch.is_grad_enabled() if known is None else known.is_leaf
         value = Value(
             tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
-            t.element_size(), t.requires_grad, place, storage, name, is_leaf=t.requires_grad and not torch.is_grad_enabled(),
+            t.element_size(), t.requires_grad, place, storage, name, is_leaf=is_leaf,
         )  # fmt: skip
         if storage and before is None:
             self._named.setdefault(storage, []).append(t)
