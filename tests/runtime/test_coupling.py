@@ -575,3 +575,32 @@ def of_several_tasks(plan, how):
 def test_a_task_that_was_not_tried_and_couples_rows_is_an_error(plan, how, workers):
     for first, second, error in workers.run(of_several_tasks, plan, how, ranks=2):
         assert not first and not second and "what it has not done before" in error and "rows: whole" in error
+
+
+class Asks(FreeBits):
+    """Asks for a gradient in its forward, so that a trial without gradients begins anew with them; and compares."""
+
+    def mixed(self, x):
+        (slope,) = torch.autograd.grad(x.tanh().sum(), x, create_graph=True)
+        mixed, penalty = super().mixed(x)
+        return mixed, penalty + slope.square().mean()
+
+
+def test_a_comparison_is_found_beside_a_gradient_that_the_forward_asks_for(workers):
+    plan = {"mesh": "dp_shard=2"}
+    cases = {"compared": "coupled", "clamp": "coupled", "stopped": "mean"}
+    found = workers.run(kinds, [(partial(Asks, corner), plan) for corner in cases], ranks=2)[0]
+    assert dict(zip(cases, found, strict=True)) == cases
+
+
+def after_a_single_row(plan):
+    job = mw.parallelize(Normalised, plan, batch=tokens())
+    found = []
+    for rows in (1, 8):
+        job.step({name: t[:rows] for name, t in tokens().items()})
+        found.append(job.rows)
+    return found
+
+
+def test_a_first_batch_of_a_single_row_tells_nothing(workers):
+    assert workers.run(after_a_single_row, {"mesh": "tp=2", "microbatches": 2}, ranks=2)[0] == ["auto", "coupled"]

@@ -57,13 +57,17 @@ class Done:
         """Whether a step did so."""
         return what in self._known
 
+    def note(self, what: Hashable) -> None:
+        """A step does so."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(what)
+
     def is_new(self, what: Hashable) -> bool:
         """Whether it is to be tried: it is new. Of many (numbers that differ from step to step) only some are."""
         if what in self._known:
             return False
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known.add(what)
+        self.note(what)
         count = len(self._known)
         return count <= _ALL_OF or count & (count - 1) == 0
 
@@ -197,6 +201,8 @@ class Division:
         if steps & (steps - 1):
             return
         verdict = self._how_rows_combine(batch)
+        if verdict.kind == "auto":
+            return
         if verdict.kind != tried.verdict.kind:
             unsure = steps - (steps // 2 + 1)  # the step after each trial is of what it tried
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
@@ -222,11 +228,11 @@ class Division:
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
         """Tries a few rows, whole and in halves; every rank comes to the same answer."""
-        self._done.is_new((self._evaluating, form_of(batch), self._paths.NOTHING))  # as it is tried now
         rows, fewest = self._rows_to_try(batch)
         single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
         if rows_of(rows) < 2:
-            return Verdict(MEAN)
+            return Verdict("auto")  # a single row, of all ranks: the next step finds out
+        self._done.note((self._evaluating, form_of(batch), self._paths.NOTHING))
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16

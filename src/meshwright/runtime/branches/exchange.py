@@ -440,7 +440,7 @@ class _Fork(torch.autograd.Function):
     ) -> Any:
         ctx.branching, ctx.move, ctx.graph, ctx.pairs, ctx.gates = branching, move, graph, pairs, gates
         ctx.rows = branching.rows
-        ctx.set_materialize_grads(not graph.may_lack_gradients)
+        ctx.set_materialize_grads(False)  # none stays none
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod

@@ -67,13 +67,13 @@ def bent(forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
     """For the time of a forward, which computes in float64 at weights moved off their values (float64.py).
 
     Args:
-        forwards: takes the mode of this forward.
+        forwards: takes the mode of this forward, if it comes to its end: one that asks for gradients begins anew with them.
         turned: the comparisons that come out the other way, as counted in an earlier forward.
     """
     mode = Bent(turned)
-    forwards.append(mode)
     with wide(perturbed=True), mode:
         yield
+    forwards.append(mode)
 
 
 def of_all_rows(whole: Sequence[Met], part: Sequence[Met]) -> list[int]:
