@@ -38,11 +38,14 @@ from meshwright.private import (
     TorchDispatchMode,
     autocast_is_on,
     autograd_local,
+    awaits_gradient,
+    backward_hooks,
     bases_of,
     collectives_entered,
     compiles,
     held_of,
     hooked,
+    in_backward,
     job_store,
     last_collective,
     python_body,
@@ -53,6 +56,7 @@ from meshwright.private import (
     set_autograd_local,
     set_version,
     storage_of,
+    take_backward_hooks,
     version,
     without_any_mode,
     without_dispatch,
@@ -85,7 +89,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _disable_current_modes _distributed_c10d _functorch \
+    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _distributed_c10d _functorch \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
@@ -578,6 +582,37 @@ def test_a_tensor_with_hooks_is_known() -> None:
     assert hooked(p)
     hooks[1].remove()
     assert not hooked(p)
+
+
+def test_the_hooks_of_a_parameter_can_be_taken_and_their_handles_remove_them() -> None:
+    p = nn.Parameter(torch.ones(2))
+    handle = p.register_hook(lambda g: 2 * g)
+    assert not awaits_gradient(p)
+    hooks = take_backward_hooks(p)
+    p.sum().backward()
+    assert p.grad is not None and p.grad.tolist() == [1, 1]
+    assert [hook(p.grad).tolist() for hook in hooks.values()] == [[2, 2]]  # type: ignore[union-attr]
+    handle.remove()
+    assert not hooks and not take_backward_hooks(p)
+    p.register_post_accumulate_grad_hook(lambda p: None)
+    assert awaits_gradient(p)
+
+
+def test_the_hooks_of_a_modules_backward_are_known() -> None:
+    module = nn.Linear(2, 2)
+    assert backward_hooks(module) == ([], [])
+    before, after = (lambda m, outputs: None), (lambda m, inputs, outputs: None)
+    module.register_full_backward_pre_hook(before)
+    module.register_full_backward_hook(after)
+    assert backward_hooks(module) == ([before], [after])
+
+
+def test_a_backward_knows_that_it_runs() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not in_backward()
 
 
 def test_moves_made_once_rest_on_versions_that_count_every_write() -> None:

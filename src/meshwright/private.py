@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -115,6 +115,16 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
+def backward_hooks(module: nn.Module) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """A module's hooks before its backward, and after it. There is no public way to ask."""
+    return list(module._backward_pre_hooks.values()), list(module._backward_hooks.values())
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd's is being run in this thread. There is no public way to ask."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def storage_of(t: Tensor) -> int:
     """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it.
 
@@ -142,6 +152,18 @@ def held_of(p: Any) -> Tensor:
 def hooked(p: Tensor) -> bool:
     """Whether a tensor has hooks of autograd's, which there is no public way to ask."""
     return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def take_backward_hooks(p: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
+    """The hooks of ``register_hook`` on a leaf, which it has no more. There is no public way to ask."""
+    hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = p._backward_hooks or {}
+    p._backward_hooks = None
+    return hooks
+
+
+def awaits_gradient(p: Tensor) -> bool:
+    """Whether a parameter has hooks of ``register_post_accumulate_grad_hook``. There is no public way to ask."""
+    return bool(p._post_accumulate_grad_hooks)
 
 
 def compiles(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from meshwright.calls.hook import following
 from meshwright.calls.tracer import Tracer
 from meshwright.layout import even_shard
 from meshwright.spmd import patches
-from meshwright.spmd.autograd_functions import custom_functions, followed_checkpoints
+from meshwright.spmd.autograd_functions import custom_functions, followed_checkpoints, no_backward_within
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
@@ -88,10 +88,13 @@ class Follows(Tracer):
 
 @contextmanager
 def all_on() -> Iterator[Dispatcher]:
-    """All that is on in a forward over tp that is followed."""
+    """All that is on in a forward over tp that is followed, and where a backward is tried."""
     ledger = Ledger()
     dispatcher = Dispatcher(Axis("tp", 2, 0, None, ledger), ledger)
-    with one_process(), SpmdMode(dispatcher, lambda t: None).on(), following(nn.Linear(2, 2), Follows()):
+    forward = one_process(), SpmdMode(dispatcher, lambda t: None).on(), following(nn.Linear(2, 2), Follows())
+    with ExitStack() as stack:
+        for context in (*forward, no_backward_within()):
+            stack.enter_context(context)
         yield dispatcher
 
 
@@ -109,7 +112,7 @@ def test_what_is_patched_stands_in_the_table_and_is_undone() -> None:
         methods = {name for name in during if ".ProcessGroup." in name}
         assert len(methods) > 20
         in_the_table = {line.what for line in patches.TABLE if line.until == patches.FORWARD}
-        assert during - codes - methods == in_the_table and len(in_the_table) == 11
+        assert during - codes - methods == in_the_table and len(in_the_table) == 13
         assert all(line.why and line.until for line in patches.TABLE)
 
 

@@ -38,6 +38,7 @@ from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
 from meshwright.runtime.weights.parameters import StandIns, cut_parameters, fill, local_part, places, put_back
 from meshwright.runtime.weights.recompute import recomputed
+from meshwright.runtime.weights.step_gradients import StepGradients, take_hooks
 from meshwright.runtime.weights.unused import Routed
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.dispatcher import Dispatcher
@@ -68,6 +69,7 @@ def apply(
     with one_process():
         recorded = record(build, seed=recipe.seed)
     model = recorded.module
+    hooks = take_hooks(model)
     if dtype is not None:
         cast(model, dtype)
     objects = {name: p for name, p in model.named_parameters() if name in recipe.kept}
@@ -102,7 +104,8 @@ def apply(
     )
     routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
-    runner = Runner(stages, programs, loss, routed=routed, wholes=view is not None)
+    gradients = StepGradients(model, recipe, groups, hooks)
+    runner = Runner(stages, programs, loss, gradients, routed=routed, wholes=view is not None)
     counter = (
         LabelCounter(replanner.record, model, stages.modes) if recipe.mesh.data_size * recipe.microbatches > 1 else None
     )

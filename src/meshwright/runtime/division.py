@@ -185,7 +185,7 @@ class Division:
             self._try_again(batch, tried, tried.steps + 1)
         if self._kind in (COUPLED, "whole"):
             everything, first = gather_rows(batch, self._data_groups())
-            return Pieces([everything], [1 / data], [None], first)
+            return Pieces([everything], [1.0], [None], first, copies=data)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
@@ -290,7 +290,7 @@ class Division:
         if mesh.data_size * mesh.axis_size("pp") > 1:
             with self._runner.waiting.on():
                 dist.all_reduce(sums)
-            sums[0] /= mesh.axis_size("tp")
+            sums[0] /= mesh.axis_size("tp") * pieces.copies
         _refuse_uncounted(shares, sums[2])
         if paths.watching and paths.differ(sums[_SUMS:].tolist()):
             self._try_paths(pieces)

@@ -21,7 +21,7 @@ from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share
 from meshwright.runtime.rows.microbatches import Pieces
-from meshwright.runtime.weights.gradient_sums import OwnSums
+from meshwright.runtime.weights.step_gradients import StepGradients
 from meshwright.runtime.weights.unused import Routed
 from meshwright.watch.timer import CommunicationTimer
 
@@ -31,6 +31,7 @@ class Runner:
 
     Args:
         programs: what parts of a forward are; None if the model is not in parts.
+        gradients: what is done with those of a step.
         routed: what makes ranks agree on which parameters were used, if they may differ.
         wholes: whether forwards may leave sharded tensors on modules.
 
@@ -41,12 +42,19 @@ class Runner:
     """
 
     def __init__(
-        self, stages: Stages, programs: Programs | None, loss: Loss, *, routed: Routed | None = None, wholes: bool
+        self,
+        stages: Stages,
+        programs: Programs | None,
+        loss: Loss,
+        gradients: StepGradients,
+        *,
+        routed: Routed | None = None,
+        wholes: bool,
     ) -> None:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor = Executor(stages, programs, loss)
         self._sync, self._wholes = stages.sync, wholes
-        self._routed, self._own_sums = routed, OwnSums(self.module, self.recipe, self.groups)
+        self._routed, self._gradients = routed, gradients
         self.held = HeldModel(self.module, self.recipe, self.groups)
 
     @property
@@ -76,7 +84,7 @@ class Runner:
             return losses
         if self._routed is not None:
             self._routed.begin()
-        with self._own_sums.of_this_step():
+        with self._gradients.of_this_step(pieces.copies):
             losses = self.executor.run(pieces, begin, watched, backward=True)
             self._sync.finish()
             if self._routed is not None:

@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from meshwright.private import pytree
+from meshwright.private import in_backward, pytree
 from meshwright.spmd import patches
 
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,6 +46,22 @@ def custom_functions(handler: Handler) -> Iterator[None]:
         return apply
 
     with patches.CUSTOM_FUNCTION.on(handled):
+        yield
+
+
+@contextmanager
+def no_backward_within() -> Iterator[None]:
+    """While on, a backward that asks for other gradients raises: modules that it runs again would get theirs, as in a step."""
+
+    def refused(asks: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if in_backward():
+                raise RuntimeError("a backward that asks for gradients is not tried by itself")
+            return asks(*args, **kwargs)
+
+        return checked
+
+    with patches.BACKWARD.on(refused), patches.GRADIENTS.on(refused):
         yield
 
 

@@ -129,6 +129,8 @@ CUSTOM_FUNCTION = Patch(
     "custom autograd functions get whole tensors; to a walk, one is one event",
     of_class=True,
 )
+BACKWARD = Patch(torch.autograd, "backward", "a backward that runs another is not tried by itself")
+GRADIENTS = Patch(torch.autograd, "grad", "a backward that asks for other gradients is not tried by itself")
 VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
 GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get whole tensors")
 JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets whole tensors")

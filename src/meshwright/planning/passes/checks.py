@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from meshwright.errors import Finding, Findings
+from meshwright.names import fold_names
 from meshwright.planning.draft import Draft
 from meshwright.planning.rows import rows_of
+from meshwright.private import awaits_gradient, hooked
 
 
 def stop_if_wrong(draft: Draft) -> Draft:
@@ -58,6 +60,23 @@ def check_scripted(draft: Draft) -> Draft:
             fix="build the model without torch.jit",
         )
         for name in scripted
+    )
+
+
+def check_hooks(draft: Draft) -> Draft:
+    """Hooks of parameters get whole gradients. What waits for a gradient would get the parameter, which no rank has whole."""
+    parameters = draft.names.parameters.items()
+    told = [name for name, (p, _) in parameters if hooked(p)]
+    note = f"{', '.join(map(str, fold_names(told)))}: hooks get the whole gradient, gathered at the end of each step"
+    return draft.noted([note] if told else []).wrong(
+        Finding(
+            where=name,
+            given="a hook of register_post_accumulate_grad_hook",
+            required="none: it would be given a part of the parameter, with a part of its gradient",
+            fix="register_hook, which gets the whole gradient; or act after job.step",
+        )
+        for name, (p, _) in parameters
+        if awaits_gradient(p)
     )
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from meshwright.blame import model_line
 from meshwright.private import pytree
 from meshwright.runtime.coupling.float64 import wide
+from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
@@ -63,7 +64,7 @@ class Met:
 
 
 @contextmanager
-def bent(forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
+def bent(model: nn.Module, forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
     """For the time of a forward, which computes in float64 at weights moved off their values (float64.py).
 
     Args:
@@ -71,7 +72,7 @@ def bent(forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
         turned: the comparisons that come out the other way, as counted in an earlier forward.
     """
     mode = Bent(turned)
-    with wide(perturbed=True), mode:
+    with wide(perturbed=True), mode, own_backward(model, mode.gradients):
         yield
     forwards.append(mode)
 
@@ -91,12 +92,14 @@ class Bent(FunctionMode):
 
     Attributes:
         corners: that were met; compared: the comparisons.
+        gradients: what hooks and Functions of the model's own made of some.
     """
 
     def __init__(self, turned: Collection[int] = ()) -> None:
         super().__init__()
         self.corners: list[Met] = []
         self.compared: list[Met] = []
+        self.gradients: list[Changed] = []
         self._turned = turned
         self._trained = TensorTable[bool]()  # those that follow from parameters
         self._told = TensorTable[frozenset[int]]()  # those that follow from comparisons, and which

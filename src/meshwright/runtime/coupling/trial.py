@@ -11,7 +11,8 @@ whole has drawn for their rows, and compared:
                by another, of the mask (runtime/rows/loss_weights.py)
     coupled    neither, or the parts cannot be run              every rank runs all rows: right, though no faster
 
-There is no backward. Whether that of a single row would find what it needs written over is seen from what the forward saves.
+There is no backward. What hooks and Functions of the model's own make of gradients is tried in a forward (own_backward.py).
+Whether the backward of a single row would find what it needs written over is seen from what the forward saves.
 
 The trial computes in float64, at weights moved off their values (runtime/coupling/float64.py): at initial weights, in
 the precision of the plan, a batch norm can look like rounding, and a loss that balances experts like a constant. It
@@ -34,6 +35,7 @@ from meshwright.runtime.coupling.attempt import COUPLED, Attempt, Computing, For
 from meshwright.runtime.coupling.attributes import VALUES
 from meshwright.runtime.coupling.bent import Bent, bent, of_all_rows
 from meshwright.runtime.coupling.float64 import wide
+from meshwright.runtime.coupling.own_backward import line_across_rows
 from meshwright.runtime.rows.batch import reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
@@ -101,8 +103,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
     if kind == COUPLED:
         return Verdict(kind, _acts(attempt.outside))
-    if (line := _acts_unseen(rows, kind, forwards, first)) is not None:
-        return Verdict(COUPLED, _acts(line))
+    if (why := _acts_unseen(rows, kind, forwards, first)) is not None:
+        return Verdict(COUPLED, why)
     if single:
         written, line = Attempt(rows, forwards, native, first=1).written_in_single_row()
         if agreed(written)[1]:
@@ -117,25 +119,31 @@ def _acts(line: str) -> str:
 
 
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
-    """The line at which the model acts on a number of all rows in a way that the losses do not show where they were tried
-    (bent.py); empty if this rank has not met it. None if there is none."""
+    """How the model acts on a number of all rows in a way that the losses do not show where they were tried (bent.py,
+    own_backward.py); empty if this rank has not met it. None if it does not."""
     seen: list[Bent] = []
     graph = not forwards.fatal  # (stages keep their graphs as they are)
     attempt = Attempt(
-        rows, forwards, Computing(torch.float64, partial(bent, seen), wide=True, graph=graph), first=first
+        rows,
+        forwards,
+        Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, graph=graph),
+        first=first,
     )
     outcome = _tried(attempt, forwards)
     if outcome.most >= _NOT_FINITE:  # a forward that cannot be bent tells nothing
         return None
-    whole, part = seen[:2]
+    whole, part, rest = seen[:3]
     if outcome.kind != kind:
-        return next((whole.corners[i].line for i in of_all_rows(whole.corners, part.corners)), "")
+        return _acts(next((whole.corners[i].line for i in of_all_rows(whole.corners, part.corners)), ""))
+    line = line_across_rows(whole.gradients, (part.gradients, rest.gradients))
+    if forwards.agreed(line is not None)[1]:
+        return f"what its backward does at {line} follows from the gradients of all rows" if line else ""
     compared = [i for i in of_all_rows(whole.compared, part.compared) if not whole.compared[i].read]
     if not forwards.agreed(bool(compared))[1]:
         return None
-    turned = Computing(torch.float64, partial(bent, [], compared), wide=True, graph=graph)
+    turned = Computing(torch.float64, partial(bent, forwards.model, [], compared), wide=True, graph=graph)
     changes = _changes_loss(attempt, attempt.like(turned), forwards)
-    return next((whole.compared[i].line for i in compared), "") if changes else None
+    return _acts(next((whole.compared[i].line for i in compared), "")) if changes else None
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:

@@ -81,12 +81,15 @@ class Pieces:
         scale: each one's weight in the mean.
         shares: the shares of its mean losses, where that weight is not enough.
         gathered: where this rank's rows begin in the one microbatch, if that has the rows of all data ranks.
+        copies: how many data ranks run the same rows. Each runs them as one device does, with the same gradients: a hook may
+            do with them what it would not do with a share of them.
     """
 
     batches: list[Any]
     scale: list[float]
     shares: list[Share | None]
     gathered: int | None = None
+    copies: int = 1
 
 
 def weights(

@@ -36,6 +36,29 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     return None
 
 
+def whole_on_every_rank(
+    line: ParameterRecipe, local: Tensor | None, dtype: torch.dtype, recipe: Recipe, groups: Groups
+) -> Tensor | None:
+    """The whole tensor on every rank's device, of what ranks hold of it. Collective over all ranks.
+
+    Args:
+        local: what this rank holds; None if it holds nothing, or has none.
+
+    Returns: None if no rank has one. A holder that has none counts as one with zeros.
+    """
+    present = torch.tensor(local is not None, device=groups.device).int()
+    dist.all_reduce(present, dist.ReduceOp.MAX)
+    if not present:
+        return None
+    if local is None:
+        shape = recipe.held_shape(line, groups.rank) if recipe.holds(line, groups.rank) else ()
+        local = torch.zeros(shape, dtype=dtype, device=groups.device)
+    whole = gather_whole(line, local, recipe, groups)
+    whole = torch.empty(line.shape, dtype=dtype, device=groups.device) if whole is None else whole.to(groups.device)
+    dist.broadcast(whole, src=0)
+    return whole
+
+
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
     """The first rank of each set that holds the same slice."""
     first: dict[Any, int] = {}

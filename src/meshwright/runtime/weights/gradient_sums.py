@@ -1,20 +1,10 @@
-"""Gradients that the job sums over ranks itself: FSDP2 refuses parameters without dims, and knows no stages or branches.
-
-    before the step   .grad of earlier steps is put aside      so .grad is what this step adds, on this rank
-    after the step    .grad is summed over the groups          and added to what was put aside
-
-So calls of ``Job.step`` add up, as backwards do on one device. Putting aside costs memory between two such calls only, and
-only for these parameters; after ``zero_grad()`` there is nothing to put aside.
-"""
+"""Gradients that the job sums over ranks itself: FSDP2 refuses parameters without dims, and knows no stages or branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
@@ -32,29 +22,11 @@ class OwnSums:
         self._model, self._device = model, groups.device
         self.groups = _groups_to_sum_over(recipe, groups)
 
-    @contextmanager
-    def of_this_step(self) -> Iterator[None]:
-        """For the time of a step: gradients of earlier steps are out of the way, and what the step adds is summed at its end.
-
-        Collective, unless the step raises; then earlier gradients are put back, with what this rank has added.
-        """
-        earlier = {name: p.grad for name, p in self._parameters() if p.grad is not None}
-        for name, p in self._parameters():
-            if name in earlier:
-                p.grad = None
-        try:
-            yield
-            for name, p in self._parameters():
-                self._sum(p, self.groups[name])
-        finally:
-            for name, p in self._parameters():
-                if name in earlier:
-                    _add_to(earlier[name], p)
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        # Asked for anew each time: FSDP2 puts other objects in place while a unit is gathered.
+    def sum(self) -> None:
+        """Sums the gradients that the step has made. Collective."""
         named = dict(self._model.named_parameters(remove_duplicate=False)) if self.groups else {}
-        return [(name, named[name]) for name in self.groups]
+        for name, groups in self.groups.items():
+            self._sum(named[name], groups)
 
     def _sum(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
         """Sums a gradient over groups, within each of which some rank may have none."""
@@ -65,14 +37,6 @@ class OwnSums:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 dist.all_reduce(local_tensor(p.grad), group=group)
-
-
-@torch.no_grad()
-def _add_to(earlier: Tensor, p: nn.Parameter) -> None:
-    """Adds a parameter's gradient to an earlier one, which is its gradient from then on: the same tensor as before."""
-    if p.grad is not None:
-        local_tensor(earlier).add_(local_tensor(p.grad))
-    p.grad = earlier
 
 
 def _groups_to_sum_over(recipe: Recipe, groups: Groups) -> dict[str, list[dist.ProcessGroup]]:

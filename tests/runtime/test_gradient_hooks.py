@@ -1,0 +1,278 @@
+"""Hooks on parameters and values, and backwards of a model's own, get the gradients that one device has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+
+ROWS, WIDTH = 8, 6
+
+
+class Net(nn.Module):
+    """Four layers; a subclass puts something on its parameters, or on a value between the second and third."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.begin()
+
+    def begin(self):
+        pass
+
+    def between(self, h):
+        return h
+
+    def forward(self, x):
+        h = x
+        for i, layer in enumerate(self.layers):
+            h = layer(h).tanh()
+            if i == 1:
+                h = self.between(h)
+        return {"loss": (h - x).square().mean()}
+
+
+def of_norm_one(g):
+    return g / (1e-6 + g.norm())
+
+
+def clamped(g):
+    return g.clamp(-0.01, 0.01)
+
+
+class ParameterNorm(Net):
+    def begin(self):
+        for p in self.parameters():
+            p.register_hook(of_norm_one)
+
+
+class ParameterMask(Net):
+    """Trains some elements alone; the first hook gives nothing, the second writes to what it gets."""
+
+    def begin(self):
+        self.seen = []
+        for layer in self.layers:
+            layer.weight.register_hook(lambda g: self.seen.append(tuple(g.shape)))
+            layer.weight.register_hook(lambda g: g.mul_(torch.arange(WIDTH).remainder(2)))
+
+
+class Removed(Net):
+    """The model takes its hook away in a forward."""
+
+    def begin(self):
+        self.handle = self.layers[0].weight.register_hook(lambda g: 0 * g)
+
+    def between(self, h):
+        self.handle.remove()
+        return h
+
+
+class CoupledParameterNorm(ParameterNorm):
+    def between(self, h):
+        return (h - h.mean(0)) / h.std(0)
+
+
+class ValueClamped(Net):
+    def between(self, h):
+        h.register_hook(clamped)
+        return h
+
+
+class ValueNorm(Net):
+    def between(self, h):
+        h.register_hook(of_norm_one)
+        return h
+
+
+class CoupledValueClamped(ValueClamped):
+    def between(self, h):
+        return super().between((h - h.mean(0)) / h.std(0))
+
+
+class WeightClamped(Net):
+    """A value without rows: each part of the rows gives it a part of its gradient."""
+
+    def between(self, h):
+        weight = self.layers[0].weight * 1
+        weight.register_hook(clamped)
+        return h @ weight
+
+
+class WeightDoubled(Net):
+    def between(self, h):
+        weight = self.layers[0].weight * 1
+        weight.register_hook(lambda g: 2 * g)
+        return h @ weight
+
+
+class NormBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return of_norm_one(g)
+
+
+class FunctionNorm(Net):
+    def between(self, h):
+        return NormBackward.apply(h)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return clamped(g) * weight, (g * x).sum(0)
+
+
+class FunctionOfRows(Net):
+    def begin(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def between(self, h):
+        return Scaled.apply(h, self.scale)
+
+
+class Again(torch.autograd.Function):
+    """Runs a module again in its backward, which asks for gradients of its own."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, g)
+        return x.grad, None
+
+
+class FunctionAgain(Net):
+    def begin(self):
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def between(self, h):
+        return Again.apply(h, self.inner)
+
+
+class InPlaceLoss(torch.autograd.Function):
+    """Makes the gradient in its forward, and writes to it in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.gradient = 2 * x / x.numel()
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.gradient.mul_(g)
+
+
+class FunctionLoss(Net):
+    def forward(self, x):
+        return {"loss": InPlaceLoss.apply(self.layers[1](self.layers[0](x).tanh()) - x)}
+
+
+class ModuleNorm(Net):
+    def begin(self):
+        self.layers[1].register_full_backward_hook(lambda m, of_inputs, of_outputs: tuple(map(of_norm_one, of_inputs)))
+
+
+class ModuleNormBefore(Net):
+    def begin(self):
+        self.layers[1].register_full_backward_pre_hook(lambda m, of_outputs: tuple(map(of_norm_one, of_outputs)))
+
+
+class ModuleScaled(Net):
+    def begin(self):
+        self.layers[1].register_full_backward_hook(lambda m, of_inputs, of_outputs: (2 * of_inputs[0],))
+
+
+APART = (
+    ParameterNorm, ParameterMask, Removed, ValueClamped, WeightDoubled, FunctionOfRows, FunctionAgain, FunctionLoss,
+    ModuleScaled,
+)  # fmt: skip
+COUPLED = (
+    CoupledParameterNorm, ValueNorm, CoupledValueClamped, WeightClamped, FunctionNorm, ModuleNorm, ModuleNormBefore,
+)  # fmt: skip
+
+
+def sample():
+    return {"x": torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+
+
+def on_one_device(build):
+    torch.manual_seed(0)
+    model = build().double()
+    for _ in range(2):  # without zero_grad: gradients add up
+        loss = model(**sample())["loss"]
+        loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def in_job(builds, plan):
+    found = []
+    for build in builds:
+        job = mw.parallelize(build, {**plan, "seed": 0}, batch=sample(), dtype=torch.float64)
+        mesh, batch = job.recipe.mesh, sample()
+        rows = ROWS // mesh.data_size
+        first = rows * mesh.data_index(job.rank)
+        losses = [job.step({"x": batch["x"][first : first + rows]}).item() for _ in range(2)]
+        found.append((losses[-1], {line.name: g for line, g in job.whole_gradients()}, job.rows))
+    return found
+
+
+PLANS = [
+    {"mesh": "dp_shard=2"},
+    {"mesh": "dp_replicate=2"},
+    {"mesh": "tp=2"},
+    {"mesh": "tp=2", "microbatches": 2},
+    {"mesh": "pp=2", "microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_hooks_and_own_backwards_are_those_of_one_device(plan, workers):
+    found = workers.run(in_job, [*APART, *COUPLED], plan, ranks=2)[0]
+    divided = plan["mesh"] != "tp=2" or "microbatches" in plan
+    for build, (loss, gradients, rows) in zip((*APART, *COUPLED), found, strict=True):
+        expected_loss, expected = on_one_device(build)
+        assert loss == pytest.approx(expected_loss, rel=1e-12), build.__name__
+        assert gradients.keys() == expected.keys()
+        for name, g in expected.items():
+            if g is None:
+                assert gradients[name] is None, (build.__name__, name)
+            else:
+                torch.testing.assert_close(gradients[name], g, rtol=1e-9, atol=1e-12, msg=f"{build.__name__} {name}")
+        assert not divided or rows == ("mean" if build in APART else "coupled"), build.__name__
+
+
+class Waiting(Net):
+    def begin(self):
+        self.layers[2].bias.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def test_a_hook_that_waits_for_a_gradient_is_an_error_of_the_plan():
+    with pytest.raises(mw.PlanError, match=r"layers\.2\.bias") as error:
+        mw.make_recipe(Waiting, "dp_shard=2", sample())
+    assert "register_hook" in str(error.value)
+
+
+def test_a_hook_on_a_parameter_is_told():
+    notes = " ".join(mw.make_recipe(ParameterNorm, "dp_shard=2", sample()).notes)
+    assert "layers.{0…3}.weight" in notes and "whole gradient" in notes
