@@ -183,6 +183,24 @@ class InPlaceLoss(torch.autograd.Function):
         return ctx.gradient.mul_(g)
 
 
+class Frequent(Net):
+    """A table whose gradient is divided by how often a row of it stands in the batch."""
+
+    def begin(self):
+        self.table = nn.Embedding(3, WIDTH, scale_grad_by_freq=True)
+
+    def between(self, h):
+        return h + self.table((10 * h.detach().sum(-1)).long() % 3)
+
+
+class Sparse(Net):
+    def begin(self):
+        self.table = nn.Embedding(3, WIDTH, sparse=True)
+
+    def between(self, h):
+        return h + self.table((10 * h.detach().sum(-1)).long() % 3)
+
+
 class FunctionLoss(Net):
     def forward(self, x):
         return {"loss": InPlaceLoss.apply(self.layers[1](self.layers[0](x).tanh()) - x)}
@@ -205,10 +223,11 @@ class ModuleScaled(Net):
 
 APART = (
     ParameterNorm, ParameterMask, Removed, ValueClamped, WeightDoubled, FunctionOfRows, FunctionAgain, FunctionLoss,
-    ModuleScaled,
+    ModuleScaled, Sparse,
 )  # fmt: skip
 COUPLED = (
     CoupledParameterNorm, ValueNorm, CoupledValueClamped, WeightClamped, FunctionNorm, ModuleNorm, ModuleNormBefore,
+    Frequent,
 )  # fmt: skip
 
 
@@ -222,7 +241,7 @@ def on_one_device(build):
     for _ in range(2):  # without zero_grad: gradients add up
         loss = model(**sample())["loss"]
         loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), {name: None if p.grad is None else p.grad.to_dense() for name, p in model.named_parameters()}
 
 
 def in_job(builds, plan):

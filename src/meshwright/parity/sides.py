@@ -176,11 +176,19 @@ def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Ten
             report(i)  # a sign of life
             if len(losses) == 1:
                 gradients = {n: None if p.grad is None else _copy(p.grad) for n, p in model.named_parameters()}
+        _make_dense(model)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         buffers.append(_copies(run.named_buffers()))
     return Facts(tuple(losses), gradients, _copies(model.named_parameters()), tuple(buffers))
+
+
+def _make_dense(model: nn.Module) -> None:
+    """Torch has no norm of sparse gradients."""
+    for p in model.parameters():
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
 
 
 def starting(case: Case, model: nn.Module) -> Generators:

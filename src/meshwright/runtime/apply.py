@@ -36,7 +36,15 @@ from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
-from meshwright.runtime.weights.parameters import StandIns, cut_parameters, fill, local_part, places, put_back
+from meshwright.runtime.weights.parameters import (
+    StandIns,
+    cut_parameters,
+    fill,
+    local_part,
+    make_gradients_dense,
+    places,
+    put_back,
+)
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.runtime.weights.step_gradients import StepGradients, take_hooks
 from meshwright.runtime.weights.unused import Routed
@@ -70,6 +78,7 @@ def apply(
         recorded = record(build, seed=recipe.seed)
     model = recorded.module
     hooks = take_hooks(model)
+    make_gradients_dense(model)
     if dtype is not None:
         cast(model, dtype)
     objects = {name: p for name, p in model.named_parameters() if name in recipe.kept}

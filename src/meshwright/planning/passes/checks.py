@@ -80,5 +80,13 @@ def check_hooks(draft: Draft) -> Draft:
     )
 
 
+def tell_dense(draft: Draft) -> Draft:
+    """Sparse gradients cannot be sharded."""
+    modules = draft.model.named_modules()
+    sparse = [name for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    names = ", ".join(map(str, fold_names(sparse)))
+    return draft.noted([f"{names}: gradients are dense, as sparse ones cannot be sharded"] if sparse else [])
+
+
 def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None

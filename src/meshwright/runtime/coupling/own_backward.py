@@ -1,4 +1,4 @@
-"""``OwnBackward``: what a model's own hooks and Functions make of gradients, tried in a forward.
+"""``own_backward``: what a model's own hooks and Functions make of gradients, tried in a forward.
 
 A trial runs no backward. But a hook that divides a gradient by its norm, or a ``Function`` whose backward does, computes with
 what is there: one device has the gradients of all rows. So in one forward each is given a gradient that is made up. It
@@ -27,7 +27,9 @@ from meshwright.calls.placeholder import Placeholder
 from meshwright.private import backward_hooks, has_backward_hooks, pytree, without_modes
 from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, no_backward_within, transforming
 
-_NEAR = 1e-6  # relative
+# By how much sums of gradients may differ, of them, by the type that they were computed in.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF = 5e-2
 
 Gradients = list[Tensor | None]
 
@@ -59,7 +61,7 @@ def own_backward(model: nn.Module, met: list[Changed]) -> Iterator[None]:
             handle = module.register_forward_hook(partial(_try_module, told))
             stack.callback(handle.remove)
         stack.enter_context(custom_functions(partial(_try_function, told)))
-        stack.enter_context(_TensorHooks(told))
+        stack.enter_context(_Functions(told))
         yield
 
 
@@ -101,7 +103,8 @@ def _sums(t: Tensor) -> Tensor:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     """Whether they are the same but for rounding. What is not finite tells nothing."""
-    return not bool((a + b).isfinite().all()) or torch.allclose(a, b, rtol=_NEAR, atol=_NEAR)
+    tolerance = _TOLERANCE.get(a.dtype, _HALF)
+    return not bool((a + b).isfinite().all()) or torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 # --- what the model has of its own ------------------------------------------------------------------------------------
@@ -109,36 +112,49 @@ def _near(a: Tensor, b: Tensor) -> bool:
 Told = Callable[[Sequence[Tensor], Callable[[list[Tensor]], Gradients]], None]
 
 
-class _TensorHooks(FunctionMode):
+class _Functions(FunctionMode):
+    """Sees hooks on values, and the functions of torch whose backward computes with a number of all rows."""
+
     def __init__(self, told: Told) -> None:
         super().__init__()
         self._told = told
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is Tensor.register_hook and not transforming():
-            t, hook = (*args, *(kwargs or {}).values())
-            if t.is_floating_point():
-                self._told([t], lambda gradients: [hook(*gradients)])
-        return func(*args, **(kwargs or {}))
+            self._try_hook(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _COUNTING and (kwargs.get("scale_grad_by_freq") or any(args[3:4])) and not transforming():
+            self._told(_tensors(result), lambda gradients: [g.mean() for g in gradients])  # so does a mean
+        return result
+
+    def _try_hook(self, t: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+        if _is_floating(t):
+            self._told([t], lambda gradients: [hook(*gradients)])
+
+
+# Given ``scale_grad_by_freq``, the fourth argument, their backward divides by a number of all rows: how often an index stands
+# in them. (Tried with a few rows, it may happen that no index stands in both parts.)
+_COUNTING = (torch.embedding, torch.embedding_bag)
 
 
 def _try_function(told: Told, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     result = apply(function, *args, **kwargs)
     values = _tensors(result)
-    if function.__module__.startswith("torch.") or transforming() or not values:
-        return result
-
-    def backward(gradients: list[Tensor]) -> Gradients:
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            given = pytree.tree_map(_leaf, args)
-            pairs = zip(_tensors(apply(function, *given, **kwargs)), gradients, strict=True)
-            made, of_made = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
-            inputs = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-            with no_backward_within():
-                return list(torch.autograd.grad(made, inputs, of_made, allow_unused=True))
-
-    told(values, backward)
+    if values and not function.__module__.startswith("torch.") and not transforming():
+        told(values, partial(_backward_of, partial(apply, function), args, kwargs))
     return result
+
+
+def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: list[Tensor]) -> Gradients:
+    """What a function makes of gradients of what it gives, in a forward and backward by themselves."""
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        given, named = pytree.tree_map(_leaf, (args, kwargs))
+        pairs = zip(_tensors(call(*given, **named)), gradients, strict=True)
+        made, of_made = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
+        inputs = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, Tensor) and x.requires_grad]
+        with no_backward_within():
+            return list(torch.autograd.grad(made, inputs, of_made, allow_unused=True))
 
 
 def _try_module(told: Told, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -186,7 +202,7 @@ def _tell(met: list[Changed], values: Sequence[Tensor], backward: Callable[[list
 
 
 def _held(gradients: Gradients) -> Gradients:
-    return [None if t is None else t.detach().double() for t in gradients]
+    return [None if t is None else t.detach() for t in gradients]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

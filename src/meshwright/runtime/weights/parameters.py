@@ -36,6 +36,13 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
                 yield (f"{prefix}.{name}" if prefix else name), module, name, p
 
 
+def make_gradients_dense(model: nn.Module) -> None:
+    """Tables whose gradients would be sparse give the same as dense ones: neither FSDP2 nor DTensor knows sparse gradients."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
+
+
 def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     """Replaces every parameter (on meta) by a DTensor over the tp mesh, of this rank's shape; ties are kept."""
     if recipe.mesh.axis_size("tp") == 1:

@@ -93,8 +93,7 @@ class StepGradients:
                 whole = whole if changed is None else changed
             if held:
                 mine = take_slices(whole, self._recipe.held(line, self._groups.rank))
-                if local is None:
-                    p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 local_tensor(p.grad).copy_(mine)
 
 
