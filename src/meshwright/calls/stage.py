@@ -88,30 +88,49 @@ class StageProgram:
             self._places, self.moves = regions.places, regions.moves
         self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
         self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
-        # Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
-        # if no placed module draws them.
-        self.drawn = frozenset(
-            p for p in range(self.start, self.stop)
-            if (e := graph.events[p]).draws and self.place(p)
-            and (any(g in graph.drawn_along for g in e.generators) or not any(m in (placed or {}) for m, _ in e.path))
-        )  # fmt: skip
-        # Draws of other stages from a generator of the model's own, from which several stages draw.
-        self.along = frozenset(
-            p for positions in graph.drawn_along.values() if len({bisect_right(crossing.cuts, p) for p in positions}) > 1
-            for p in positions if not self.start <= p < self.stop
-        )  # fmt: skip
         self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
-        # What modules keep for the next forward, and a parameter that is written, is changed by the stage whose event that is;
-        # and a hook on a gradient is of the stage that makes the value.
+        self.drawn, self.along = self._drawn_of_all(placed or {}), self._drawn_elsewhere()
+        self.last_change = self._last_change()
+        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+        self.streamed = {
+            path: (stream, self._taken(call))
+            for path, call in graph.calls.items()
+            if (stream := (streams or {}).get(call.module)) is not None and self._may_wait(call)
+        }
+
+    def _drawn_of_all(self, placed: Placed) -> frozenset[int]:
+        """Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
+        if no placed module draws them."""
+        events = ((p, self.graph.events[p]) for p in range(self.start, self.stop))
+        return frozenset(
+            p
+            for p, event in events
+            if event.draws
+            and self.place(p)
+            and (
+                any(g in self.graph.drawn_along for g in event.generators)
+                or not any(module in placed for module, _ in event.path)
+            )
+        )
+
+    def _drawn_elsewhere(self) -> frozenset[int]:
+        """Draws of other stages from a generator of the model's own, from which several stages draw."""
+        shared = (
+            positions
+            for positions in self.graph.drawn_along.values()
+            if len({bisect_right(self.cuts, p) for p in positions}) > 1
+        )
+        return frozenset(p for positions in shared for p in positions if not self.start <= p < self.stop)
+
+    def _last_change(self) -> int:
+        """The last event of this stage that changes what is there after the forward. What modules keep for the next forward,
+        and a parameter that is written, is changed by the stage whose event that is; and a hook on a gradient is of the stage
+        that makes the value."""
+        graph = self.graph
         lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
         changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
-        self.last_change = max([*changes, *self.along, *end], default=-1)
-        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
-        self.streamed = {
-            path: ((streams or {})[call.module], self._taken(call))
-            for path, call in graph.calls.items() if call.module in (streams or {}) and self._may_wait(call)
-        }  # fmt: skip
+        return max([*changes, *self.along, *end], default=-1)
 
     def of(self, graph: ModelGraph) -> StageProgram:
         """The same for a forward that differs in sizes alone."""

@@ -1,7 +1,8 @@
-"""The arguments and options that several commands share."""
+"""The arguments and options of commands."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,4 +24,32 @@ RanksOption = Annotated[
 ]
 SeqOption = Annotated[
     int | None, typer.Option("--seq", help="Tokens in each row of the batch that an hf: target makes up", min=1)
+]
+
+# Of ``train`` alone.
+
+StepsOption = Annotated[
+    int, typer.Option(help="Total number of optimizer steps, including those before a resume", min=1)
+]
+GlobalBatchOption = Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)]
+RateOption = Annotated[float, typer.Option("--lr", help="Learning rate of AdamW")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder of checkpoints and metrics; default: runs/ and the name of the target")
+]
+SaveEveryOption = Annotated[
+    int | None, typer.Option(help="Save a checkpoint every so many steps, and at the end", min=1)
+]
+KeepOption = Annotated[int | None, typer.Option(help="Keep only the newest checkpoints, so many; default: all", min=1)]
+AsyncSaveOption = Annotated[bool, typer.Option("--async-save", help="Continue to train while a checkpoint is written")]
+FreshOption = Annotated[
+    bool, typer.Option("--fresh", help="Start a new run; a run that is in --out is renamed, not deleted")
+]
+TensorboardOption = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (needs the tensorboard extra)")
+]
+TimeoutOption = Annotated[
+    float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
+]
+NumWorkersOption = Annotated[
+    int, typer.Option(help="Processes of each rank that read rows of the dataset ahead of the steps", min=0)
 ]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,14 +22,25 @@ from meshwright.cli.bar import Bar
 from meshwright.cli.course import Same
 from meshwright.cli.given import Given
 from meshwright.cli.options import (
+    AsyncSaveOption,
     DeviceOption,
+    FreshOption,
+    GlobalBatchOption,
+    KeepOption,
     LossOption,
     MeshOption,
+    NumWorkersOption,
+    OutOption,
     PlanOption,
     RanksOption,
+    RateOption,
+    SaveEveryOption,
     SeqOption,
     SetOption,
+    StepsOption,
     TargetArgument,
+    TensorboardOption,
+    TimeoutOption,
 )  # fmt: skip
 from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
@@ -77,35 +88,17 @@ def train(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
-    steps: Annotated[
-        int, typer.Option(help="Total number of optimizer steps, including those before a resume", min=1)
-    ] = 20,
-    global_batch: Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)] = None,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW")] = 3e-4,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints and metrics; default: runs/ and the name of the target")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Save a checkpoint every so many steps, and at the end", min=1)
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(help="Keep only the newest checkpoints, so many; default: all", min=1)
-    ] = None,
-    async_save: Annotated[
-        bool, typer.Option("--async-save", help="Continue to train while a checkpoint is written")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start a new run; a run that is in --out is renamed, not deleted")
-    ] = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (needs the tensorboard extra)")
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
-    ] = _PATIENCE,
-    num_workers: Annotated[
-        int, typer.Option(help="Processes of each rank that read rows of the dataset ahead of the steps", min=0)
-    ] = 0,
+    steps: StepsOption = 20,
+    global_batch: GlobalBatchOption = None,
+    lr: RateOption = 3e-4,
+    out: OutOption = None,
+    save_every: SaveEveryOption = None,
+    keep: KeepOption = None,
+    async_save: AsyncSaveOption = False,
+    fresh: FreshOption = False,
+    tensorboard: TensorboardOption = False,
+    timeout: TimeoutOption = _PATIENCE,
+    num_workers: NumWorkersOption = 0,
     loss: LossOption = None,
     device: DeviceOption = None,
     seq: SeqOption = None,
@@ -138,20 +131,27 @@ def train(
         _check_course(given, course, global_batch, before)
         if rank <= 0:
             _prepare(course, before, fresh=fresh)
-        with Bar(steps, shown=rank <= 0) as bar:
-            started = time.monotonic()
-            outcome = (
-                _train_alone(given, course, bar) if rank < 0 else _train_here(given, course, bar.tell, course.timeout)
-            )
-            seconds = time.monotonic() - started
-        if outcome.problem is not None:
-            raise outcome.problem
-        if rank <= 0:
-            _tell(course, outcome, seconds)
-    if outcome.stopped:
+        stopped = _trained(given, course, rank)
+    if stopped:
         from meshwright.train.sigterm import EXIT_CODE
 
         raise typer.Exit(EXIT_CODE)
+
+
+def _trained(given: Given, course: Course, rank: int) -> bool:
+    """Trains, and tells of it. Whether it was told to stop."""
+    with Bar(course.steps, shown=rank <= 0) as bar:
+        started = time.monotonic()
+        if rank < 0:
+            outcome = _train_alone(given, course, bar)
+        else:
+            outcome = _train_here(given, course, bar.tell, course.timeout)
+        seconds = time.monotonic() - started
+    if outcome.problem is not None:
+        raise outcome.problem
+    if rank <= 0:
+        _tell(course, outcome, seconds)
+    return outcome.stopped
 
 
 def _rows(pieces: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,29 +28,60 @@ from meshwright.spmd.losses import mean_target
 from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, op_facts, writes
 
 
-class Cost(TorchDispatchMode):
-    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers.
+@dataclass(frozen=True)
+class Spent:
+    """What functions took.
 
     Attributes:
-        drawn_from: of each draw from a generator of the model's own, that generator.
+        moved: bytes read and written.
+        draws: of random numbers; ``drawn_from``: of each from a generator of the model's own, that generator.
     """
+
+    flops: int
+    moved: int
+    draws: int
+    drawn_from: tuple[torch.Generator, ...]
+
+
+class Cost(TorchDispatchMode):
+    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.moved = self.draws = 0
-        self.drawn_from: list[torch.Generator] = []
+        self._flops = self._moved = self._draws = 0
+        self._drawn_from: list[torch.Generator] = []
+
+    def so_far(self) -> Spent:
+        """What was counted until now."""
+        return Spent(self._flops, self._moved, self._draws, tuple(self._drawn_from))
+
+    def since(self, before: Spent) -> Spent:
+        """What was counted since then."""
+        drawn_from = tuple(self._drawn_from[len(before.drawn_from) :])
+        return Spent(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.draws += op_facts(func).draws
+        self._draws += op_facts(func).draws
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        self.drawn_from += (x for x in given if x is not torch.default_generator)
+        self._drawn_from += (x for x in given if x is not torch.default_generator)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
+            self._flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
-            self.moved += sum(t.numel() * t.element_size() for t in tensors_among((*args, *kwargs.values(), out)))
+            self._moved += sum(t.numel() * t.element_size() for t in tensors_among((*args, *kwargs.values(), out)))
         return out
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensor that a function writes to, if it does."""
+    targets = args[:1] if writes(func, args, kwargs) else (kwargs.get("out"),)
+    return [t for t in targets if isinstance(t, Tensor)]
+
+
+def _names_of(took: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The names that some of the tensors have, by their identity; each once."""
+    return tuple(dict.fromkeys(names[i] for i in took if i in names))
 
 
 class Recorder(Tracer):
@@ -191,26 +222,21 @@ class Recorder(Tracer):
         graph, place = self.graph, len(self.graph.events)
         named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
-        tick = self.memory.ticks
-        flops, moved, draws, drawn = self.cost.flops, self.cost.moved, self.cost.draws, len(self.cost.drawn_from)
+        tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
         name = getattr(func, "__name__", str(func))
         loss = mean_target(func, args, kwargs) is not None
         self._within.clear()
-        sizes = self._sizes_read()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
-        targets = [
-            t for t in (args[:1] if writes(func, args, kwargs) else (kwargs.get("out"),)) if isinstance(t, Tensor)
-        ]
+        targets = _written_by(func, args, kwargs)
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         renamed = self._renumber(place, tick, tensors, targets, given)
         graph.outputs[path, index] = result
-        took = [*map(id, tensors), *self._within]
-        inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
         listens = func in LISTENING and bool(inputs)
         if listens:
-            graph.listening.append(place)
-            made = min(graph.values[n].position for n in inputs)
-            graph.spans.append(Span(made, place, f"{name} waits for a gradient ({model_line()})"))
+            self._listen(place, inputs, name)
+        took = [*map(id, tensors), *self._within]
+        inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
+        spent = self.cost.since(cost)
         graph.events.append(
             Event(
                 path=path,
@@ -219,22 +245,28 @@ class Recorder(Tracer):
                 inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
                 outputs=tuple(map(self.number, given)),
                 written=self.number(targets[0]) if targets else None,
-                parameters=tuple(dict.fromkeys(self._parameters[i] for i in took if i in self._parameters)),
-                buffers=tuple(dict.fromkeys(self._buffers[i] for i in took if i in self._buffers)),
-                flops=self.cost.flops - flops,
-                moved=self.cost.moved - moved,
+                parameters=_names_of(took, self._parameters),
+                buffers=_names_of(took, self._buffers),
+                flops=spent.flops,
+                moved=spent.moved,
                 reads=(not given and not targets and not listens) or self._sizes_read() > sizes,
                 mean_loss=loss,
                 line=model_line(),
                 named=named,
                 renamed=renamed,
-                draws=self.cost.draws > draws or is_random(func),
-                generators=tuple(dict.fromkeys(map(self._numbered_generator, self.cost.drawn_from[drawn:]))),
+                draws=spent.draws > 0 or is_random(func),
+                generators=tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from))),
             )
         )
         if func in ENGINES:
             graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
+
+    def _listen(self, place: int, inputs: tuple[int, ...], name: str) -> None:
+        """An event waits for the gradient of what it is given: the value is made where the event is."""
+        made = min(self.graph.values[n].position for n in inputs)
+        self.graph.listening.append(place)
+        self.graph.spans.append(Span(made, place, f"{name} waits for a gradient ({model_line()})"))
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
         """The values by which a gradient is asked for, by their numbers; None if it is asked for by something else too."""
