@@ -133,9 +133,7 @@ def train(
             _prepare(course, before, fresh=fresh)
         stopped = _trained(given, course, rank)
     if stopped:
-        from meshwright.train.sigterm import EXIT_CODE
-
-        raise typer.Exit(EXIT_CODE)
+        raise typer.Exit(_code_after_sigterm())
 
 
 def _trained(given: Given, course: Course, rank: int) -> bool:
@@ -152,6 +150,12 @@ def _trained(given: Given, course: Course, rank: int) -> bool:
     if rank <= 0:
         _tell(course, outcome, seconds)
     return outcome.stopped
+
+
+def _code_after_sigterm() -> int:
+    from meshwright.train.sigterm import EXIT_CODE
+
+    return EXIT_CODE
 
 
 def _rows(pieces: int) -> int:

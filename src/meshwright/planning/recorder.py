@@ -231,9 +231,7 @@ class Recorder(Tracer):
         given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         renamed = self._renumber(place, tick, tensors, targets, given)
         graph.outputs[path, index] = result
-        listens = func in LISTENING and bool(inputs)
-        if listens:
-            self._listen(place, inputs, name)
+        listens = self._listens(func, inputs, place)
         took = [*map(id, tensors), *self._within]
         inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
         spent = self.cost.since(cost)
@@ -262,11 +260,14 @@ class Recorder(Tracer):
             graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
 
-    def _listen(self, place: int, inputs: tuple[int, ...], name: str) -> None:
-        """An event waits for the gradient of what it is given: the value is made where the event is."""
+    def _listens(self, func: Any, inputs: tuple[int, ...], place: int) -> bool:
+        """Whether an event waits for the gradient of what it is given: the value is made in the stage of the event."""
+        if func not in LISTENING or not inputs:
+            return False
         made = min(self.graph.values[n].position for n in inputs)
         self.graph.listening.append(place)
-        self.graph.spans.append(Span(made, place, f"{name} waits for a gradient ({model_line()})"))
+        self.graph.spans.append(Span(made, place, f"{func.__name__} waits for a gradient ({model_line()})"))
+        return True
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
         """The values by which a gradient is asked for, by their numbers; None if it is asked for by something else too."""

@@ -226,7 +226,7 @@ class Uses:
             (module, key, p)
             for module in unit.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
         ]  # fmt: skip
-        places = [_Place(*found, self._stand_in(found[2])) for found in there if id(self.own(found[2])) in self.owners]
+        places = [_Place(*place, self._stand_in(place[2])) for place in there if id(self.own(place[2])) in self.owners]
         if others := [key for _, key, p in there if id(self.own(p)) not in self.owners]:
             self.swapped[self.active[-1]] = others[0]
         for place in places:

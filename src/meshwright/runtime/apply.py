@@ -46,7 +46,7 @@ from meshwright.runtime.weights.parameters import (
     put_back,
 )
 from meshwright.runtime.weights.recompute import recomputed
-from meshwright.runtime.weights.step_gradients import StepGradients, take_hooks
+from meshwright.runtime.weights.step_gradients import Hooks, StepGradients, take_hooks
 from meshwright.runtime.weights.unused import Routed
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.dispatcher import Dispatcher
@@ -86,13 +86,7 @@ def apply(
     random = Generators(groups.device, model)
     ledger = Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)
-    calls = ModuleCalls(
-        model,
-        followed=recipe.in_parts,
-        blocks=recipe.sequence if dispatchers else (),
-        cut=InputCut(dispatchers[0]) if dispatchers else None,
-        recomputed=recomputed(model, recipe.recompute, random),
-    )
+    calls = _module_calls(model, recipe, dispatchers, random)
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     stand_ins = put_back(model, objects)
@@ -100,7 +94,6 @@ def apply(
     view = _view(model, recipe, dispatchers, branching, stand_ins)
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
-    streams = _streams(recipe, groups)
     stages = Stages(
         model,
         recipe,
@@ -109,16 +102,32 @@ def apply(
         dispatchers=dispatchers.values(),
         calls=calls,
         branching=branching,
-        streams=streams,
+        streams=_streams(recipe, groups),
     )
+    runner = _runner(stages, hooks, replanner, loss, wholes=view is not None)
+    several = recipe.mesh.data_size * recipe.microbatches > 1
+    counter = LabelCounter(replanner.record, model, stages.modes) if several else None
+    return Job(runner, ledger, counter, random)
+
+
+def _module_calls(
+    model: nn.Module, recipe: Recipe, dispatchers: Mapping[int, Dispatcher], random: Generators
+) -> ModuleCalls:
+    return ModuleCalls(
+        model,
+        followed=recipe.in_parts,
+        blocks=recipe.sequence if dispatchers else (),
+        cut=InputCut(dispatchers[0]) if dispatchers else None,
+        recomputed=recomputed(model, recipe.recompute, random),
+    )
+
+
+def _runner(stages: Stages, hooks: Mapping[str, Hooks], replanner: Replanner, loss: Loss, *, wholes: bool) -> Runner:
+    model, recipe, groups = stages.model, stages.recipe, stages.groups
     routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     gradients = StepGradients(model, recipe, groups, hooks)
-    runner = Runner(stages, programs, loss, gradients, routed=routed, wholes=view is not None)
-    counter = (
-        LabelCounter(replanner.record, model, stages.modes) if recipe.mesh.data_size * recipe.microbatches > 1 else None
-    )
-    return Job(runner, ledger, counter, random)
+    return Runner(stages, programs, loss, gradients, routed=routed, wholes=wholes)
 
 
 def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stages) -> Programs:
@@ -278,9 +287,9 @@ class LocalParameters:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
-            if not self._stand_ins or (found := self._stand_ins.get(id(x))) is None or found[0] is not x:
+            if not self._stand_ins or (stand_in := self._stand_ins.get(id(x))) is None or stand_in[0] is not x:
                 return None
-            x = found[1]
+            x = stand_in[1]
         running = self._branching.running[-1] if self._branching is not None and self._several else 0
         trains = x.requires_grad
         key = id(x), trains, trains and torch.is_grad_enabled(), torch.is_inference_mode_enabled(), running
@@ -330,9 +339,9 @@ class LocalParameters:
         return x.to(low) if x.is_floating_point() and x.dim() and low.itemsize < x.dtype.itemsize else x
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
-        found = self._lines.get(id(x))
-        if found is None or found[0] is not x:
+        known = self._lines.get(id(x))
+        if known is None or known[0] is not x:
             for name, _, _, p in places(self._model):
                 self._lines[id(p)] = (p, self._recipe.by_name[name])
-            found = self._lines.get(id(x))
-        return found[1] if found is not None and found[0] is x else None
+            known = self._lines.get(id(x))
+        return known[1] if known is not None and known[0] is x else None

@@ -240,29 +240,29 @@ def _told(error: BaseException) -> str:
     return f"{text} ({line})" if line else text
 
 
-def notes(found: Verdict) -> list[str]:
+def notes(verdict: Verdict) -> list[str]:
     """What a person should know of it; none for the usual case."""
-    if found.kind == COUPLED:
-        return [_why_coupled(found)]
+    if verdict.kind == COUPLED:
+        return [_why_coupled(verdict)]
     said: list[str] = []
-    if found.kept:
+    if verdict.kept:
         said.append(
-            f"{few(found.kept)}: what a forward "
+            f"{few(verdict.kept)}: what a forward "
             "leaves there follows from its rows, and after a step it is what this rank's first microbatch left. If it is to be "
             "that of the batch, make it a buffer: rows are then run together"
         )
-    if found.counted:
+    if verdict.counted:
         said.append(
-            f"{few(found.counted)}: the model asks how many elements a mask picked. Each data rank and microbatch asks it of "
+            f"{few(verdict.counted)}: the model asks how many elements a mask picked. Each data rank and microbatch asks it of "
             "its own rows. If the model compares that with another number than zero, say rows: whole in the plan"
         )
     return said
 
 
-def _why_coupled(found: Verdict) -> str:
-    if found.why:
+def _why_coupled(verdict: Verdict) -> str:
+    if verdict.why:
         return (
-            f"this model's rows cannot be run apart: {found.why}: every data rank runs all rows at once, in one microbatch, "
+            f"this model's rows cannot be run apart: {verdict.why}: every data rank runs all rows at once, in one microbatch, "
             "which is right, and saves memory but no time"
         )
     return (

@@ -111,4 +111,4 @@ def _add_to(earlier: Tensor, p: nn.Parameter) -> None:
     p.grad = earlier
 
 
-__all__ = ["StepGradients", "take_hooks"]
+__all__ = ["Hooks", "StepGradients", "take_hooks"]
