@@ -807,6 +807,23 @@ GIVEN = {
     @staticmethod
     def backward(ctx, g):
         return g * 2""",
+    "Levelled": """class Levelled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g - 0.5 * g.mean(0)""",
+    "DoubledOfNorm": """class DoubledOfNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g / (1 + g.norm())""",
     "Pair": """class Pair(NamedTuple):
     first: Any
     second: Any""",
@@ -832,6 +849,31 @@ def custom_function(b: Builder) -> None:
         b.new(f"torch.cat([{parts}[1], {parts}[0]], -1)")
     else:
         b.new(f"{name}.apply({{0}}{', 4' if kind == 'Rounded' else ''})", x)
+
+
+HOOKS = ["lambda g: g * 2", "lambda g: g.clamp(-0.01, 0.01)", "lambda g: g / (g.norm() + 0.1)", "lambda g: g - g.mean()", "lambda g: g.tanh()",
+         "lambda g: g * (g.abs() > 0.01)", "lambda g: None", "lambda g: g.flip(-1)", "lambda g: g.mul(0.5).add(0.01)"]  # fmt: skip
+
+
+@operation("gradients", 2)
+def parameter_hook(b: Builder) -> None:
+    """On a parameter, from the constructor: it is called once, with the gradient of all rows."""
+    name = b.pick(n for n, p in b.module.named_parameters() if p.dim())
+    path = re.sub(r"[.]([0-9]+)", r"[\1]", name)
+    b.set_up("", f"self.{path}.register_hook({b.pick(HOOKS)})")
+
+
+@operation("gradients", 2)
+def value_hook(b: Builder) -> None:
+    x = b.value(lambda t: t.requires_grad and whole(t))
+    b.do(f"{{0}}.register_hook({b.pick(HOOKS)})", x)
+
+
+@operation("gradients", 1)
+def own_backward(b: Builder) -> None:
+    kind = b.pick(["Levelled", "DoubledOfNorm"])
+    x = b.value(whole)
+    b.new(f"{b.given(kind)}.apply({{0}})", b.new("{0} * 1.0", x) if kind == "DoubledOfNorm" else x)
 
 
 @operation("transforms", 3)

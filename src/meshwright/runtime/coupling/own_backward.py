@@ -149,10 +149,11 @@ def _try_function(told: Told, apply: Callable[..., Any], function: Any, args: An
 def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: list[Tensor]) -> Gradients:
     """What a function makes of gradients of what it gives, in a forward and backward by themselves."""
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-        given, named = pytree.tree_map(_leaf, (args, kwargs))
+        leaves = pytree.tree_map(_leaf, (args, kwargs))
+        given, named = pytree.tree_map_only(Tensor, torch.clone, leaves)  # which the function may write to
         pairs = zip(_tensors(call(*given, **named)), gradients, strict=True)
         made, of_made = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
-        inputs = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, Tensor) and x.requires_grad]
+        inputs = [x for x in pytree.tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad]
         with no_backward_within():
             return list(torch.autograd.grad(made, inputs, of_made, allow_unused=True))
 
