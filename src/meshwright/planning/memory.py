@@ -106,6 +106,7 @@ def keep_together(
     graph.spans += _drawn_from_one_generator(graph)
     graph.spans += _drawn_as_values_decide(graph)
     graph.spans += _differentiated(graph)
+    graph.spans += _written_before(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
@@ -120,6 +121,18 @@ def keep_together(
         if any(start <= p < stop for p in changed):
             graph.spans.append(_span(graph, [start, stop - 1], "a checkpoint changes it twice, as on one device"))
     graph.spans = [s for s in dict.fromkeys(graph.spans) if s.first < s.last]
+
+
+def _written_before(graph: ModelGraph) -> Iterator[Span]:
+    """What a checkpoint takes of a tensor that was written in place: the model hands it the tensor, which in another stage than
+    that of the write stands for what it was before; and what the checkpoint computes again is not looked into."""
+    written = (
+        {n for e in graph.events for n in (e.written, *(now for _, now in e.renamed))} if graph.segments else set()
+    )
+    for start, stop in graph.segments.values():
+        taken = written.intersection(n for event in graph.events[start:stop] for n in event.inputs)
+        for position in sorted({p for n in taken if n is not None and (p := graph.values[n].position) < start}):
+            yield _span(graph, [position, stop - 1], "a checkpoint takes a tensor that is written in place")
 
 
 def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
