@@ -175,6 +175,8 @@ class Prepared:
         run, base, varying = self.run, self.args, Need.VARYING
         dtype, wrapped = result.known.dtype, wrapping(result.known)
         slots = [(at, index, index in self.views, need) for at, index, need in self.slots]
+        if len(slots) == 2 and all(at == index for at, index, *_ in slots):
+            return self._from_pair(result, *slots[0][2:], *slots[1][2:])
 
         def of_slots(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
             args = base.copy()
@@ -191,6 +193,26 @@ class Prepared:
 
         return of_slots
 
+    def _from_pair(self, result: Result, view_a: bool, need_a: Any, view_b: bool, need_b: Any) -> Ready:
+        """The same of two operands, the first two arguments: as of a linear layer without a bias."""
+        run, rest, varying = self.run, self.rest, Need.VARYING
+        dtype, wrapped = result.known.dtype, wrapping(result.known)
+
+        def of_pair(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
+            a, b = tensors
+            if need_a is None:
+                a = a._mw_local if view_a else a
+            elif need_a is not varying or a.requires_grad or type(a) is not Tensor:
+                a = brought(dispatcher, a, need_a)
+            if need_b is None:
+                b = b._mw_local if view_b else b
+            elif need_b is not varying or b.requires_grad or type(b) is not Tensor:
+                b = brought(dispatcher, b, need_b)
+            out = run(a, b, *rest)
+            return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
+
+        return of_pair
+
     def _sharing(self, result: Result, source: int) -> Ready:
         """The same of a function that gives a view of its one tensor."""
         run, rest, dtype, wrapped = self.run, self.rest, result.known.dtype, wrapping(result.known)
@@ -200,12 +222,10 @@ class Prepared:
             out = run(base._mw_local, *rest)
             if out.dtype is not dtype or base._mw_spec is None:
                 return result.of(dispatcher, out, tensors)
-            made = wrapped(out, dispatcher)
             memory = base._mw_memory
             if memory is None:
                 memory = base._mw_memory = Memory()
-            made._mw_memory = memory
-            return made
+            return wrapped(out, dispatcher, memory)
 
         return view_of_one
 

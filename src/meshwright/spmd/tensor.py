@@ -220,7 +220,7 @@ class GlobalTensor(Tensor):
 
 
 @functools.lru_cache(maxsize=32768)
-def wrapping(known: Spec) -> Callable[[Tensor, Dispatcher], GlobalTensor]:
+def wrapping(known: Spec) -> Callable[..., GlobalTensor]:
     """What makes a global tensor of a local tensor of which all is known. One for each Spec, as it is the half of what
     a call costs."""
     shape, layout, strides, offset = known.shape, known.layout, known.strides, known.offset
@@ -230,11 +230,11 @@ def wrapping(known: Spec) -> Callable[[Tensor, Dispatcher], GlobalTensor]:
         facts += (torch.strided, known.device)
     as_usual = strides is None and not offset
 
-    def wrapped(local: Tensor, dispatcher: Dispatcher) -> GlobalTensor:
+    def wrapped(local: Tensor, dispatcher: Dispatcher, memory: Memory | None = None) -> GlobalTensor:
         made: GlobalTensor = make_wrapper(GlobalTensor, *facts)
         made.__dict__ = {  # at once: one by one, they take as long as half a wrapper
             "_mw_local": local, "_mw_dispatcher": dispatcher, "_mw_spec": known,
-            "_mw_shape": shape, "_mw_layout": layout, "_mw_memo": {},
+            "_mw_shape": shape, "_mw_layout": layout, "_mw_memo": {}, "_mw_memory": memory,
         }  # fmt: skip
         if not as_usual:
             made._mw_strides, made._mw_offset = strides, offset
