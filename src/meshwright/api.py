@@ -31,7 +31,7 @@ from meshwright.runtime.groups import ensure_world, make_groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain
 from meshwright.runtime.rows.label_counter import Recorder
-from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.runtime.rows.loss import Loss, check_loss, output_loss
 from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
@@ -105,6 +105,7 @@ class Planned:
         *,
         whole_batch: bool = False,
     ) -> None:
+        check_loss(loss)
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)

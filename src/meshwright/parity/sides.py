@@ -337,6 +337,7 @@ class LocalSGD:
     def step(self) -> None:
         """With the gradients that the job's parameters have."""
         for held, p in zip(self._held, self._parameters, strict=True):
+            held.data = local_tensor(p).data  # a forward may have assigned another
             held.grad = None if p.grad is None else local_tensor(p.grad)
         self._optimizer.step()
 

@@ -23,6 +23,7 @@ from meshwright.planning.compiled import compiled_notes
 from meshwright.planning.draft import Draft, Names, Run
 from meshwright.planning.passes.branches import place_branches, read_branches
 from meshwright.planning.passes.checks import (
+    check_classes,
     check_hooks,
     check_rows,
     check_scripted,
@@ -65,7 +66,8 @@ from meshwright.recipe import Recipe
 
 PASSES: tuple[Callable[[Draft], Draft], ...] = (
     # 1  the plan's words
-    read_entries, check_rows, check_tp, check_scripted, check_hooks, tell_dense, find_concurrent, read_branches, stop_if_wrong,
+    read_entries, check_rows, check_tp, check_scripted, check_hooks, check_classes, tell_dense, find_concurrent,
+    read_branches, stop_if_wrong,
     # 2  the program
     find_blocks, record_forward, place_branches, stop_if_wrong,
     # 3  units and shards

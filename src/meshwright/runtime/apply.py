@@ -35,11 +35,13 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
-from meshwright.runtime.weights.fsdp import needs_fsdp, shard_units
+from meshwright.runtime.weights.fsdp import keep_attributes, needs_fsdp, shard_units
 from meshwright.runtime.weights.parameters import (
     StandIns,
+    attributes_of,
     cut_parameters,
     fill,
+    give_attributes,
     local_part,
     make_gradients_dense,
     places,
@@ -77,7 +79,7 @@ def apply(
     with one_process():
         recorded = record(build, seed=recipe.seed)
     model = recorded.module
-    hooks = take_hooks(model)
+    hooks, attributes = take_hooks(model), attributes_of(model)
     make_gradients_dense(model)
     if dtype is not None:
         cast(model, dtype)
@@ -90,6 +92,8 @@ def apply(
     shard_units(model, recipe, groups)
     fill(model, recipe, groups, _values(recorded, dtype, transform))
     stand_ins = put_back(model, objects)
+    give_attributes(model, attributes)
+    keep_attributes(model, attributes)
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
     view = _view(model, recipe, dispatchers, branching, stand_ins)
     # Ranks of one tp group draw the same numbers, which the view then takes slices of.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Finding, Findings
-from meshwright.names import fold_names
+from meshwright.names import few, fold_names
 from meshwright.planning.draft import Draft
 from meshwright.planning.rows import rows_of
 from meshwright.private import awaits_gradient, hooked
@@ -78,6 +78,26 @@ def check_hooks(draft: Draft) -> Draft:
         for name, (p, _) in parameters
         if awaits_gradient(p)
     )
+
+
+def check_classes(draft: Draft) -> Draft:
+    """Parameters of a class with methods of its own: what stands in their place has none."""
+    return draft.wrong(
+        Finding(
+            where=name,
+            given=f"a parameter of the class {type(p).__name__}, which has {few(methods)}",
+            required="a class without methods: a part of the parameter stands in its place, of another class",
+            fix="an nn.Parameter; put what the class computes into the module",
+        )
+        for name, (p, _) in draft.names.parameters.items()
+        if (methods := _own_methods(type(p)))
+    )
+
+
+def _own_methods(kind: type) -> list[str]:
+    """What a class of parameters adds to torch's."""
+    classes = (c for c in kind.__mro__ if not c.__module__.startswith("torch") and c is not object)
+    return [k for c in classes for k in vars(c) if not k.startswith("__")]
 
 
 def tell_dense(draft: Draft) -> Draft:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from meshwright.errors import Findings
+from meshwright.names import few
 
 Loss = Callable[[Any], Tensor]
 
@@ -23,4 +26,19 @@ def output_loss(output: Any) -> Tensor:
     return loss
 
 
-__all__ = ["Loss", "output_loss"]
+def check_loss(loss: Loss) -> None:
+    """Raises a PlanError if a loss has parameters: they would be trained on each rank by itself."""
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    trained = [name for name, p in named if p.requires_grad]
+    if trained:
+        findings = Findings()
+        findings.add(
+            where="loss",
+            given=f"a module with parameters: {few(trained)}",
+            required="a function of the model's output: what is trained is in the model",
+            fix="a model that has the loss as a module of its own, and returns it",
+        )
+        findings.raise_if_any()
+
+
+__all__ = ["Loss", "check_loss", "output_loss"]

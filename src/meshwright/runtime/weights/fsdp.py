@@ -5,7 +5,7 @@ All reductions are sums: the mean is taken once, in the loss (runtime/rows/micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwright.calls.structure import put_tensors, tensors_of
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.weights.parameters import Attributes
 from meshwright.spmd.patches import class_name_kept, set_on
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
@@ -52,6 +53,31 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         module.set_gradient_divide_factor(1.0)
         if groups.device.type == "cpu":  # gloo has no pre-multiplied sum
             module.set_force_sum_reduction_for_comms(True)
+
+
+def keep_attributes(model: nn.Module, attributes: Attributes) -> None:
+    """A parameter that FSDP2 has gathered has the attributes of the one at rest. It makes it when it first gathers it.
+
+    Private: there is no public way to a gathered parameter but in the forward of its unit.
+    """
+    names = {id(p): name for name, p in model.named_parameters() if name in attributes}
+    for module in model.modules():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            for fsdp_param in group.fsdp_params:
+                if (name := names.get(id(fsdp_param.sharded_param))) is not None:
+                    _give_when_gathered(fsdp_param, attributes[name])
+
+
+def _give_when_gathered(fsdp_param: Any, attributes: Mapping[str, Any]) -> None:
+    make = fsdp_param.init_unsharded_param
+
+    def made_first() -> None:
+        make()
+        for key, value in attributes.items():
+            setattr(fsdp_param._unsharded_param, key, value)
+        del fsdp_param.init_unsharded_param  # the class's own from then on: the parameter stays the same
+
+    set_on(fsdp_param, "init_unsharded_param", made_first)
 
 
 def reduce_gradients(model: nn.Module) -> None:

@@ -24,6 +24,8 @@ from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import locally
 
 Values = Callable[[ParameterRecipe], Tensor]
+Attributes = Mapping[str, Mapping[str, Any]]
+"""Parameter → its attributes, by name."""
 StandIns = dict[int, tuple[Tensor, DTensor]]
 """Identity of an object that a model has elsewhere than in its modules → that object, the parameter that stands there."""
 
@@ -34,6 +36,19 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
         for name, p in module._parameters.items():
             if p is not None:
                 yield (f"{prefix}.{name}" if prefix else name), module, name, p
+
+
+def attributes_of(model: nn.Module) -> Attributes:
+    """The attributes that a model has put on its parameters (``p._no_weight_decay = True``), of those that have some."""
+    own = ((name, dict(vars(p))) for name, p in model.named_parameters())
+    return {name: attributes for name, attributes in own if attributes}
+
+
+def give_attributes(model: nn.Module, attributes: Attributes) -> None:
+    """Puts them on the parameters that have been put in the place of those: optimizers and forwards look for them there."""
+    for name, p in model.named_parameters():
+        for key, value in attributes.get(name, {}).items():
+            setattr(p, key, value)
 
 
 def make_gradients_dense(model: nn.Module) -> None:
@@ -67,9 +82,7 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Gro
     mesh = groups.of(line.data, place)["tp"]
     stride = torch.empty(line.shape, device="meta").stride()
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
-    made = nn.Parameter(whole, requires_grad=p.requires_grad)
-    made.__dict__.update({k: v for k, v in p.__dict__.items() if not k.startswith("__")})
-    return made
+    return nn.Parameter(whole, requires_grad=p.requires_grad)
 
 
 def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
@@ -82,7 +95,6 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> No
         if p.is_meta and not isinstance(p, DTensor) and id(p) not in elsewhere:
             if id(p) not in made:
                 made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
-                made[id(p)].__dict__.update(p.__dict__)
             setattr(module, key, made[id(p)])
     replace_tensors(model, lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
     named = dict(model.named_parameters(remove_duplicate=False))
