@@ -3,6 +3,7 @@
     errors      PlanError, CheckpointError     everything that is wrong, at once
                 ReplicaError                   ranks that should be alike and are not
                 RowsError                      rows that cannot be divided, as a step's values show
+                UnfrozenError                  parameters are trained that were not when a pipeline was planned
     mesh        Mesh                           named axes and sizes
     layout      Shard, Replicate, Partial      what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from meshwright.cost.compare import compare_branches
     from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
-    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError
+    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError, UnfrozenError
     from meshwright.hardware import Hardware
     from meshwright.layout import Partial, Replicate, Shard
     from meshwright.mesh import Mesh
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors", "ReplicaError": "errors",
     "RowsError": "errors",
+    "UnfrozenError": "errors",
     "Mesh": "mesh",
     "Shard": "layout", "Replicate": "layout", "Partial": "layout",
     "Plan": "plan",
@@ -90,6 +92,7 @@ __all__ = [
     "RowsError",
     "Shard",
     "ShardMap",
+    "UnfrozenError",
     "Watch",
     "check",
     "compare_branches",

@@ -23,6 +23,8 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from textwrap import indent
 
+from meshwright.names import few
+
 _LABEL = 10  # columns: "required: "
 
 
@@ -100,6 +102,27 @@ class ReplicaError(RuntimeError):
     def __str__(self) -> str:
         shown = "\n".join(f"  {line}" for line in self.differences)
         return f"step {self.step}: what should be the same on several ranks is not\n{shown}\n{self.fix}"
+
+
+class UnfrozenError(RuntimeError):
+    """Parameters are trained that were not when the job was made, and stages, or branches, do not send their gradients.
+    Raised on every rank, before the optimizer steps.
+
+    Attributes:
+        names: the parameters, of this rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+    def __str__(self) -> str:
+        which = few(self.names) if self.names else "parameters of other ranks"
+        return (
+            f"{which}: requires_grad was not set when the job was made, and what stages and branches send each other was "
+            "planned without these gradients. Build the model with them trained, and freeze them after parallelize: "
+            "p.requires_grad_(False)"
+        )
 
 
 class RowsError(RuntimeError):

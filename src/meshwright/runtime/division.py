@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import RowsError, StageError
+from meshwright.errors import RowsError, StageError, UnfrozenError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_to_differ
@@ -73,7 +73,8 @@ class Done:
 
 
 _ALL_OF, _MOST_KNOWN = 8, 1 << 12
-_SUMS = 4  # numbers of each step that are summed over all ranks: loss, its type, ignored labels, whether it is new
+# Numbers of each step that are summed over all ranks: loss, its type, ignored labels, whether it is new, unfrozen parameters.
+_SUMS = 5
 
 
 @dataclass
@@ -275,6 +276,7 @@ class Division:
 
         Raises:
             RowsError: on every rank: the step's values have shown that its rows cannot be divided.
+            UnfrozenError: on every rank.
         """
         mesh, paths = self._recipe.mesh, self._paths
         sums = torch.zeros(_SUMS, dtype=torch.float64, device=self._device)
@@ -284,13 +286,16 @@ class Division:
         shares = [share for share in pieces.shares if share is not None]
         for ignored in (n for share in shares for n in share.ignored):
             sums[2] += ignored
-        sums[3] = self._does_what_is_new()
+        unfrozen = self._runner.unfrozen()
+        sums[3], sums[4] = self._does_what_is_new(), len(unfrozen)
         if paths.watching:
             sums = torch.cat([sums, sums.new_tensor(paths.sums())])
-        if mesh.data_size * mesh.axis_size("pp") > 1:
+        if mesh.data_size * mesh.axis_size("pp") > 1 or self._recipe.branches:
             with self._runner.waiting.on():
                 dist.all_reduce(sums)
             sums[0] /= mesh.axis_size("tp") * pieces.copies
+        if sums[4]:
+            raise UnfrozenError(unfrozen)
         _refuse_uncounted(shares, sums[2])
         if paths.watching and paths.differ(sums[_SUMS:].tolist()):
             self._try_paths(pieces)

@@ -55,6 +55,8 @@ class Runner:
         self.executor = Executor(stages, programs, loss)
         self._sync, self._wholes = stages.sync, wholes
         self._routed, self._gradients = routed, gradients
+        held = (line for line in self.recipe.parameters if self.recipe.holds(line, self.groups.rank))
+        self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self.held = HeldModel(self.module, self.recipe, self.groups)
 
     @property
@@ -113,6 +115,11 @@ class Runner:
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device=self.groups.device)
             dist.all_reduce(value, group=self.groups.pipeline)
             return float(value)
+
+    def unfrozen(self) -> list[str]:
+        """The parameters of this rank that are trained, and were not when parts of forwards were planned."""
+        named = dict(self.module.named_parameters(remove_duplicate=False)) if self._frozen else {}
+        return [name for name in self._frozen if named[name].requires_grad]
 
     # --- the model's state ------------------------------------------------------------------------------------------
 

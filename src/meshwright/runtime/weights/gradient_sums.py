@@ -26,7 +26,8 @@ class OwnSums:
         """Sums the gradients that the step has made. Collective."""
         named = dict(self._model.named_parameters(remove_duplicate=False)) if self.groups else {}
         for name, groups in self.groups.items():
-            self._sum(named[name], groups)
+            if named[name].requires_grad:
+                self._sum(named[name], groups)
 
     def _sum(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
         """Sums a gradient over groups, within each of which some rank may have none."""
@@ -42,8 +43,8 @@ class OwnSums:
 def _groups_to_sum_over(recipe: Recipe, groups: Groups) -> dict[str, list[dist.ProcessGroup]]:
     summed_over: dict[str, list[dist.ProcessGroup]] = {}
     for line in recipe.parameters:
-        if not line.requires_grad or not recipe.holds(line, groups.rank):
-            continue
+        if not recipe.holds(line, groups.rank) or (recipe.in_parts and not line.requires_grad):
+            continue  # (where a forward runs whole, somebody may have it trained later)
         owners, over = recipe.owners(line), list[dist.ProcessGroup]()
         if len(line.places) > 1:
             over.append(groups.together[line.places])
