@@ -142,6 +142,14 @@ class FunctionOfRows(Net):
         return Scaled.apply(h, self.scale)
 
 
+class FunctionOfParameters(FunctionOfRows):
+    """Of no rows, and clamped: a part of the rows gives it a part of its gradient. In another stage it is given parameters that are
+    not there."""
+
+    def between(self, h):
+        return h * Scaled.apply(self.scale[None], self.layers[0].bias)
+
+
 class Again(torch.autograd.Function):
     """Runs a module again in its backward, which asks for gradients of its own."""
 
@@ -227,7 +235,7 @@ APART = (
 )  # fmt: skip
 COUPLED = (
     CoupledParameterNorm, ValueNorm, CoupledValueClamped, WeightClamped, FunctionNorm, ModuleNorm, ModuleNormBefore,
-    Frequent,
+    Frequent, FunctionOfParameters,
 )  # fmt: skip
 
 

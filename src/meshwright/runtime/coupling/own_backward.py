@@ -190,8 +190,8 @@ def _or(changed: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _tell(met: list[Changed], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]) -> None:
     """Adds what a backward makes of gradients of these values; nothing if it cannot be tried by itself."""
-    if any(isinstance(t, Placeholder) for t in values):
-        return  # other ranks have them
+    if any(isinstance(t, Placeholder) or t.is_meta for t in values):
+        return  # other ranks have them, or the parameters that they are made of
     with without_modes(), torch.no_grad():  # a stage follows what the model runs, and this is not of the model
         first, second = ([torch.sin(rate * t.detach() + rate) for t in values] for rate in (1.0, 1.7))
         both = [x + y for x, y in zip(first, second, strict=True)]
