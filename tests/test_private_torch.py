@@ -584,6 +584,24 @@ def test_a_tensor_with_hooks_is_known() -> None:
     assert not hooked(p)
 
 
+class Instead(TorchFunctionMode):
+    """Another tensor stands for the first argument, as in a forward over tp for a parameter."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__()
+        self.other = other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(self.other, *args[1:], **(kwargs or {}))
+
+
+def test_a_tensor_is_asked_for_hooks_itself() -> None:
+    p, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    other.register_post_accumulate_grad_hook(lambda p: None)
+    with Instead(other):
+        assert p._post_accumulate_grad_hooks and not hooked(p)
+
+
 def test_the_hooks_of_a_parameter_can_be_taken_and_their_handles_remove_them() -> None:
     p = nn.Parameter(torch.ones(2))
     handle = p.register_hook(lambda g: 2 * g)

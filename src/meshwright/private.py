@@ -150,8 +150,10 @@ def held_of(p: Any) -> Tensor:
 
 
 def hooked(p: Tensor) -> bool:
-    """Whether a tensor has hooks of autograd's, which there is no public way to ask."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+    """Whether a tensor has hooks of autograd's, which there is no public way to ask. Itself: a mode may have what stands for
+    it in its place."""
+    with without_modes():
+        return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def take_backward_hooks(p: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:

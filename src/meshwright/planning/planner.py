@@ -4,8 +4,8 @@ decides for the parameters in it, and learns what does not fit (planning/tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -71,6 +71,22 @@ class Reading(GlobalTensorMode):
             out = dispatcher.call(func, args, kwargs)
         return _of_sources(out, sources)
 
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom Function that takes a parameter both as it is given it and from a module: its backward may compute with the
+        one and ask for gradients by the other, which are one tensor only if nothing is cut."""
+        handed = {name for x in pytree.tree_leaves((args, kwargs)) if (name := self.planner.name_of(x)) is not None}
+        taken: set[str] = set()
+
+        def applied(*given: Any, **named: Any) -> Any:
+            with self.planner.asked_by(taken):
+                return apply(*given, **named)
+
+        result = super().custom(applied, function, args, kwargs)
+        self.planner.keep_whole(
+            handed & taken, f"{function.__name__} is given it, and takes it from its module as well"
+        )
+        return result
+
     def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
         self.planner.gathered(user, views)
         super().gathered(dispatcher, user, views)
@@ -115,6 +131,7 @@ class Planner:
         self.differentiates = False
         self._alive: list[Tensor] = []  # memory is told by its address
         self.uses: Uses | None = None
+        self._asked: set[str] | None = None
         self._known: dict[
             tuple[Any, ...], Decided
         ] = {}  # signature → what was decided, with the tensors of the first call
@@ -123,10 +140,11 @@ class Planner:
 
     def parameter(self, x: Tensor) -> Tensor | None:
         """The view's parameter for a parameter of the model; None for other tensors."""
-        held = x if self.uses is None else self.uses.own(x)
-        name = self.parameters.get(id(held))
-        if name is None or isinstance(x, GlobalTensor):
+        held, name = self._own(x), self.name_of(x)
+        if name is None:
             return None
+        if self._asked is not None:
+            self._asked.add(name)
         if self.uses is not None:
             self.uses.note(x, name)
         x = held
@@ -137,6 +155,33 @@ class Planner:
         if name in self.layouts:
             return self._cut(x, name, dims, self.layouts[name])
         return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x if self.uses is None else self.uses.own(x)
+
+    def name_of(self, x: Any) -> str | None:
+        """The name of a parameter of the model; None for anything else."""
+        return (
+            None if not isinstance(x, Tensor) or isinstance(x, GlobalTensor) else self.parameters.get(id(self._own(x)))
+        )
+
+    @contextmanager
+    def asked_by(self, names: set[str]) -> Iterator[None]:
+        """For the time of a block, ``names`` gets the parameters that functions take."""
+        before, self._asked = self._asked, names
+        try:
+            yield
+        finally:
+            self._asked = before
+
+    def keep_whole(self, names: Iterable[str], reason: str) -> None:
+        """Parameters that must not be cut."""
+        for name in sorted(names):
+            said = self.styles.get(name, Style())
+            if said.forced and said.kind != "replicate":
+                self.refused[name] = reason
+            elif not said.forced:
+                self.learn([name], replace(self.style(name), kind="replicate", reason=reason))
 
     def style(self, name: str) -> Style:
         given = self.styles.get(name, Style())

@@ -190,7 +190,7 @@ class GlobalTensorMode(FunctionMode):
         try:
             with (
                 self,
-                custom_functions(self._custom),
+                custom_functions(self.custom),
                 transforms(partial(self._whole, "a transform of torch.func")),
                 scripted_functions(partial(self._whole, "a scripted function")),
                 recomputations(_kept_local, _given_local),
@@ -199,7 +199,7 @@ class GlobalTensorMode(FunctionMode):
         finally:
             self._forget()
 
-    def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Custom ``autograd.Function`` s get, and give, whole tensors; what they write to one reaches the global tensor."""
         ours, args, kwargs = self._substitute(args, kwargs)
         function = giving(function, whole)

@@ -55,13 +55,13 @@ def _of_writing(blocks: Collection[str]) -> str:
 
 
 def check_refused(draft: Draft) -> Draft:
-    """What the plan says of a parameter's shards must leave each rank a piece."""
+    """What the plan says of a parameter's shards must leave each rank a piece, and be possible."""
     refused = draft.cuts.refused if draft.cuts is not None else {}
     return draft.wrong(
         Finding(
             where=f"modules, what is said of {name}",
             given=f"shards over tp of a parameter of shape {tuple(draft.names.parameters[name][0].shape)}: {reason}",
-            required="at least one piece for each rank of tp",
+            required="a parameter that can be cut, with at least one piece for each rank of tp",
             fix=f"{name}: {{tp: replicate}}",
         )
         for name, reason in refused.items()
