@@ -73,8 +73,7 @@ def _give_when_gathered(fsdp_param: Any, attributes: Mapping[str, Any]) -> None:
 
     def made_first() -> None:
         make()
-        for key, value in attributes.items():
-            setattr(fsdp_param._unsharded_param, key, value)
+        vars(fsdp_param._unsharded_param).update(attributes)
         del fsdp_param.init_unsharded_param  # the class's own from then on: the parameter stays the same
 
     set_on(fsdp_param, "init_unsharded_param", made_first)

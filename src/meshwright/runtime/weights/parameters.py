@@ -47,8 +47,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 def give_attributes(model: nn.Module, attributes: Attributes) -> None:
     """Puts them on the parameters that have been put in the place of those: optimizers and forwards look for them there."""
     for name, p in model.named_parameters():
-        for key, value in attributes.get(name, {}).items():
-            setattr(p, key, value)
+        vars(p).update(attributes.get(name, {}))
 
 
 def make_gradients_dense(model: nn.Module) -> None:
