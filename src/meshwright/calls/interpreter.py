@@ -159,10 +159,10 @@ class StageInterpreter(Tracer):
             n: self._values.inside(n, self._values.of_branch(n, move.around)[0])
             for n in move.values if n in self._values or n not in apart
         }  # fmt: skip
-        given, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
+        handed, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
-            self._values.fork(n, takers & self.program.mine, given)
+            self._values.fork(n, takers & self.program.mine, handed)
 
     def _join(self, move: Join) -> None:
         assert self._exchange is not None
@@ -442,13 +442,13 @@ class StageInterpreter(Tracer):
             self._gave(args[0], event.written, position)
             if target is not args[0]:  # the model goes on with its own name for it
                 self.name_value(target, event.written)
-        given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        if len(given) != len(event.outputs):
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if len(results) != len(event.outputs):
             raise PathError(
-                f"{event.function} at {event.line} gave {len(given)} tensors, {len(event.outputs)} recorded"
+                f"{event.function} at {event.line} gave {len(results)} tensors, {len(event.outputs)} recorded"
             )
         recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
-        for t, number, before in zip(given, event.outputs, recorded, strict=True):
+        for t, number, before in zip(results, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
                 self._gave(t, number, position, place)
             self._passed(t, before)

@@ -149,8 +149,8 @@ class Planner:
             self.uses.note(x, name)
         x = held
         style, dims = self.style(name), tuple(range(x.dim()))
-        given = style.dim if style.kind == "shard" and name not in self.layouts else None
-        if given is not None and given < x.dim() and (layout := self.layout_for(name, x.shape[given], given)):
+        cut_dim = style.dim if style.kind == "shard" and name not in self.layouts else None
+        if cut_dim is not None and cut_dim < x.dim() and (layout := self.layout_for(name, x.shape[cut_dim], cut_dim)):
             self.layouts[name] = layout
         if name in self.layouts:
             return self._cut(x, name, dims, self.layouts[name])
@@ -184,13 +184,13 @@ class Planner:
                 self.learn([name], replace(self.style(name), kind="replicate", reason=reason))
 
     def style(self, name: str) -> Style:
-        given = self.styles.get(name, Style())
+        said = self.styles.get(name, Style())
         known = self.learnt.get(self.families.get(name, name))
         if known is None:
-            return given
-        if given.forced and given.kind != "auto":
-            known = replace(known, kind=given.kind, dim=given.dim, forced=True)
-        return replace(known, blocks=given.blocks or known.blocks, units=given.units or known.units)
+            return said
+        if said.forced and said.kind != "auto":
+            known = replace(known, kind=said.kind, dim=said.dim, forced=True)
+        return replace(known, blocks=said.blocks or known.blocks, units=said.units or known.units)
 
     def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
         """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""

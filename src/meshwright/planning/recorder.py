@@ -64,8 +64,8 @@ class Cost(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._draws += op_facts(func).draws
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        self._drawn_from += (x for x in given if x is not torch.default_generator)
+        generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        self._drawn_from += (x for x in generators if x is not torch.default_generator)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self._flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view:
@@ -197,9 +197,9 @@ class Recorder(Tracer):
         self._new(t, len(self.graph.events) - 1)
         return t
 
-    def _state(self, given: Any) -> tuple[Any, dict[Slot, Any]]:
+    def _state(self, arguments: Any) -> tuple[Any, dict[Slot, Any]]:
         """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
-        return contents(given), {slot: contents(held_in(self._model, slot)) for slot in self._carried}
+        return contents(arguments), {slot: contents(held_in(self._model, slot)) for slot in self._carried}
 
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
@@ -228,8 +228,8 @@ class Recorder(Tracer):
         self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         targets = _written_by(func, args, kwargs)
-        given = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        renamed = self._renumber(place, tick, tensors, targets, given)
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        renamed = self._renumber(place, tick, tensors, targets, made)
         graph.outputs[path, index] = result
         listens = self._listens(func, inputs, place)
         took = [*map(id, tensors), *self._within]
@@ -241,13 +241,13 @@ class Recorder(Tracer):
                 index=index,
                 function=name,
                 inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
-                outputs=tuple(map(self.number, given)),
+                outputs=tuple(map(self.number, made)),
                 written=self.number(targets[0]) if targets else None,
                 parameters=_names_of(took, self._parameters),
                 buffers=_names_of(took, self._buffers),
                 flops=spent.flops,
                 moved=spent.moved,
-                reads=(not given and not targets and not listens) or self._sizes_read() > sizes,
+                reads=(not made and not targets and not listens) or self._sizes_read() > sizes,
                 mean_loss=loss,
                 line=model_line(),
                 named=named,

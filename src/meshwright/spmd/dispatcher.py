@@ -222,12 +222,12 @@ class Dispatcher:
             storage_of(p): i for i, (v, p) in enumerate(zip(leaves, plain, strict=True)) if isinstance(v, GlobalTensor)
         }
         pieces, result_spec = pytree.tree_flatten(result)
-        given = {id(p): v for v, p in zip(leaves, plain, strict=True) if isinstance(v, GlobalTensor)}
+        by_plain = {id(p): v for v, p in zip(leaves, plain, strict=True) if isinstance(v, GlobalTensor)}
         for number, piece in enumerate(pieces):
             if not isinstance(piece, Tensor):
                 continue
-            if id(piece) in given:
-                pieces[number] = given[id(piece)]
+            if id(piece) in by_plain:
+                pieces[number] = by_plain[id(piece)]
             elif piece.layout == torch.strided and (i := bases.get(storage_of(piece))) is not None:
                 again = functools.partial(_again, func, tuple(plain), spec, i, number)
                 pieces[number] = self._alias(piece, leaves[i], again)

@@ -273,8 +273,8 @@ def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tupl
 
 def _given_local(results: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The results of a reentrant checkpoint's segment as local tensors, and what makes global tensors of these again."""
-    given = results if isinstance(results, tuple) else (results,)
-    kinds, local, several = [_kind(x) for x in given], tuple(map(local_of, given)), isinstance(results, tuple)
+    pieces = results if isinstance(results, tuple) else (results,)
+    kinds, local, several = [_kind(x) for x in pieces], tuple(map(local_of, pieces)), isinstance(results, tuple)
 
     def back(found: Any) -> Any:
         return tuple(map(_of_kind, found, kinds)) if several else _of_kind(found, kinds[0])

@@ -278,13 +278,13 @@ _DRAWS_ON_WHAT_WAS_THERE = frozenset(
 def op_facts(op: Any) -> OpFacts:
     """What torch says of an op."""
     schema, name = schema_of(op), op.overloadpacket.__name__
-    given = [r.alias_info is not None for r in schema.returns]
+    aliased = [r.alias_info is not None for r in schema.returns]
     written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     drawn = torch.Tag.nondeterministic_seeded in op.tags
     return OpFacts(
         tuple(written),
-        is_view=not schema.is_mutable and any(given),
-        is_fresh=not any(given) and all(a.alias_info is None for a in schema.arguments),
+        is_view=not schema.is_mutable and any(aliased),
+        is_fresh=not any(aliased) and all(a.alias_info is None for a in schema.arguments),
         draws=drawn,
         overwrites=name in ("copy_", "fill_", "zero_")
         or (drawn and name.endswith("_") and name not in _DRAWS_ON_WHAT_WAS_THERE),
@@ -302,7 +302,7 @@ def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
     written = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
     if not written and op in _WRITES_STATISTICS:
-        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema_of(op).arguments)]
-        if any(value for a, value in given if a.name == "training"):
-            return [(a, value) for a, value in given if a.name in _STATISTICS]
+        named = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema_of(op).arguments)]
+        if any(value for a, value in named if a.name == "training"):
+            return [(a, value) for a, value in named if a.name in _STATISTICS]
     return written

@@ -106,10 +106,10 @@ class Bent(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = list(tensors_given(args, kwargs))
-        if is_fact(func) or transforming() or not any(map(self._follows, given)):
+        tensors = list(tensors_given(args, kwargs))
+        if is_fact(func) or transforming() or not any(map(self._follows, tensors)):
             return func(*args, **kwargs)
-        told = frozenset().union(*filter(None, map(self._told.of, given)))
+        told = frozenset().union(*filter(None, map(self._told.of, tensors)))
         if name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args):
             for i in told:
                 self.compared[i].read = True
@@ -177,13 +177,13 @@ class Bent(FunctionMode):
 
     def _decides(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """What decides on which side of its corner a function is, before it writes to it; None if it has no corner."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if name in _OF_ONE and _is_bendable(given[0]):
-            return given[0].detach().clone()
-        if (name in _OF_TWO or name in _LOSSES) and len(given) >= 2:
-            return (given[0] - given[1]).detach() if all(map(_is_bendable, given[:2])) else None
-        if name == "where" and len(given) == 3 and given[0].dim() and self._follows(given[0]):
-            return (given[1] - given[2]).detach() if all(map(_is_bendable, given[1:])) else None
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if name in _OF_ONE and _is_bendable(tensors[0]):
+            return tensors[0].detach().clone()
+        if (name in _OF_TWO or name in _LOSSES) and len(tensors) >= 2:
+            return (tensors[0] - tensors[1]).detach() if all(map(_is_bendable, tensors[:2])) else None
+        if name == "where" and len(tensors) == 3 and tensors[0].dim() and self._follows(tensors[0]):
+            return (tensors[1] - tensors[2]).detach() if all(map(_is_bendable, tensors[1:])) else None
         return None
 
 

@@ -39,11 +39,11 @@ class Flight:
         if self.loss is not None:
             roots = [self.loss, *self.ends] if self.loss.requires_grad else []
             return roots, [None for _ in roots]
-        given = [
+        pairs = [
             (t, sum(self.grads[n][1:], self.grads[n][0])) for n, t in self.outputs.items()
             if n in self.grads and _has_graph(t)
         ]  # fmt: skip
-        return [t for t, _ in given], [g for _, g in given]
+        return [t for t, _ in pairs], [g for _, g in pairs]
 
     def end(self) -> None:
         """After the backward: nothing is held but what is still to be sent back, and what is left of the backward."""

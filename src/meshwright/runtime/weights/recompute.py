@@ -72,29 +72,29 @@ class _Run:
         of = self._of
         (args, kwargs), self._first = self._first, ((), {})
         self._state, self._random = ModuleState(of.module), of.random.state()
-        given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
-        versions = [_version(t) for t in given]
+        tensors = list({id(t): t for t in tensors_of((args, kwargs))}.values())
+        versions = [_version(t) for t in tensors]
         # The first forward shows which inputs are written to; until then any of them may be.
-        known = of.written.get(len(given))
-        copied = set(range(len(given))) if known is None else known
-        inputs = [_as_input(t, i in copied) for i, t in enumerate(given)]
-        self._kept = _with((args, kwargs), given, inputs)
+        known = of.written.get(len(tensors))
+        copied = set(range(len(tensors))) if known is None else known
+        inputs = [_as_input(t, i in copied) for i, t in enumerate(tensors)]
+        self._kept = _with((args, kwargs), tensors, inputs)
         try:
             result = of.forward(*args, **kwargs)
         except RuntimeError as error:  # torch.func refuses to run where activations are dropped
             if "saved tensor hooks" in str(error):
                 raise of.error("it differentiates within its forward, by a function of torch.func") from error
             raise
-        written = {i for i, (t, before) in enumerate(zip(given, versions, strict=True)) if _version(t) != before}
+        written = {i for i, (t, before) in enumerate(zip(tensors, versions, strict=True)) if _version(t) != before}
         if not written <= copied:
             raise of.error("it writes to its input in this forward, and did not in its first one")
         if spare := copied - written:
-            self._inputs = [_as_input(t, False) if i in spare else inputs[i] for i, t in enumerate(given)]
+            self._inputs = [_as_input(t, False) if i in spare else inputs[i] for i, t in enumerate(tensors)]
             self._kept = _with(self._kept, inputs, self._inputs)
         else:
             self._inputs = inputs
         self._versions = [_version(x) for x in self._inputs]
-        of.written[len(given)] = written | (known or set())
+        of.written[len(tensors)] = written | (known or set())
         return result
 
     def _again(self) -> Any:
