@@ -379,13 +379,13 @@ def test_what_it_costs_is_a_few_numbers_in_the_steps_that_compare(workers: Local
         ],
         ranks=2,
     )[0]
-    assert data == [(1, 16), (0, 0), (0, 0), (1, 16)]  # parameters are shards; buffers
+    assert data == [(1, 24), (0, 0), (0, 0), (1, 24)]  # parameters are shards; buffers; what was written
     assert never == [(0, 0)] * 4
-    # Parameters that are whole, shares, buffers, the tp group; and a number before each collective and at the end.
+    # Parameters that are whole, shares, buffers, the tp group, what was written; and a number before each collective and at the end.
     assert tensor[1:3] == [(0, 0)] * 2
     calls, size = tensor[0]
     assert tensor[3] == (calls, size)
-    assert size == 4 * 8 + (calls - 1) * 8
+    assert size == 5 * 8 + (calls - 1) * 8
 
 
 @pytest.mark.parametrize(
@@ -414,3 +414,35 @@ def test_a_plan_says_how_often() -> None:
     assert mw.Plan.from_command(mesh="tp=2", settings=["verify=0"]).verify == 0
     with pytest.raises(mw.PlanError, match="whole number of at least 0"):
         mw.Plan("tp=2", verify=-1)
+
+
+class WritesUnseen(nn.Module):
+    """Cannot be followed without values, as it raises at what is not a number; and writes a parameter in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.start = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def forward(self, x):
+        if torch.isnan(self.inner.weight).any():
+            raise ValueError("not a number")
+        if not self.begun.item():
+            self.start.data.copy_(self.start.data * 2)
+            self.begun.fill_(True)
+        return {"loss": (self.inner(x) * self.start).square().mean()}
+
+
+def first_step(plan):
+    batch = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
+    job = mw.parallelize(WritesUnseen, plan, batch=batch)
+    try:
+        job.step(batch)
+    except mw.ReplicaError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_write_to_what_is_gathered_is_an_error(workers):
+    told = workers.run(first_step, "dp_shard=2", ranks=2)
+    assert all("the forward writes to start" in text and "what it writes is lost" in text for text in told), told

@@ -7,6 +7,9 @@
     what enters and leaves a block as a whole tensor; the loss      run the same rows: a tp group
     the collectives of tensor parallelism, in their order           are of a tp group
 
+And of each rank: what FSDP2 has gathered is after a forward what it was before. What a forward writes there is lost; planning
+keeps what is written out of units, if it can follow the forward.
+
 Each rank has one number for each of these sets of ranks: a sum of the checksums of all that it holds. The numbers of all
 ranks are gathered at the end of the step, a few on each; only if some differ do ranks tell each other what stands behind
 them. So a difference is one error, the same on all ranks.
@@ -21,19 +24,23 @@ import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.errors import ReplicaError
 from meshwright.layout import REPLICATE, Shard
+from meshwright.names import few
 from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.checksum import checksum
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.weights.fsdp import gathered
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.comm import Ledger
 from meshwright.spmd.tensor import GlobalTensor
@@ -52,6 +59,12 @@ _FIX = (
 _FIX_ORDER = (
     "The model takes another path on some ranks. Look for code that asks for its rank, the clock or random numbers that are "
     "not seeded; meshwright check tells what differs from one device"
+)
+
+_WRITTEN = "the forward writes to {}, which planning has not seen, and which is sharded: what it writes is lost"
+_FIX_WRITTEN = (
+    "The optimizer has not stepped. Have the constructor write what is written once; a forward that can be followed without "
+    "values may write where it likes"
 )
 
 Key = tuple[Hashable, ...]
@@ -130,6 +143,7 @@ class Guard:
         self._columns: dict[Key, Column] = {}
         self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
         self._activations: list[tuple[int, str, Tensor]] = []
+        self._gathered: list[tuple[str, Tensor]] = []
         self._constants: dict[str, Constant] = {}
         if self.every:
             self._columns = _columns(recipe)
@@ -160,8 +174,9 @@ class Guard:
         Raises:
             ReplicaError: ranks of a tp group enter different ones. On all of this group.
         """
-        self._activations = []
+        self._activations, self._gathered = [], []
         with ExitStack() as stack:
+            self._watch_units(stack)
             for place in self._places:
                 order = self._ledger.orders[place]
                 stack.callback(setattr, order, "meet", None)
@@ -178,6 +193,28 @@ class Guard:
             for place in reversed(self._places):  # branches before what is around them
                 if (meet := self._ledger.orders[place].meet) is not None:
                     meet("the end of the step")
+
+    def _watch_units(self, stack: ExitStack) -> None:
+        """Notes what FSDP2 has gathered of each unit, before its forward and after."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                noting = partial(self._note_gathered, names)
+                stack.callback(module.register_forward_pre_hook(noting).remove)  # behind FSDP2's own, which gathers
+                stack.callback(module.register_forward_hook(noting, prepend=True).remove)
+
+    def _note_gathered(self, names: Mapping[int, str], module: FSDPModule, *_: Any) -> None:
+        with without_modes(), torch.no_grad():
+            self._gathered += ((names.get(id(p), ""), checksum(value)) for p, value in gathered(module))
+
+    def _written(self) -> list[str]:
+        """The parameters that forwards have written while they were gathered: what is written is gone with that."""
+        seen: dict[str, set[int]] = {}
+        for (name, _), number in zip(
+            self._gathered, _listed([s for _, s in self._gathered], self._groups.device), strict=True
+        ):
+            seen.setdefault(name, set()).add(number)
+        return sorted(name for name, numbers in seen.items() if len(numbers) > 1)
 
     def _noting(self, name: str, place: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """Hooks of a block."""
@@ -237,7 +274,9 @@ class Guard:
         with torch.no_grad(), without_modes():
             entries = self._entries(losses)
             device, count = self._groups.device, len(self._columns)
-            mine = torch.zeros(count, dtype=torch.int64, device=device)
+            written = self._written()
+            mine = torch.zeros(count + 1, dtype=torch.int64, device=device)
+            mine[count] = len(written)
             if entries.sums:
                 factors = torch.tensor([_number(name) | 1 for name in entries.names], device=device)
                 at = torch.tensor(entries.columns, device=device)
@@ -248,7 +287,13 @@ class Guard:
             self.cost.moved("all_gather", mine)
             dist.all_gather(table, mine)
             rows = torch.stack(table).tolist()
-        self._activations = []
+        self._activations, self._gathered = [], []
+        if any(row[count] for row in rows):
+            everywhere: list[Any] = [None] * self._recipe.mesh.size
+            dist.all_gather_object(everywhere, written)
+            raise ReplicaError(
+                step, [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))], _FIX_WRITTEN
+            )
         differs = [i for i, c in enumerate(self._columns.values()) if c.differing([row[i] for row in rows])]
         if differs and (lines := self._differences(entries, differs)):
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))

@@ -18,7 +18,7 @@ from meshwright.calls.structure import put_tensors, tensors_of
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.parameters import Attributes
+from meshwright.runtime.weights.parameters import Attributes, local_tensor
 from meshwright.spmd.patches import class_name_kept, set_on
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
@@ -106,6 +106,15 @@ def parameter_groups(module: FSDPModule) -> Iterator[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return (group for group in groups if group is not None)
+
+
+def gathered(module: FSDPModule) -> Iterator[tuple[Tensor, Tensor]]:
+    """(a parameter at rest, what FSDP2 has gathered of it) of a unit, in its forward."""
+    for group in parameter_groups(module):
+        for fsdp_param in group.fsdp_params:
+            p = getattr(fsdp_param, "_unsharded_param", None)
+            if p is not None and local_tensor(p).untyped_storage().size():
+                yield fsdp_param.sharded_param, local_tensor(p)
 
 
 def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
