@@ -205,7 +205,9 @@ class Guard:
 
     def _note_gathered(self, names: Mapping[int, str], module: FSDPModule, *_: Any) -> None:
         with without_modes(), torch.no_grad():
-            self._gathered += ((names.get(id(p), ""), checksum(value)) for p, value in gathered(module))
+            for p, value in gathered(module):
+                if id(p) in names:  # the others would all be taken for one
+                    self._gathered.append((names[id(p)], checksum(value)))
 
     def _written(self) -> list[str]:
         """The parameters that forwards have written while they were gathered: what is written is gone with that."""
