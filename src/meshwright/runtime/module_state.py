@@ -165,6 +165,12 @@ def is_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor))
 
 
+def holds_parameters(value: Any) -> bool:
+    """Whether a value is a container of parameters, as recurrent modules have one: FSDP2 puts others in their place in it
+    while they are gathered, and a copy of it would hold those for ever."""
+    return isinstance(value, (dict, list, set, deque)) and any(isinstance(x, nn.Parameter) for x in _values(value))
+
+
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """A module's plain attributes: name and value."""
     return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
@@ -201,9 +207,9 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
     if isinstance(value, tuple):
         items = value
     elif isinstance(value, (dict, list, set, deque)):
+        if holds_parameters(value):
+            return
         items = _values(value)
-        if any(isinstance(item, nn.Parameter) for item in items):
-            return  # as recurrent modules hold them: FSDP2 puts others in their place while they are gathered
         yield value
     elif is_plain_object(value):
         items = list(attributes_in(value).values())

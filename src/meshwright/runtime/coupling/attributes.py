@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import attributes_in, owner_of, plain_objects, tensors_of
 from meshwright.private import version, without_modes
-from meshwright.runtime.module_state import attributes_of, is_state
+from meshwright.runtime.module_state import attributes_of, holds_parameters, is_state
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 Name = tuple[str, str]
@@ -53,6 +53,8 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, value in list(attributes_of(module)):
+            if holds_parameters(value):
+                continue
             yield (path, key), value
             for name, plain in plain_objects(key, value, seen):
                 yield from (
