@@ -51,7 +51,7 @@ from meshwright.spmd.signature import (
     with_values,
 )
 from meshwright.spmd.tensor import GlobalTensor, spec_of
-from meshwright.spmd.torch_functions import FACTS, SET_DATA, aliases, reshaped, writes_first
+from meshwright.spmd.torch_functions import FACTS, GET_DATA, SET_DATA, aliases, reshaped, writes_first
 
 
 def engine_of_torch(func: Any) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ class Dispatcher:
             return self._follow(answer, tensors)
         prepared = Prepared(answer)
         out = prepared.settle(self, func, args, kwargs, tensors)
-        if func == _DATA:
+        if func == GET_DATA:
             if isinstance(out, GlobalTensor):
                 out._mw_remember(silent=True)
         elif answer.kept:
@@ -231,7 +231,7 @@ class Dispatcher:
             elif piece.layout == torch.strided and (i := bases.get(storage_of(piece))) is not None:
                 again = functools.partial(_again, func, tuple(plain), spec, i, number)
                 pieces[number] = self._alias(piece, leaves[i], again)
-                pieces[number]._mw_remember(silent=func == _DATA)
+                pieces[number]._mw_remember(silent=func == GET_DATA)
         return pytree.tree_unflatten(pieces, result_spec)
 
     def _alias(self, local: Tensor, base: GlobalTensor, select: Callable[[Tensor], Tensor]) -> GlobalTensor:
@@ -466,7 +466,6 @@ def whole(x: Any) -> Any:
 
 
 _KEPT = 1 << 15  # decisions, before all are forgotten: shapes may change with every batch
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _slices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GlobalTensor]:

@@ -180,6 +180,7 @@ def _setters(names: str) -> frozenset[Any]:
     return frozenset(getattr(Tensor, n).__set__ for n in names.split())
 
 
+GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 

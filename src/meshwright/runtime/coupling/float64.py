@@ -19,11 +19,10 @@ from meshwright.private import pytree
 from meshwright.runtime.coupling.tensor_table import is_parameter
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import SET_DATA, is_fact, writes
+from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, writes
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 _CONVERSIONS = frozenset([*_CASTS, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
@@ -59,7 +58,7 @@ class Wide(FunctionMode):
             return func(args[0], args[1].to(args[0].dtype))
         if func == _DTYPE and args[0].dtype in _NARROW and not args[0].is_meta:
             return torch.float64  # as it is to all functions: a module may compare its input's type with its weight's
-        if func == _DATA or is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
+        if func == GET_DATA or is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
             return func(*args, **kwargs)  # (what is written to the data of a parameter is written to it, of its type)
         if GlobalTensor in types:  # of a function whose body is run beside the view: what each rank computes is wide
             with self:

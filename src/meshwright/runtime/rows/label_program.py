@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import pytree, version
+from meshwright.private import pytree, storage_of, version
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.spmd.autograd_functions import FunctionMode, Segment, recomputations
-from meshwright.spmd.torch_functions import is_fact, is_random, writes
+from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, is_random, writes
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,7 @@ class Follower(FunctionMode):
         self.tape = tape
         self.tensors: dict[str, Tensor] = {}  # of the model, by name
         self._names: dict[int, tuple[Tensor, Name, int | None]] = {}  # the tensors live on: their ids stay theirs
+        self._silent = False  # whether the forward asked for a ``.data``: what is written to it no version tells
 
     # --- names ------------------------------------------------------------------------------------------------------
 
@@ -224,12 +225,31 @@ class Follower(FunctionMode):
         for i, t in enumerate(tensors_in((args, kwargs))):
             self.give_name(t, self.leaf(i, t))
 
+    def _forget_memory_of(self, written: Any) -> None:
+        """The other tensors of a memory that was written past autograd's counting have no names any more."""
+        if not isinstance(written, Tensor) or not _has_memory(written):
+            return
+        memory = storage_of(written)
+        for key, (t, *_) in list(self._names.items()):
+            if t is not written and _has_memory(t) and storage_of(t) == memory:
+                del self._names[key]
+
     # --- functions --------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA:
+            self._names.pop(id(args[0]), None)
         if is_fact(func):
             return func(*args, **kwargs)
+        result = self._named(func, args, kwargs)
+        if self._silent and args and writes(func, args, kwargs):
+            self._forget_memory_of(args[0])
+        self._silent = self._silent or func == GET_DATA
+        return result
+
+    def _named(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a function gives that is no fact; its tensors have names, if they follow from the batch alone."""
         tensors = [x for x in _shallow(args, kwargs) if isinstance(x, Tensor)]
         names = [self.name(t) for t in tensors]
         if is_random(func) or (tensors and not any(names)):
@@ -325,6 +345,11 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, x in vars(module).items():
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and not x.is_meta:
                 yield f"{path}.{key}" if path else key, x
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Whether a tensor lies in a memory of its own, or of others."""
+    return type(t) is Tensor and t.layout is torch.strided and not t.is_meta
 
 
 def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
