@@ -604,3 +604,66 @@ def after_a_single_row(plan):
 
 def test_a_first_batch_of_a_single_row_tells_nothing(workers):
     assert workers.run(after_a_single_row, {"mesh": "tp=2", "microbatches": 2}, ranks=2)[0] == ["auto", "coupled"]
+
+
+class OfNumbers(nn.Module):
+    """A term of the loss, or a factor, follows from the batch alone.
+
+    Args:
+        term: how it is written.
+    """
+
+    def __init__(self, term):
+        super().__init__()
+        self.term, self.linear = term, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        y = self.linear(x).square().mean((1, 2))
+        return SimpleNamespace(loss=getattr(self, f"with_{self.term}")(y, x, mask))
+
+    def with_a_distance(self, y, x, mask):
+        return y.mean() + (x.square().mean() - 3).abs()
+
+    def with_a_comparison(self, y, x, mask):
+        return y.mean() + 0.1 * (x.square().mean() < 3)
+
+    def with_a_compared_factor(self, y, x, mask):
+        return y.mean() * (x.square().mean() < 3)
+
+    def with_distances_of_rows(self, y, x, mask):
+        each = x.square().mean((1, 2))
+        return (y + (each - 3).abs() * (each < 3)).mean()
+
+    def with_a_mask(self, y, x, mask):
+        return (y * mask).sum() / mask.sum().clamp(min=1)
+
+    def with_a_count(self, y, x, mask):
+        kept = (x[:, 0, 0] > 0).to(y.dtype)
+        return (y * kept).sum() / kept.sum().clamp(min=1)
+
+    def with_weights(self, y, x, mask):
+        weights = x[:, 0, 0].abs()
+        return (y * weights).sum() / weights.sum()
+
+
+OF_NUMBERS = dict.fromkeys(["a_distance", "a_comparison"], "coupled") | dict.fromkeys(
+    ["distances_of_rows", "a_mask", "a_count", "weights"], "mean"
+)
+OF_NUMBERS["a_compared_factor"] = "ratio"  # which is computed for all rows
+
+
+def kinds_of_numbers(plan):
+    x = torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    batch = {"x": x, "mask": torch.tensor([1.0, 0, 1, 1, 1, 0, 0, 1])}
+    found = {}
+    for term in OF_NUMBERS:
+        job = mw.parallelize(partial(OfNumbers, term), plan, batch=batch)
+        first = 4 * job.recipe.mesh.data_index(job.rank)
+        job.step({name: t[first : first + 8 // job.recipe.mesh.data_size] for name, t in batch.items()})
+        found[term] = job.rows
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "tp=2", "microbatches": 2}], ids=str)
+def test_corners_of_a_number_of_all_rows_of_the_batch_couple_them(plan, workers):
+    assert workers.run(kinds_of_numbers, plan, ranks=2)[0] == OF_NUMBERS

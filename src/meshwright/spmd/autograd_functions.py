@@ -50,6 +50,24 @@ def custom_functions(handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
+def own_functions_noted(noted: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """While on, ``noted(result, args)`` is called after each of this package's own Functions: a collective of a forward, say,
+    whose result follows from its operand, which no function mode sees."""
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            result = plain(function, *args, **kwargs)
+            if function.__module__.startswith("meshwright."):
+                noted(result, args)
+            return result
+
+        return apply
+
+    with patches.CUSTOM_FUNCTION.on(noting):
+        yield
+
+
+@contextmanager
 def no_backward_within() -> Iterator[None]:
     """While on, a backward that asks for other gradients raises: modules that it runs again would get theirs, as in a step."""
 

@@ -21,13 +21,14 @@ from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
 from meshwright.runtime.coupling.attributes import VALUES, Name, differing, moved
 from meshwright.runtime.coupling.paths import Found, outside_of_parts
-from meshwright.runtime.coupling.saved import written_after_saved
+from meshwright.runtime.coupling.saved import without_hooks, written_after_saved
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
 from meshwright.runtime.coupling.untouched import Slot, untouched
 from meshwright.runtime.rows.batch import doubled
 from meshwright.runtime.rows.loss_weights import MEAN
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.spmd.autograd_functions import transformed_functions
 
 COUPLED = "coupled"
 
@@ -69,13 +70,13 @@ class Computing:
     """The type that an attempt computes in, and what makes it so.
 
     Attributes:
-        graph: whether what autograd would keep of a forward is there, without values.
+        gradients: what autograd does in its forwards: nothing; or it keeps a graph (``graph_alone``, ``torch.enable_grad``).
     """
 
     dtype: torch.dtype
     on: Trial
     wide: bool
-    graph: bool = False
+    gradients: Trial = torch.no_grad
 
 
 class NotFiniteError(Exception):
@@ -260,7 +261,7 @@ class Attempt:
 
     def _without_gradients(self, run: Callable[[], Any]) -> Any:
         try:
-            with _graph_alone() if self._computing.graph else torch.no_grad():
+            with self._computing.gradients():
                 return run()
         except GradientsAskedError:
             with torch.enable_grad():
@@ -279,13 +280,14 @@ class Attempt:
 
 
 @contextmanager
-def _graph_alone() -> Iterator[None]:
+def graph_alone() -> Iterator[None]:
     """Autograd keeps a graph, without values."""
 
     def asked(nothing: None) -> Tensor:
         raise GradientsAskedError
 
-    with torch.enable_grad(), saved_tensors_hooks(lambda t: None, asked):
+    hooks = saved_tensors_hooks(lambda t: None, asked)
+    with torch.enable_grad(), hooks, transformed_functions(partial(without_hooks, hooks)):
         yield
 
 

@@ -12,8 +12,10 @@ not seen so; in one attempt they are made to show:
                     then, the rows are coupled.
 
 Of values of single rows, what is bent still is of single rows, and the parts make the whole as before. Of a number of all rows
-it does not. Only what follows from parameters is bent: a count of labels, ``mask.sum().clamp(min=1)``, is known exactly
-(LabelCounter). What Python reads of a comparison, ``Paths`` watches in each step.
+it does not. What follows from parameters is bent in every function with a corner. Of what follows from the fractions of the
+batch alone, only numbers of all rows are, in a further attempt: the counter (LabelCounter) divides by ``y.abs().mean()`` as it
+is. What follows from its whole numbers (ids, labels, masks) is not bent: ``mask.sum().clamp(min=1)`` is known exactly.
+What Python reads of a comparison, ``Paths`` watches in each step.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import model_line
-from meshwright.private import pytree
+from meshwright.private import pytree, without_modes
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
-from meshwright.spmd.autograd_functions import FunctionMode, transforming
+from meshwright.runtime.rows.batch import tensors_in
+from meshwright.spmd.autograd_functions import FunctionMode, own_functions_noted, transforming
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
 
 _BEND = 0.01  # how much of a value it is bent by at most
@@ -64,16 +67,23 @@ class Met:
 
 
 @contextmanager
-def bent(model: nn.Module, forwards: list[Bent], turned: Collection[int] = ()) -> Iterator[None]:
+def bent(
+    model: nn.Module, forwards: list[Bent], turned: Collection[int] = (), of_batch: Collection[int] = ()
+) -> Iterator[None]:
     """For the time of a forward, which computes in float64 at weights moved off their values (float64.py).
 
     Args:
         forwards: takes the mode of this forward, if it comes to its end: one that asks for gradients begins anew with them.
         turned: the comparisons that come out the other way, as counted in an earlier forward.
+        of_batch: the functions with corners that are bent of those that were given values of the batch alone.
     """
-    mode = Bent(turned)
-    with wide(perturbed=True), mode, own_backward(model, mode.gradients):
-        yield
+    mode = Bent(turned, of_batch)
+    handle = model.register_forward_pre_hook(mode.entered, with_kwargs=True)
+    try:
+        with wide(perturbed=True), mode, own_functions_noted(mode.moved), own_backward(model, mode.gradients):
+            yield
+    finally:
+        handle.remove()
     forwards.append(mode)
 
 
@@ -91,44 +101,101 @@ class Bent(FunctionMode):
     """Bends what functions with corners give, and what is taken without gradient, of values that follow from parameters.
 
     Attributes:
-        corners: that were met; compared: the comparisons.
+        corners: that were met; corners_of_batch: those of values of the batch alone; compared: the comparisons.
         gradients: what hooks and Functions of the model's own made of some.
     """
 
-    def __init__(self, turned: Collection[int] = ()) -> None:
+    def __init__(self, turned: Collection[int] = (), of_batch: Collection[int] = ()) -> None:
         super().__init__()
         self.corners: list[Met] = []
+        self.corners_of_batch: list[Met] = []
         self.compared: list[Met] = []
         self.gradients: list[Changed] = []
-        self._turned = turned
+        self._turned, self._bent_of_batch = turned, of_batch
         self._trained = TensorTable[bool]()  # those that follow from parameters
+        self._fractions = TensorTable[bool]()  # those that follow from fractions of the batch
         self._told = TensorTable[frozenset[int]]()  # those that follow from comparisons, and which
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = list(tensors_given(args, kwargs))
-        if is_fact(func) or transforming() or not any(map(self._follows, tensors)):
+        if is_fact(func) or transforming():
             return func(*args, **kwargs)
-        told = frozenset().union(*filter(None, map(self._told.of, tensors)))
-        if name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args):
-            for i in told:
-                self.compared[i].read = True
+        told = self._read_of(func, name, args, tensors)
+        if not any(map(self._follows, tensors)):
+            return self._of_batch(func, name, args, kwargs, tensors, told)
         written = writes(func, args, kwargs)
         args, kwargs = self._without_stops(args, kwargs, written=written)
         result = self._called(func, name, args, kwargs)
         made = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(made, True)
         if name in COMPARES and isinstance(result, Tensor):
-            result, told = self._turned_round(result, args), told | {len(self.compared) - 1}
+            result = self._turned_round(result, args, told)
             self._trained.note([result], True)
-            made.append(result)
-        if told:
+        elif told:
             self._told.note(made, told)
         return result
+
+    def _read_of(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> frozenset[int]:
+        """Which comparisons a call's tensors follow from. If it tells Python, these are read."""
+        told: frozenset[int] = frozenset().union(*filter(None, map(self._told.of, tensors)))
+        if told and (name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args)):
+            for i in told:
+                self.compared[i].read = True
+        return told
 
     def _follows(self, t: Tensor) -> bool:
         """Whether a tensor follows from parameters. What a stage receives says so itself."""
         return t in self._trained or is_parameter(t) or t.requires_grad
+
+    def moved(self, result: Any, args: tuple[Any, ...]) -> None:
+        """A collective's result follows from what its operand follows from."""
+        operand = args[0] if args else None
+        if not isinstance(operand, Tensor):
+            return
+        made = pytree.tree_leaves(result)
+        if operand in self._trained:
+            self._trained.note(made, True)
+        if operand in self._fractions:
+            self._fractions.note(made, True)
+        if told := self._told.of(operand):
+            self._told.note(made, told)
+
+    # --- the batch ----------------------------------------------------------------------------------------------------
+
+    def entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is called with a batch."""
+        with without_modes():
+            self._fractions.note(filter(_has_fractions, tensors_in((args, kwargs))), True)
+
+    def _of_batch(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        told: frozenset[int],
+    ) -> Any:
+        """A function of what does not follow from parameters."""
+        if not any(t in self._fractions for t in tensors):
+            result = func(*args, **kwargs)
+            if told:
+                self._told.note(pytree.tree_leaves(result), told)
+            return result
+        at = self._decides(name, args, kwargs)
+        result = func(*args, **kwargs)
+        if name in COMPARES and isinstance(result, Tensor):
+            return self._turned_round(result, args, told)
+        if at is not None:
+            self.corners_of_batch.append(_met(at))
+            if len(self.corners_of_batch) - 1 in self._bent_of_batch:
+                result = self._bent_at(at, name, result, args, kwargs)
+        made = [*pytree.tree_leaves(result), *(args[:1] if writes(func, args, kwargs) else ())]
+        self._fractions.note(filter(_is_bendable, made), True)
+        if told:
+            self._told.note(made, told)
+        return result
 
     # --- stops --------------------------------------------------------------------------------------------------------
 
@@ -150,11 +217,13 @@ class Bent(FunctionMode):
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
-    def _turned_round(self, result: Tensor, args: tuple[Any, ...]) -> Tensor:
-        """What a comparison gave, or the other way."""
+    def _turned_round(self, result: Tensor, args: tuple[Any, ...], told: frozenset[int]) -> Tensor:
+        """What a comparison gave, or the other way. It follows from comparisons that were ``told``, and from itself."""
         number, (a, b) = len(self.compared), args[:2]
         self.compared.append(_met(a - b if _is_bendable(a) else a))
-        return ~result if number in self._turned else result
+        result = ~result if number in self._turned else result
+        self._told.note([result], told | {number})
+        return result
 
     # --- corners ------------------------------------------------------------------------------------------------------
 
@@ -168,6 +237,10 @@ class Bent(FunctionMode):
         if at is None:
             return pytree.tree_map(lambda t: _bend(t, t), result) if name in _PICKS else result
         self.corners.append(_met(at))
+        return self._bent_at(at, name, result, args, kwargs)
+
+    def _bent_at(self, at: Tensor, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function with a corner gave, bent."""
         if name in _LOSSES:
             return result + _BEND * _reduced(_bump(at), result, args, kwargs)
         if args and result is args[0]:  # written in place
@@ -194,6 +267,10 @@ def _met(at: Tensor) -> Met:
 def _is_bendable(t: Any) -> bool:
     plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
     return plain and t.is_floating_point() and not t.is_meta
+
+
+def _has_fractions(t: Tensor) -> bool:
+    return _is_bendable(t) and not torch.equal(t, t.round())
 
 
 def _bump(at: Tensor) -> Tensor:

@@ -33,14 +33,16 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
 
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-        with torch.enable_grad(), hooks, transformed_functions(partial(_without, hooks)):
+        with torch.enable_grad(), hooks, transformed_functions(partial(without_hooks, hooks)):
             yield
         lines.update(line for t, before, line in saved if version(t) != before)
     finally:
         saved.clear()  # the graph holds ``note``, and that what was saved
 
 
-def _without(hooks: Any, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def without_hooks(
+    hooks: Any, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What ``torch.func`` made is called without the hooks, which it refuses."""
     if transforming():  # (the one around it is)
         return call(*args, **kwargs)

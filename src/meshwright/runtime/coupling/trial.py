@@ -31,7 +31,15 @@ import torch
 
 from meshwright.blame import line_of
 from meshwright.names import few
-from meshwright.runtime.coupling.attempt import COUPLED, Attempt, Computing, Forwards, NotFiniteError, Trial
+from meshwright.runtime.coupling.attempt import (
+    COUPLED,
+    Attempt,
+    Computing,
+    Forwards,
+    NotFiniteError,
+    Trial,
+    graph_alone,
+)
 from meshwright.runtime.coupling.attributes import VALUES
 from meshwright.runtime.coupling.bent import Bent, bent, of_all_rows
 from meshwright.runtime.coupling.float64 import wide
@@ -121,15 +129,14 @@ def _acts(line: str) -> str:
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
     """How the model acts on a number of all rows in a way that the losses do not show where they were tried (bent.py,
     own_backward.py); empty if this rank has not met it. None if it does not."""
-    seen: list[Bent] = []
-    graph = not forwards.fatal  # (stages keep their graphs as they are)
-    attempt = Attempt(
-        rows,
-        forwards,
-        Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, graph=graph),
-        first=first,
-    )
-    outcome = _tried(attempt, forwards)
+    # Stages keep their graphs as they are. What does not go beside hooks on what a graph keeps is run with all that it keeps.
+    for gradients in (torch.no_grad,) if forwards.fatal else (graph_alone, torch.enable_grad):
+        seen: list[Bent] = []
+        computing = Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, gradients=gradients)
+        attempt = Attempt(rows, forwards, computing, first=first)
+        outcome = _tried(attempt, forwards)
+        if outcome.most != _FAILED:
+            break
     if outcome.most >= _NOT_FINITE:  # a forward that cannot be bent tells nothing
         return None
     whole, part, rest = seen[:3]
@@ -138,10 +145,15 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     line = line_across_rows(whole.gradients, (part.gradients, rest.gradients))
     if forwards.agreed(line is not None)[1]:
         return f"what its backward does at {line} follows from the gradients of all rows" if line else ""
+    of_batch = of_all_rows(whole.corners_of_batch, part.corners_of_batch)
+    if forwards.agreed(bool(of_batch))[1]:
+        on = partial(bent, forwards.model, [], (), of_batch)
+        if _tried(attempt.like(replace(computing, on=on)), forwards).kind != kind:
+            return _acts(next((whole.corners_of_batch[i].line for i in of_batch), ""))
     compared = [i for i in of_all_rows(whole.compared, part.compared) if not whole.compared[i].read]
     if not forwards.agreed(bool(compared))[1]:
         return None
-    turned = Computing(torch.float64, partial(bent, forwards.model, [], compared), wide=True, graph=graph)
+    turned = replace(computing, on=partial(bent, forwards.model, [], compared))
     changes = _changes_loss(attempt, attempt.like(turned), forwards)
     return _acts(next((whole.compared[i].line for i in compared), "")) if changes else None
 
