@@ -20,7 +20,7 @@ What Python reads of a comparison, ``Paths`` watches in each step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,12 @@ from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
 from meshwright.runtime.rows.batch import tensors_in
-from meshwright.spmd.autograd_functions import FunctionMode, own_functions_noted, transforming
+from meshwright.spmd.autograd_functions import (
+    FunctionMode,
+    own_functions_noted,
+    transformed_functions,
+    transforming,
+)
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
 
 _BEND = 0.01  # how much of a value it is bent by at most
@@ -80,7 +85,8 @@ def bent(
     mode = Bent(turned, of_batch)
     handle = model.register_forward_pre_hook(mode.entered, with_kwargs=True)
     try:
-        with wide(perturbed=True), mode, own_functions_noted(mode.moved), own_backward(model, mode.gradients):
+        unseen = own_functions_noted(mode.moved), transformed_functions(mode.transformed)
+        with wide(perturbed=True), mode, unseen[0], unseen[1], own_backward(model, mode.gradients):
             yield
     finally:
         handle.remove()
@@ -115,11 +121,15 @@ class Bent(FunctionMode):
         self._trained = TensorTable[bool]()  # those that follow from parameters
         self._fractions = TensorTable[bool]()  # those that follow from fractions of the batch
         self._told = TensorTable[frozenset[int]]()  # those that follow from comparisons, and which
+        self._in_transform = False  # whether a transform of torch.func has met what follows from parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = list(tensors_given(args, kwargs))
-        if is_fact(func) or transforming():
+        if is_fact(func):
+            return func(*args, **kwargs)
+        if transforming():
+            self._in_transform = self._in_transform or any(map(self._follows, tensors))
             return func(*args, **kwargs)
         told = self._read_of(func, name, args, tensors)
         if not any(map(self._follows, tensors)):
@@ -145,8 +155,8 @@ class Bent(FunctionMode):
         return told
 
     def _follows(self, t: Tensor) -> bool:
-        """Whether a tensor follows from parameters. What a stage receives says so itself."""
-        return t in self._trained or is_parameter(t) or t.requires_grad
+        """Whether a tensor follows from parameters. All that a stage receives does."""
+        return t in self._trained or is_parameter(t) or t.requires_grad or getattr(t, "_mw_received", False)
 
     def moved(self, result: Any, args: tuple[Any, ...]) -> None:
         """A collective's result follows from what its operand follows from."""
@@ -160,6 +170,16 @@ class Bent(FunctionMode):
             self._fractions.note(made, True)
         if told := self._told.of(operand):
             self._told.note(made, told)
+
+    def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a transform of ``torch.func`` gives follows from parameters if what it is given does, or what it meets."""
+        if transforming():  # (the one around it tells)
+            return call(*args, **kwargs)
+        self._in_transform = any(self._follows(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        result = call(*args, **kwargs)
+        if self._in_transform:
+            self._trained.note(pytree.tree_leaves(result), True)
+        return result
 
     # --- the batch ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +229,7 @@ class Bent(FunctionMode):
         return (*kept, *more), named
 
     def _unstopped(self, x: Any) -> Any:
-        if not _is_bendable(x) or x.requires_grad or x not in self._trained:
+        if not _is_bendable(x) or x.requires_grad or is_parameter(x) or not self._follows(x):
             return x
         bent_value = _bend(x, x)
         self._trained.note([bent_value], True)

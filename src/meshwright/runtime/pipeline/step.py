@@ -239,7 +239,9 @@ class Step:
         graph, received = program.graph, {}
         for n, value in self._inputs(action, flight):
             flight.received[n] = leaf = value.requires_grad_(self._grad and graph.values[n].requires_grad)
-            received[n] = _Arrive.apply(leaf) if leaf.requires_grad else leaf
+            arrived: Any = _Arrive.apply(leaf) if leaf.requires_grad else leaf
+            arrived._mw_received = True
+            received[n] = arrived
         if stages.branching is not None:
             stages.branching.begin(graph.rows)
         if self._split:
