@@ -414,6 +414,8 @@ class FreeBits(Tokens):
             return torch.where(each.mean() > 0.5, each.mean(), 0.0)
         if self.corner == "stop":
             return each.mean() / each.mean().detach()
+        if self.corner == "stop of a large number":
+            return 1e8 * each.sum() / (1e8 * each.sum()).detach()
         if self.corner == "stop without gradients":
             with torch.no_grad():
                 scale = 1 / each.mean()
@@ -438,7 +440,8 @@ class FreeBits(Tokens):
 
     def of_rows_stopped(self, each, means):
         """What is taken without its gradient is of each row's own, and so is what is compared."""
-        return (each / each.detach() + each * (each > 0.5)).mean() + (means.detach().softmax(-1) * means).sum(1).mean()
+        kept = means.detach().masked_fill(means < 0, -torch.inf).softmax(-1)
+        return (each / each.detach() + each * (each > 0.5)).mean() + (kept * means).sum(1).mean()
 
     def of_rows_count(self, each, means):
         """The count follows from the batch alone."""
@@ -448,7 +451,7 @@ class FreeBits(Tokens):
 
 HIDDEN = [
     "clamp", "above nothing", "in place", "of each feature", "where", "maximum", "distance", "topk", "compared", "where one",
-    "stop", "stop without gradients", "stop by a number",
+    "stop", "stop of a large number", "stop without gradients", "stop by a number",
 ]  # fmt: skip
 CORNERS = dict.fromkeys(HIDDEN, "coupled") | dict.fromkeys(["all", "metric", "count", "stopped"], "mean")
 

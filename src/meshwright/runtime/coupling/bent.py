@@ -231,7 +231,7 @@ class Bent(FunctionMode):
     def _unstopped(self, x: Any) -> Any:
         if not _is_bendable(x) or x.requires_grad or is_parameter(x) or not self._follows(x):
             return x
-        bent_value = _bend(x, x)
+        bent_value = _bend_stop(x)
         self._trained.note([bent_value], True)
         return bent_value
 
@@ -251,7 +251,7 @@ class Bent(FunctionMode):
         """What a function gives, bent if it has a corner."""
         if name in NUMBERS:
             number = func(*args, **kwargs)
-            return number * (1 - _BEND / (1 + number * number)) if isinstance(number, float) else number
+            return float(_bend_stop(torch.tensor(number).double())) if isinstance(number, float) else number
         at = self._decides(name, args, kwargs)
         result = func(*args, **kwargs)
         if at is None:
@@ -304,6 +304,13 @@ def _bend(t: Any, at: Any) -> Any:
         return t
     bump = _BEND * _bump(at)
     return torch.where(t == 0, bump.to(t.dtype), t * (1 - bump).to(t.dtype))
+
+
+def _bend_stop(t: Tensor) -> Tensor:
+    """The same for a value that may be far from any corner: a sum over many rows is bent by as much of it as a mean. What is
+    infinite stays."""
+    wave = 0.5 * _BEND * (1 + torch.sin(torch.log1p(t.abs()).clamp(max=1e3)))
+    return torch.where(t == 0, _BEND, t * (1 - wave)).to(t.dtype)
 
 
 def _reduced(each: Tensor, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
