@@ -1,0 +1,213 @@
+"""What a collective takes: its steps and the bytes that each device sends, by algorithm (the α–β model).
+
+The fastest algorithm counts, since NCCL picks by such a model (NVIDIA/nccl, src/graph/tuning.cc). Letters: ``n`` ranks on
+``k`` nodes, ``g`` ranks a node; ``S`` bytes; ``α`` and ``α'`` the latency of a step within a node and across nodes;
+``T(b)`` and ``T'(b)`` what the bytes ``b`` take that a device sends over its link within the node and across nodes.
+
+| collective | algorithm | steps | bytes | where |
+| --- | --- | --- | --- | --- |
+| all-reduce | ring | 2(n−k)α + 2(k−1)α' | max(T(2(n−1)/n·S), T'(2(n−1)/n·S/g)) | `_ring` |
+| | tree | 2(g−1)α + 2⌈log2 k⌉α' | max(T(2S), T'(2S/g)) / 0.92; T'(S/g) on two nodes | `_tree` |
+| | in the switch | 2⌈log2 k⌉α' | max(T((1+1/g)·S) / in_switch, T'(2S/g)); T'(S/g) on two nodes | `_in_switch` |
+| all-gather, reduce-scatter | ring | (n−k)α + (k−1)α' | max(T((n−1)/n·S), T'((n−1)/n·S/g)) | `_ring` |
+| broadcast | ring, pipelined | (n−k)α + (k−1)α' | max(T(S), T'(S/g)) | `_ring` |
+| all-to-all | pairwise | max(3α, (k−1)α') | max(T((g−1)/n·S), T'((n−g)/n·S)) | `_pairwise` |
+| send | | α or α' | T(S) or T'(S) | `_send` |
+
+Each begins after ``Link.start``, or where the switch adds up after 25 us. Across nodes a ring, or a tree, is laid out g times,
+so that each device of a node crosses the network with 1/g of the bytes.
+
+Sources: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 2005 (ring,
+pairwise exchange). Sanders, Speck, Träff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
+Computing 2009. NVIDIA/nccl-tests, doc/PERFORMANCE.md (2(n−1)/n and (n−1)/n). NCCL's tuning.cc (steps, 0.92, 25 us).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Literal, TypeAlias
+
+from meshwright.hardware.profile import NOTHING, Estimate, Link, Profile
+
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+TREE = 0.92
+"""Which part of a ring's bandwidth a tree attains: NCCL, tuning.cc (``busBw * .92``)."""
+
+EXCHANGE = 3
+"""Steps of an all-to-all within a node, however many ranks it has. Measured: few bytes of 2, 4 and 8 devices take 9 to 13 us on
+A100, 6.5 to 7.5 on H100, 8 to 10 on B200, which is ``start`` and about three steps (ai-dynamo/aiconfigurator, nccl_perf)."""
+
+SWITCH = 25e-6
+"""Seconds of a reduction in the switch before its bytes: NCCL, tuning.cc (``hwLatencies``: NVLS and NVLSTree, NVLink)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where the ranks of a collective stand.
+
+    Attributes:
+        ranks: how many there are.
+        per_node: how many of them stand in one node; as many as ranks, or more: all do. The last node may have fewer.
+    """
+
+    ranks: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.per_node < 1:
+            raise ValueError(f"a group has at least one rank, and one a node; given {self.ranks} and {self.per_node}")
+
+    @property
+    def here(self) -> int:
+        """Ranks of a full node."""
+        return min(self.ranks, self.per_node)
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.ranks / self.here)
+
+    @property
+    def fewest(self) -> int:
+        """Ranks of the node that has the fewest, which is the narrowest place of a ring."""
+        return self.ranks - (self.nodes - 1) * self.here
+
+
+def collective(
+    profile: Profile, kind: CollectiveKind, nbytes: float, group: Group, contention: float = 1.0
+) -> Estimate:
+    """Seconds of one collective, from when its last rank enters; see above for the equations.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send.
+        nbytes: of the whole tensor: what is reduced, what is gathered in all, what each rank has after a broadcast; of an
+            all-to-all what one rank puts in; of a send what is sent.
+        group: for a send, the two ranks.
+        contention: how many collectives share the link at that time: each has that part of its bandwidth.
+
+    Raises ValueError for a group over several nodes where the profile has no network, and for one with more ranks in a node
+    than the node has devices.
+    """
+    if group.ranks == 1:
+        return NOTHING
+    if group.here > profile.devices_per_node:
+        raise ValueError(f"{group.here} ranks in a node of {profile.devices_per_node} devices ({profile.name})")
+    if group.nodes > 1 and profile.network is None:
+        raise ValueError(f"a group over {group.nodes} nodes, and {profile.name} has no network")
+    if contention < 1:
+        raise ValueError(f"at least one collective uses the link; given {contention}")
+    wires = _Wires(profile, group, contention)
+    return min((way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds)
+
+
+@dataclass(frozen=True)
+class _Wires:
+    """The links of a group: within a node, and across nodes."""
+
+    profile: Profile
+    group: Group
+    contention: float
+
+    @property
+    def node(self) -> Link:
+        return self.profile.node
+
+    @property
+    def network(self) -> Link:
+        return self.profile.network or self.profile.node
+
+    def within(self, sent: float, rate: float = 1.0) -> float:
+        """T: what the bytes take that a device sends to others of its node; nothing where it is alone there."""
+        here = self.group.here
+        used = (here - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and here > 1 else 1.0
+        return self.node.seconds(sent, rate * used / self.contention) if here > 1 else 0.0
+
+    def across(self, sent: float, rate: float = 1.0) -> float:
+        """T': what the bytes take that a device sends to other nodes; nothing within one node."""
+        return self.network.seconds(sent, rate / self.contention) if self.group.nodes > 1 else 0.0
+
+    @property
+    def start(self) -> float:
+        return max(self.node.start * (self.group.here > 1), self.network.start * (self.group.nodes > 1))
+
+    def estimate(self, latency: float, within: float, across: float) -> Estimate:
+        """The latency, and the longer of both kinds of bytes, which flow at the same time; its link's scatter."""
+        crossing = self.group.nodes > 1 and (across >= within or self.group.here == 1)
+        return Estimate(latency + max(within, across), (self.network if crossing else self.node).scatter)
+
+
+def _ring(wires: _Wires, kind: str, size: float) -> Estimate:
+    """Each rank sends to the next, and its part of the bytes goes round: once, or for an all-reduce twice.
+
+    An all-reduce is a reduce-scatter and an all-gather: 2(n−1) steps of S/n bytes. A broadcast sends all bytes, in pieces
+    that follow each other.
+    """
+    group = wires.group
+    n, k, g = group.ranks, group.nodes, group.fewest
+    rounds = 2 if kind == "all_reduce" else 1
+    sent = size if kind == "broadcast" else rounds * (n - 1) / n * size
+    latency = wires.start + rounds * ((n - k) * wires.node.latency + (k - 1) * wires.network.latency)
+    return wires.estimate(latency, wires.within(sent), wires.across(sent / g))
+
+
+def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
+    """Two binary trees over the nodes, in which each node is inner in one and a leaf in the other, each with half the bytes.
+
+    A node sends at most 2S, S on two nodes (Sanders et al.); within it a chain goes up and down. Steps grow with the
+    logarithm of the nodes, where those of a ring grow with the ranks: it is for few bytes, and for two nodes.
+    """
+    group = wires.group
+    k, g = group.nodes, group.fewest
+    latency = wires.start + 2 * ((group.here - 1) * wires.node.latency + _levels(k) * wires.network.latency)
+    return wires.estimate(latency, wires.within(2 * size, TREE), wires.across(min(2, k - 1) * size / g, TREE))
+
+
+def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
+    """The switch of a node adds up (NVLink SHARP): a device sends S to it, and S/g of the sum to all; across nodes two trees.
+
+    Klenk et al.: An In-Network Architecture for Accelerating Shared-Memory Multiprocessor Collectives, ISCA 2020; NCCL's NVLS
+    and NVLSTree.
+    """
+    group = wires.group
+    k, g = group.nodes, group.fewest
+    latency = SWITCH + 2 * _levels(k) * wires.network.latency
+    within = wires.within((1 + 1 / group.here) * size, wires.node.in_switch)
+    return wires.estimate(latency, within, wires.across(min(2, k - 1) * size / g))
+
+
+def _pairwise(wires: _Wires, kind: str, size: float) -> Estimate:
+    """Each rank sends each other one its part, S/n: at once within a node, node by node across nodes."""
+    group = wires.group
+    n, k, here = group.ranks, group.nodes, group.here
+    latency = wires.start + max(EXCHANGE * wires.node.latency * (here > 1), (k - 1) * wires.network.latency)
+    return wires.estimate(latency, wires.within((here - 1) / n * size), wires.across((n - here) / n * size))
+
+
+def _send(wires: _Wires, kind: str, size: float) -> Estimate:
+    """From one rank to another: one step."""
+    across = wires.group.nodes > 1
+    latency = wires.start + (wires.network if across else wires.node).latency
+    return wires.estimate(latency, wires.within(size), wires.across(size))
+
+
+def _levels(nodes: int) -> int:
+    """Levels of a binary tree over the nodes."""
+    return ceil(log2(nodes))
+
+
+def _ways(profile: Profile, kind: CollectiveKind, group: Group) -> Sequence[Callable[[_Wires, str, float], Estimate]]:
+    """The algorithms of a collective."""
+    if kind == "send":
+        return [_send]
+    if kind == "all_to_all":
+        return [_pairwise]
+    if kind != "all_reduce":
+        return [_ring]
+    ways = [_ring]
+    if group.nodes > 1:
+        ways.append(_tree)
+    if profile.node.in_switch > 0 and group.here > 1:
+        ways.append(_in_switch)
+    return ways

@@ -1,0 +1,307 @@
+"""Reading: a YAML file with units, into a profile, or every problem of the file at once.
+
+    name: h100-sxm
+    memory: 79.1 GiB
+    peak: {bfloat16: 989.4 Tflop/s}
+    matmul: {bfloat16: {1 Gflop: 0.28, 100 Gflop: 0.79}}
+    nodes: {dgx: {devices: 8, latency: 0.8 us, bandwidth: 450 GB/s, efficiency: {1 MiB: 0.3, 1 GiB: 0.7}, scatter: 0.15}}
+
+Sizes that a curve names are those of one call. A file may name several nodes and networks; ``node`` and ``network`` say which
+one a plain name means. The keys are the attributes of `Profile` and `Link`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from importlib.resources import files
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshwright.errors import Finding, Findings, listing, nearest
+from meshwright.hardware.profile import Curve, Link, Profile
+from meshwright.hardware.quantity import EXAMPLES, UNITS, Kind, read_quantity, spell_quantity
+from meshwright.plan.source import KeyPath, Source, example, flow
+from meshwright.plan.text import compose
+
+T = TypeVar("T")
+
+ALIASES = {
+    "a100": "a100-80",
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "v100-sxm2": "v100",
+}
+"""Short names of profiles that ship."""
+
+_TEXTS = ("name", "source", "date")
+_SIZES = ("memory", "context", "per_group")
+_TIMES = ("launch", "host", "host_backward")
+_CURVES = ("matmul", "attention")
+_LINK = {"latency": "1 us", "bandwidth": "450 GB/s", "efficiency": "{1 MiB: 0.3, 1 GiB: 0.8}", "scatter": "0.1"}
+_LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh")
+_REQUIRED = {
+    "name": "h100-lab",
+    "source": "data sheet of NVIDIA",
+    "date": "2026-11-23",
+    "memory": "79 GiB",
+    "context": "600 MiB",
+    "per_group": "400 MiB",
+    "reserve": "0.05",
+    "peak": "{bfloat16: 989 Tflop/s}",
+    "matmul": "{bfloat16: {1 Gflop: 0.3, 100 Gflop: 0.8}}",
+    "attention": "{bfloat16: {1 Gflop: 0.1, 1 Tflop: 0.5}}",
+    "bandwidth": "3.35 TB/s",
+    "streaming": "{1 MB: 0.2, 100 MB: 0.8}",
+    "launch": "2 us",
+    "host": "5 us",
+    "host_backward": "5 us",
+    "scatter": "0.1",
+    "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
+}
+_KEYS = (*_REQUIRED, "notes", "cores", "node", "networks", "network")
+
+
+def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
+    """The profile of this name, or in this file.
+
+    Args:
+        name_or_path: a name or alias of a profile that ships (``profiles()``), or the path of a YAML file.
+        node, network: which of the nodes and networks that the file names; default: the file's own.
+
+    Raises PlanError with every problem of the file, or with the names that there are.
+    """
+    shipped = _folder() / f"{ALIASES.get(name_or_path, name_or_path)}.yaml"
+    is_name = shipped.is_file() and "/" not in name_or_path
+    file = shipped if is_name else Path(name_or_path)
+    findings = Findings(f"hardware profile {name_or_path}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = [*profiles(), *ALIASES]
+        near = nearest(name_or_path, names, most=1)
+        given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        required = f"a YAML file, or one of {', '.join(names)}"
+        findings.add(where=name_or_path, given=given, required=required, fix=near[0] if near else names[0])
+        raise findings.error() from None
+    return parse_profile(text, file.name if is_name else name_or_path, node=node, network=network)
+
+
+def parse_profile(text: str, file: str, *, node: str | None = None, network: str | None = None) -> Profile:
+    """The profile in a YAML text. ``file``: what findings call it. Raises PlanError with every problem."""
+    source = compose(text, file, Findings(f"hardware profile {file}"))
+    # What the reader of plans proposes for what is not YAML at all is a plan.
+    found = [Finding(f.where, f.given, f.required, "" if f.fix == example() else f.fix) for f in source.findings]
+    source.findings = Findings(source.findings.subject)
+    source.findings.extend(found)
+    if source.values is None:
+        source.findings.raise_if_any()
+    return _Reader(source).profile(node, network)
+
+
+def profiles() -> dict[str, str]:
+    """The names of the profiles that ship, each with a line that says what it is."""
+    # The first line of a file is a comment, which says what it is.
+    return {
+        file.stem: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        for file in sorted(_folder().glob("*.yaml"))
+    }
+
+
+def _folder() -> Path:
+    return Path(str(files("meshwright.hardware") / "profiles"))
+
+
+class _Reader:
+    """One pass over the values of a file, which notes every problem."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.findings = source, source.findings
+
+    def profile(self, node: str | None, network: str | None) -> Profile:
+        values = self.section(self.source.values, (), _KEYS, _REQUIRED, "a profile")
+        peak = self.table(values, "peak", lambda v, path: self.quantity(v, path, "flop/s"))
+        curves = {key: self.table(values, key, lambda v, path: self.curve(v, path, "flop")) for key in _CURVES}
+        for key, curve in curves.items():
+            self.rated(key, curve, peak)
+        nodes = self.table(values, "nodes", self.node)
+        networks = self.table(values, "networks", self.link)
+        chosen = self.choose("node", nodes, node, values)
+        fields: dict[str, Any] = {
+            **{key: self.text(values, key) for key in (*_TEXTS, "notes")},
+            **{key: int(self.quantity_of(values, key, "B", zero=key != "memory")) for key in _SIZES},
+            **{key: self.quantity_of(values, key, "s", zero=key == "launch") for key in _TIMES},
+            **{key: self.fraction(values, key) for key in ("reserve", "scatter")},
+            **curves,
+            "peak": peak,
+            "bandwidth": self.quantity_of(values, "bandwidth", "B/s"),
+            "streaming": self.curve_of(values, (), "streaming"),
+            "network": self.choose("network", networks, network, values),
+            "cores": self.whole(values, (), "cores", least=0),
+        }
+        self.findings.raise_if_any()
+        assert chosen is not None  # a profile without a node has a finding
+        return Profile(**fields, devices_per_node=chosen[0], node=chosen[1])
+
+    def section(
+        self, values: object, path: KeyPath, keys: Sequence[str], required: Mapping[str, str], of: str
+    ) -> dict[str, Any]:
+        """The known keys of a mapping that are said; what is unknown or missing is noted."""
+        if not isinstance(values, Mapping):
+            self.add(path, flow(values) if values is not None else "nothing", f"the keys of {of}: {', '.join(keys)}")
+            return {}
+        for key in values:
+            if key not in keys:
+                near = nearest(str(key), keys, most=1)
+                fix = f"{near[0]}: {flow(values[key])}" if near else f"leave out {key}"
+                self.add((*path, str(key)), f"the key {key}", f"a key of {of}: {', '.join(keys)}", fix, key=True)
+        for key, fit in required.items():
+            if values.get(key) is None:
+                self.add(path, f"no {key}", f"the key {key}", f"{key}: {fit}")
+        return {key: values[key] for key in keys if values.get(key) is not None}
+
+    def table(self, values: dict[str, Any], key: str, read: Callable[[object, KeyPath], T | None]) -> dict[str, T]:
+        """A mapping of names, each read; those that are wrong are left out, and noted."""
+        entries = values.get(key, {})
+        if not isinstance(entries, Mapping) or (key in values and not entries):
+            self.add((key,), flow(entries), "names with what belongs to each")
+            return {}
+        found = {str(name): read(value, (key, str(name))) for name, value in entries.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def rated(self, key: str, curves: Iterable[str], peak: Mapping[str, float]) -> None:
+        """A curve is a fraction of a peak."""
+        for dtype in curves:
+            if dtype not in peak:
+                self.add(
+                    (key, dtype), f"a curve of {dtype}", f"a type that has a peak: {listing([*peak]) or 'none has'}"
+                )
+
+    def choose(self, key: str, entries: dict[str, T], wanted: str | None, values: dict[str, Any]) -> T | None:
+        """Which node or network is meant: the one that is asked for, or the file's own, or the only one."""
+        path = () if wanted else (key,)
+        name = wanted or values.get(key) or next(iter(entries), None)
+        if name in entries:
+            return entries[str(name)]
+        # An entry that could not be read has been noted.
+        if name is not None and name not in (values.get(f"{key}s") or {}):
+            names = [*entries]
+            where = f"{key} {wanted}" if wanted else self.source.where(path)
+            required = f"one of the {key}s of this profile: {listing(names) or 'it has none'}"
+            near = nearest(str(name), names, most=1) or tuple(names[:1])
+            self.findings.add(where=where, given=str(name), required=required, fix=f"{key}: {near[0]}" if near else "")
+        return None
+
+    def node(self, values: object, path: KeyPath) -> tuple[int, Link] | None:
+        """How many devices a node has, and the link between them."""
+        devices = None
+        if isinstance(values, Mapping):
+            devices = self.whole({**values}, path, "devices", least=1)
+            if "devices" not in values:
+                self.add(path, "no devices", "how many devices a node has", "devices: 8")
+            values = {key: value for key, value in values.items() if key != "devices"}
+        link = self.link(values, path)
+        return (devices, link) if devices and link else None
+
+    def link(self, values: object, path: KeyPath) -> Link | None:
+        before = len(self.findings)
+        said = self.section(values, path, _LINK_KEYS, _LINK, "a link")
+        fields: dict[str, Any] = {
+            "latency": self.quantity_of(said, "latency", "s", path),
+            "bandwidth": self.quantity_of(said, "bandwidth", "B/s", path),
+            "efficiency": self.curve_of(said, path, "efficiency"),
+            "scatter": self.fraction(said, "scatter", path),
+            "source": self.text(said, "source", path),
+            "start": self.quantity_of(said, "start", "s", path, zero=True),
+            "in_switch": self.fraction(said, "in_switch", path),
+            "mesh": said.get("mesh", False),
+        }
+        if not isinstance(fields["mesh"], bool):
+            self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")
+        return Link(name=path[-1], **fields) if len(self.findings) == before else None
+
+    def curve_of(self, values: dict[str, Any], path: KeyPath, key: str) -> Curve | None:
+        return self.curve(values[key], (*path, key), "B") if key in values else None
+
+    def curve(self, values: object, path: KeyPath, kind: Kind) -> Curve | None:
+        """Sizes with efficiencies, from small to large; a larger call takes at least as long as a smaller one."""
+        required = f"sizes with fractions above 0 and at most 1, from small to large: {{{EXAMPLES[kind]}: 0.5}}"
+        if not isinstance(values, Mapping) or not values:
+            self.add(path, flow(values), required)
+            return None
+        points = []
+        for key, value in values.items():
+            size, here = self.quantity(key, (*path, str(key)), kind, key=True), (*path, str(key))
+            if not _is_number(value) or not 0 < value <= 1:
+                self.add(here, flow(value), "a fraction above 0 and at most 1", f"{key}: 0.5")
+            elif size is not None:
+                points.append((size, float(value), here))
+        for (small, low, _), (large, high, here) in pairwise(points):
+            if small >= large:
+                self.add(here, f"{here[-1]} after {spell_quantity(small, kind)}", required)
+            elif large / high < small / low * (1 - 1e-3):
+                given = f"{here[-1]}: {high:g}, which takes less time than {spell_quantity(small, kind)}"
+                self.add(here, given, f"at most {low * large / small:.3g}: the time of a call grows with its size")
+        return None if len(points) < len(values) else _curve(points)
+
+    def quantity_of(
+        self, values: dict[str, Any], key: str, kind: Kind, path: KeyPath = (), *, zero: bool = False
+    ) -> float:
+        return (self.quantity(values[key], (*path, key), kind, zero=zero) or 0.0) if key in values else 0.0
+
+    def quantity(
+        self, value: object, path: KeyPath, kind: Kind, *, zero: bool = False, key: bool = False
+    ) -> float | None:
+        size = read_quantity(value, kind)
+        if size is None or (not size and not zero):
+            required = f"a number {'' if zero else 'above 0 '}and a unit ({', '.join(UNITS[kind])}): {EXAMPLES[kind]}"
+            fix = EXAMPLES[kind] if key else f"{path[-1]}: {EXAMPLES[kind]}"
+            self.add(path, flow(value), required, fix, key=key)
+            return None
+        return size
+
+    def fraction(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> float:
+        value = values.get(key, 0.0)
+        if not _is_number(value) or not 0 <= value <= 1:
+            self.add((*path, key), flow(value), "a fraction from 0 to 1", f"{key}: 0.1")
+            return 0.0
+        return float(value)
+
+    def whole(self, values: dict[str, Any], path: KeyPath, key: str, *, least: int) -> int:
+        value = values.get(key, least)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.add((*path, key), flow(value), f"a whole number of at least {least}", f"{key}: 8")
+            return least
+        return value
+
+    def text(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> str:
+        value = values.get(key, "")
+        if key == "date" and value:
+            return self.day(value)
+        if not isinstance(value, str):
+            self.add((*path, key), flow(value), "text", f'{key}: "{value}"')
+        return str(value).strip()
+
+    def day(self, value: object) -> str:
+        try:
+            return (value if isinstance(value, date) else date.fromisoformat(str(value))).isoformat()
+        except ValueError:
+            self.add(("date",), flow(value), "a day: 2026-11-23", "date: 2026-11-23")
+            return ""
+
+    def add(self, path: KeyPath, given: str, required: str, fix: str = "", *, key: bool = False) -> None:
+        self.findings.add(where=self.source.where(path, key=key), given=given, required=required, fix=fix)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _curve(points: list[tuple[float, float, KeyPath]]) -> Curve | None:
+    try:
+        return Curve(tuple((size, efficiency) for size, efficiency, _ in points))
+    except ValueError:
+        return None  # noted where the point stands

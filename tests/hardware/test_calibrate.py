@@ -1,0 +1,72 @@
+"""This machine is measured, and what was measured reads back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link
+from meshwright.hardware.calibrate import _steady
+from meshwright.hardware.reader import parse_profile
+from meshwright.workers.pool import LocalWorkers
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    return calibrate(sides=(32, 64, 128), lengths=(32, 64), sizes=(2**14, 2**18, 2**20), rounds=3, budget=0.1)
+
+
+def test_rates_are_those_of_a_machine(measured: Profile) -> None:
+    assert all(1e7 < rate < 1e14 for rate in measured.peak.values())
+    assert set(measured.peak) == set(measured.matmul) == {"float32", "float64", "bfloat16"}
+    assert 1e8 < measured.bandwidth < 1e13
+    assert 1e-7 < measured.host < 1e-3 and 1e-7 < measured.host_backward < 1e-3
+    assert 0.02 <= measured.scatter <= 1
+    assert measured.memory > 2**28 and measured.cores >= 1
+
+
+def test_what_was_measured_predicts_what_is_measured(measured: Profile) -> None:
+    """A product of a size that was measured takes about what it took: within ten times, whatever else the machine does."""
+    import torch
+
+    from meshwright.hardware.calibrate import _Meter
+
+    a, b = torch.randn(128, 128), torch.randn(128, 128)
+    seconds = _Meter(5, 1.0).seconds(lambda: a @ b)
+    found = measured.compute(2 * 128**3, 3 * 4 * 128**2, "float32", "matmul").seconds + measured.host
+    assert seconds / 10 < found < seconds * 10
+
+
+def test_a_measured_profile_reads_back(measured: Profile) -> None:
+    assert parse_profile(measured.text(), "cpu-local.yaml") == measured
+
+
+def test_only_cpus_are_measured() -> None:
+    with pytest.raises(ValueError, match="read_profile has the profiles of GPUs"):
+        calibrate("cuda")
+
+
+def test_disturbances_only_add_time() -> None:
+    assert _steady([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
+
+
+def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Profile) -> None:
+    found = workers.run(measured_link, sizes=(4, 2**12, 2**16, 2**18), rounds=3, ranks=2)
+    assert found[0] == found[1]
+    link: Link = found[0]
+    assert 1e-7 < link.latency < 1 and 1e5 < link.bandwidth < 1e12
+    assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) == 1
+    assert "2 ranks" in link.source
+    profile = replace(measured, node=link)
+    assert parse_profile(profile.text(), "cpu-local.yaml") == profile
+
+
+def one_rank() -> str:
+    with pytest.raises(ValueError, match="the group has one"):
+        measured_link()
+    return "told"
+
+
+def test_one_rank_has_no_link(workers: LocalWorkers) -> None:
+    assert workers.run(one_rank, ranks=1) == ["told"]
