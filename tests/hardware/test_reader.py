@@ -9,6 +9,7 @@ from math import exp, log
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshwright.errors import PlanError
 from meshwright.hardware import Curve, Link, Profile, profiles, read_profile
@@ -163,6 +164,42 @@ def test_what_is_no_profile_is_an_error_of_the_file(text: str) -> None:
     with pytest.raises(PlanError, match=r"hardware profile mine\.yaml") as error:
         parse_profile(text, "mine.yaml")
     assert "dp_shard" not in str(error.value)  # what a plan would say
+
+
+KEYS = [*yaml.safe_load(SMALL), "notes", "cores", "node", "networks", "network", "nonsense"]
+ODD = [
+    None, "", "x", 0, -1, 1.5, True, [], [1], {}, {"x": 1}, {1: {2: 3}}, "1 us", "1 GiB", "1e999 s", float("nan"), float("inf"), ["box"],
+    {"float32": {"1 Mflop": 0.5}}, {"float32": {"1 Mflop": float("nan")}}, {"box": {"devices": 4}}, {"box": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_whatever_stands_under_a_key_is_read_or_told(key: str) -> None:
+    for odd in ODD:
+        try:
+            parse_profile(yaml.safe_dump({**yaml.safe_load(SMALL), key: odd}), "mine.yaml")
+        except PlanError as error:
+            assert error.findings
+
+
+@pytest.mark.parametrize(
+    "key", ["devices", "latency", "bandwidth", "efficiency", "scatter", "start", "in_switch", "mesh", "nonsense"]
+)
+def test_whatever_stands_in_a_link_is_read_or_told(key: str) -> None:
+    values = yaml.safe_load(SMALL)
+    for odd in ODD:
+        try:
+            parse_profile(
+                yaml.safe_dump({**values, "nodes": {"box": {**values["nodes"]["box"], key: odd}}}), "mine.yaml"
+            )
+        except PlanError as error:
+            assert error.findings
+
+
+def test_a_peak_that_is_wrong_is_one_problem() -> None:
+    with pytest.raises(PlanError) as error:
+        parse_profile(SMALL.replace("peak: {float32: 1 Tflop/s}", "peak: {float32: 1 TB/s}"), "mine.yaml")
+    assert len(error.value.findings) == 1
 
 
 def test_numbers_that_no_unit_makes_round_read_back() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from math import isfinite
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["flop", "flop/s", "B", "B/s", "s"]
@@ -42,7 +43,8 @@ def read_quantity(text: object, kind: Kind) -> float | None:
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS[kind]:
         return None
-    return float(Decimal(match[1]) * UNITS[kind][match[2]])
+    value = float(Decimal(match[1]) * UNITS[kind][match[2]])
+    return value if isfinite(value) else None
 
 
 def spell_quantity(value: float, kind: Kind) -> str:

@@ -126,7 +126,7 @@ class _Reader:
         peak = self.table(values, "peak", lambda v, path: self.quantity(v, path, "flop/s"))
         curves = {key: self.table(values, key, lambda v, path: self.curve(v, path, "flop")) for key in _CURVES}
         for key, curve in curves.items():
-            self.rated(key, curve, peak)
+            self.rated(key, curve, values.get("peak"))
         nodes = self.table(values, "nodes", self.node)
         networks = self.table(values, "networks", self.link)
         chosen = self.choose("node", nodes, node, values)
@@ -142,8 +142,8 @@ class _Reader:
             "network": self.choose("network", networks, network, values),
             "cores": self.whole(values, (), "cores", least=0),
         }
-        self.findings.raise_if_any()
-        assert chosen is not None  # a profile without a node has a finding
+        if self.findings or chosen is None:  # where there is no node, this has been noted
+            raise self.findings.error()
         return Profile(**fields, devices_per_node=chosen[0], node=chosen[1])
 
     def section(
@@ -172,28 +172,26 @@ class _Reader:
         found = {str(name): read(value, (key, str(name))) for name, value in entries.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def rated(self, key: str, curves: Iterable[str], peak: Mapping[str, float]) -> None:
+    def rated(self, key: str, curves: Iterable[str], peak: object) -> None:
         """A curve is a fraction of a peak."""
-        for dtype in curves:
-            if dtype not in peak:
-                self.add(
-                    (key, dtype), f"a curve of {dtype}", f"a type that has a peak: {listing([*peak]) or 'none has'}"
-                )
+        if isinstance(peak, Mapping):
+            for dtype in curves:
+                if dtype not in peak:
+                    required = f"a type that has a peak: {listing([*peak])}"
+                    self.add((key, dtype), f"a curve of {dtype}", required)
 
     def choose(self, key: str, entries: dict[str, T], wanted: str | None, values: dict[str, Any]) -> T | None:
-        """Which node or network is meant: the one that is asked for, or the file's own, or the only one."""
-        path = () if wanted else (key,)
-        name = wanted or values.get(key) or next(iter(entries), None)
-        if name in entries:
-            return entries[str(name)]
-        # An entry that could not be read has been noted.
-        if name is not None and name not in (values.get(f"{key}s") or {}):
-            names = [*entries]
-            where = f"{key} {wanted}" if wanted else self.source.where(path)
+        """Which node or network is meant: the one that is asked for, or the file's own, or the first."""
+        said = values.get(f"{key}s")
+        names = [str(name) for name in said] if isinstance(said, Mapping) else []
+        name = wanted or values.get(key) or next(iter(names), None)
+        if name is not None and name not in names:
+            where = f"{key} {wanted}" if wanted else self.source.where((key,))
             required = f"one of the {key}s of this profile: {listing(names) or 'it has none'}"
             near = nearest(str(name), names, most=1) or tuple(names[:1])
-            self.findings.add(where=where, given=str(name), required=required, fix=f"{key}: {near[0]}" if near else "")
-        return None
+            self.findings.add(where=where, given=flow(name), required=required, fix=f"{key}: {near[0]}" if near else "")
+            return None
+        return entries.get(name) if name is not None else None  # one that could not be read has been noted
 
     def node(self, values: object, path: KeyPath) -> tuple[int, Link] | None:
         """How many devices a node has, and the link between them."""
