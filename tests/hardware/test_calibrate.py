@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link
-from meshwright.hardware.calibrate import _steady
+from meshwright.hardware.meter import Meter, steady
 from meshwright.hardware.reader import parse_profile
 from meshwright.workers.pool import LocalWorkers
 
@@ -30,10 +30,8 @@ def test_what_was_measured_predicts_what_is_measured(measured: Profile) -> None:
     """A product of a size that was measured takes about what it took: within ten times, whatever else the machine does."""
     import torch
 
-    from meshwright.hardware.calibrate import _Meter
-
     a, b = torch.randn(128, 128), torch.randn(128, 128)
-    seconds = _Meter(5, 1.0).seconds(lambda: a @ b)
+    seconds = Meter(5, 1.0).seconds(lambda: a @ b)
     found = measured.compute(2 * 128**3, 3 * 4 * 128**2, "float32", "matmul").seconds + measured.host
     assert seconds / 10 < found < seconds * 10
 
@@ -48,7 +46,7 @@ def test_only_cpus_are_measured() -> None:
 
 
 def test_disturbances_only_add_time() -> None:
-    assert _steady([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
+    assert steady([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
 
 
 def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Profile) -> None:

@@ -12,8 +12,9 @@ calibrate    calibrate, measured_link             this machine, measured
     collective(profile, "all_reduce", nbytes=2**30, group=Group(ranks=64, per_node=8))
 """
 
-from meshwright.hardware.calibrate import calibrate, measured_link
+from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.exchange import measured_link
 from meshwright.hardware.profile import Curve, Estimate, Link, Profile
 from meshwright.hardware.rates import GPU_NODE, LOCAL, Hardware
 from meshwright.hardware.reader import profiles, read_profile
