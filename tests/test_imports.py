@@ -22,6 +22,7 @@ LADDER = (
     "spmd workers",
     "calls watch",
     "cost",
+    "predict",
     "planning",
     "deferred",
     "runtime.rows runtime.recent runtime.checksum runtime.groups",

@@ -1,0 +1,1 @@
+"""Memory and time of a training step before it runs."""
