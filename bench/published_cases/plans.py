@@ -1,0 +1,111 @@
+"""A case as a plan of Meshwright: what of its layout a plan can say, and what stands in for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from published_cases.case import Case, ModelShape
+from published_cases.models import PATCH
+
+_COMPUTED_IN = {"float16": "bfloat16"}  # of one size and, on every device here, one rate
+
+
+def plan_of(case: Case) -> dict[str, Any]:
+    """The plan of a case, as ``meshwright.make_recipe`` takes it. What it cannot say is in ``stand_ins``."""
+    layout = case.layout
+    axes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    plan: dict[str, Any] = {"mesh": {axis: size for axis, size in axes.items() if size > 1} or {"dp_shard": 1}}
+    plan["precision"] = _COMPUTED_IN.get(case.precision.compute, case.precision.compute)
+    if layout.microbatches > 1:
+        plan["microbatches"] = layout.microbatches
+    if layout.pp > 1:
+        plan["schedule"] = layout.schedule
+        if layout.stages_per_rank > 1:
+            plan["stages_per_rank"] = layout.stages_per_rank
+    if layout.tp > 1:
+        plan["sequence_parallel"] = layout.sequence_parallel
+    if layout.dp_shard > 1:
+        plan["reshard_after_forward"] = layout.reshard_after_forward and layout.zero == 3
+    if layout.recompute == "full":
+        plan |= _recompute(layout.recomputed_blocks, case.model.layers)
+    return plan
+
+
+def _recompute(blocks: int, layers: int) -> dict[str, Any]:
+    """All blocks, or some of them, spread evenly."""
+    if blocks == layers:
+        return {"recompute": "blocks"}
+    chosen = (i * layers // blocks for i in range(blocks))
+    return {"modules": {f"layers.{i}": {"recompute": "block"} for i in chosen}}
+
+
+def stand_ins(case: Case) -> tuple[str, ...]:
+    """In what the plan differs from what was measured, a sentence each."""
+    layout, said = case.layout, []
+    if layout.zero in (1, 2) and layout.dp_shard > 1:
+        said.append(f"ZeRO-{layout.zero} as FSDP that keeps parameters gathered until the backward has used them")
+    if layout.recompute == "selective":
+        said.append("selective recomputation as none: a plan recomputes whole blocks")
+    if case.precision.compute == "float16":
+        said.append("float16 as bfloat16")
+    if case.precision.master:
+        said.append(f"parameters of {case.precision.parameters} with a float32 copy as float32 parameters")
+    if case.compiled:
+        said.append("torch.compile is not planned")
+    if case.model.attention == "plain":
+        said.append("Megatron-LM's fused kernels as plain operations")
+    if case.model.dropout > 0:
+        said.append("dropout as a mask without random numbers")
+    if case.runtime not in ("FSDP2", "Megatron-LM"):
+        said.append(f"{case.runtime} as this runtime")
+    return tuple(said)
+
+
+def batch_of(case: Case, device: str = "meta") -> dict[str, Tensor]:
+    """A step's rows of all data ranks; on meta they take no memory."""
+    shape, rows = case.model, case.layout.global_batch
+    if shape.kind == "vit":
+        patches = torch.zeros(rows, shape.sequence, PATCH, device=device)
+        return {"patches": patches, "labels": torch.zeros(rows, dtype=torch.long, device=device)}
+    tokens = torch.zeros(rows, shape.sequence, dtype=torch.long, device=device)
+    return {"tokens": tokens, "labels": tokens.clone()}
+
+
+def reduced(case: Case, layers: int = 4, hidden: int = 64) -> Case:
+    """The case with a small model, and no more stages and tensor-parallel ranks than it has blocks and heads: for tests.
+
+    The kinds of axes, the schedule, recomputation and precision stay.
+    """
+    layout = case.layout
+    pp, tp = min(layout.pp, 2), min(layout.tp, 2)
+    share = layout.recomputed_blocks / case.model.layers
+    layout = replace(
+        layout,
+        pp=pp,
+        tp=tp,
+        dp_shard=min(layout.dp_shard, 2),
+        dp_replicate=min(layout.dp_replicate, 2),
+        microbatches=min(layout.microbatches, 4),
+        stages_per_rank=min(layout.stages_per_rank, 2),
+        recomputed_blocks=round(share * layers),
+    )
+    return replace(case, model=_small(case.model, layers, hidden), layout=layout)
+
+
+def _small(shape: ModelShape, layers: int, hidden: int) -> ModelShape:
+    heads = 4
+    kv_heads = heads if shape.kv_heads == shape.heads else heads // 2
+    return replace(
+        shape,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=4 * hidden,
+        vocab=128,
+        sequence=16,
+    )
