@@ -83,9 +83,7 @@ _FMS_POLICIES = {  # share of blocks that are recomputed, and what was assumed
     "AC on (policy not stated)": (1.0, ("recompute: which blocks is not stated, all taken",)),
 }
 _FMS_SELECTIVE = {"7b": 0.4, "13b": 0.4, "34b": 1.0, "70b": 1.0}
-_FMS_INFERRED = (
-    "recompute: the share of blocks is not stated; {share:.0%} from the README's HFU / MFU on A100, which is 1 + a third of it"
-)
+_FMS_INFERRED = "recompute: {share:.0%} of the blocks, not stated: the README's HFU / MFU on A100 is 1 + a third of it"
 
 
 def fms(row: Row) -> Case:
@@ -149,5 +147,8 @@ def yafsdp(row: Row) -> Case:
         machine=machine,
         runtime=row.text("framework"),
         measured=Measured(row.number_of("step_s"), "step_s"),
-        assumed=(*assumed, "bfloat16 with float32 reductions, as YaFSDP's migration guide; the README does not state it"),
+        assumed=(
+            *assumed,
+            "bfloat16 with float32 reductions, as YaFSDP's migration guide; the README does not state it",
+        ),
     )

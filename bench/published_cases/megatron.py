@@ -85,9 +85,7 @@ def tr3m(row: Row) -> Case:
     )
 
 
-def _layout(
-    row: Row, layers: int, *, dp: int, micro: int, stages_per_rank: int = 1, zero: Literal[0, 1] = 0
-) -> Layout:
+def _layout(row: Row, layers: int, *, dp: int, micro: int, stages_per_rank: int = 1, zero: Literal[0, 1] = 0) -> Layout:
     """A layout of Megatron-LM; all rows but some of tr3m compute every layer again."""
     full = row.cells.get("activation_checkpointing", "full") == "full"
     microbatches, rest = divmod(row.whole("global_batch"), dp * micro)

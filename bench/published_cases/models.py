@@ -67,7 +67,7 @@ class GptBlock(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Query, key and value of one matrix product. ``shape.attention`` says whether the scores are kept (plain) or not (flash)."""
+    """Query, key and value of one matrix product; ``shape.attention`` says whether the scores are kept."""
 
     def __init__(self, shape: ModelShape, *, causal: bool) -> None:
         super().__init__()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from published_cases.case import Case, ModelShape
+from published_cases.case import Case
 from published_cases.models import PATCH
 
 _COMPUTED_IN = {"float16": "bfloat16"}  # of one size and, on every device here, one rate
@@ -73,39 +72,3 @@ def batch_of(case: Case, device: str = "meta") -> dict[str, Tensor]:
         return {"patches": patches, "labels": torch.zeros(rows, dtype=torch.long, device=device)}
     tokens = torch.zeros(rows, shape.sequence, dtype=torch.long, device=device)
     return {"tokens": tokens, "labels": tokens.clone()}
-
-
-def reduced(case: Case, layers: int = 4, hidden: int = 64) -> Case:
-    """The case with a small model, and no more stages and tensor-parallel ranks than it has blocks and heads: for tests.
-
-    The kinds of axes, the schedule, recomputation and precision stay.
-    """
-    layout = case.layout
-    pp, tp = min(layout.pp, 2), min(layout.tp, 2)
-    share = layout.recomputed_blocks / case.model.layers
-    layout = replace(
-        layout,
-        pp=pp,
-        tp=tp,
-        dp_shard=min(layout.dp_shard, 2),
-        dp_replicate=min(layout.dp_replicate, 2),
-        microbatches=min(layout.microbatches, 4),
-        stages_per_rank=min(layout.stages_per_rank, 2),
-        recomputed_blocks=round(share * layers),
-    )
-    return replace(case, model=_small(case.model, layers, hidden), layout=layout)
-
-
-def _small(shape: ModelShape, layers: int, hidden: int) -> ModelShape:
-    heads = 4
-    kv_heads = heads if shape.kv_heads == shape.heads else heads // 2
-    return replace(
-        shape,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=4 * hidden,
-        vocab=128,
-        sequence=16,
-    )

@@ -1,0 +1,109 @@
+"""Predicted against published: signed errors, MAPE, rank correlation and regret on tables that others measured.
+
+    python bench/published.py --data DIR [--predictor roofline|meshwright] [--tables NAME ...] [--rows]
+
+DIR holds CSV files, one for each table (published_cases/tables.py has their names and sources); none of their rows is in this
+repository. Each row becomes a case (published_cases/case.py) or is skipped with its reason. A report says of each table where
+the predictor's constants come from: the roofline's is fitted on another table than the one that is reported (``--fit-on``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from published_cases import predictor, roofline
+from published_cases.case import Case, Predicted
+from published_cases.plans import stand_ins
+from published_cases.report import ROW_HEAD, Predict, lines_of, row_text, summary
+from published_cases.tables import READERS, Table, read_table, unread
+
+FIT_ON, FIT_ON_INSTEAD = "megatron_sc21_table1", "mosaic_a100"  # the second, for the report on the first
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What is held to the tables.
+
+    Attributes:
+        predict: what it says of a case.
+        fitted: table → where its constants come from.
+    """
+
+    predict: Predict
+    fitted: Callable[[str], str]
+
+
+def main() -> None:
+    arguments = _arguments()
+    if others := unread(arguments.data):
+        print(f"no reader for: {', '.join(others)}")
+    for name in arguments.tables:
+        table = read_table(arguments.data, name)
+        print(f"\n{name}: {len(table.cases)} cases, {len(table.skipped)} rows skipped")
+        _print_skipped(table, arguments.rows)
+        if table.cases:
+            _print_report(table, _predictor(arguments, name), arguments.rows, arguments.every)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the folder of the CSV files")
+    parser.add_argument("--predictor", choices=("roofline", "meshwright"), default="roofline")
+    parser.add_argument("--tables", nargs="+", default=list(READERS), choices=list(READERS), metavar="NAME")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case")
+    parser.add_argument("--fit-on", choices=list(READERS), metavar="NAME", help="the roofline's table")
+    return parser.parse_args()
+
+
+def _predictor(arguments: argparse.Namespace, table: str) -> Predictor:
+    """The predictor for one table."""
+    if arguments.predictor == "meshwright":
+        return Predictor(remembered(predictor.predict), predictor.fitted)
+    source = arguments.fit_on or (FIT_ON if table != FIT_ON else FIT_ON_INSTEAD)
+    fitted = roofline.fit(read_table(arguments.data, source).cases, source)
+    return Predictor(fitted, fitted.fitted)
+
+
+def remembered(predict: Predict) -> Predict:
+    """The same predictor, asked once about cases that differ in what was measured only."""
+    answers: dict[object, Predicted] = {}
+
+    def answer(case: Case) -> Predicted:
+        key = (case.model, case.layout, case.precision, case.machine, case.compiled)
+        if key not in answers:
+            answers[key] = predict(case)
+        return answers[key]
+
+    return answer
+
+
+def _print_skipped(table: Table, rows: bool) -> None:
+    if rows:
+        for skipped in table.skipped:
+            print(f"  skipped     row {skipped.row}: {skipped.reason}")
+        return
+    for reason, count in Counter(skipped.reason for skipped in table.skipped).items():
+        print(f"  skipped     {count}: {reason}")
+
+
+def _print_report(table: Table, held: Predictor, rows: bool, every: int) -> None:
+    lines = lines_of(table.cases[::every], held.predict)
+    print(f"  fit         {held.fitted(table.name)}")
+    for said in summary(lines):
+        print(f"  {said}")
+    for kind, of in (("assumed", lambda case: case.assumed), ("stand-in", stand_ins)):
+        for sentence, count in Counter(sentence for line in lines for sentence in of(line.case)).items():
+            print(f"  {kind:11} {count}: {sentence}")
+    if rows:
+        print(f"  {ROW_HEAD}")
+        for line in lines:
+            print(f"  {row_text(line)}")
+
+
+if __name__ == "__main__":
+    main()
