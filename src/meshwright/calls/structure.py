@@ -149,28 +149,31 @@ def as_it_is(value: Any, kept: Container[int]) -> Any:
 def snapshot(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """``value`` in containers and plain objects of its own, with ``fn`` of each tensor: what it is now, whatever a model then
     writes to it. An object that stands at several places is one in the snapshot, too."""
-    made: dict[int, Any] = {}
+    return _snapshot(value, fn, {}, _DEPTH)
 
-    def within(item: Any, depth: int) -> Any:
-        return pytree.tree_map(lambda leaf: copied(leaf, depth), item)
 
-    def copied(leaf: Any, depth: int) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        if not depth or not is_plain_object(leaf):
+# No functions within ``snapshot``: ones that call each other would hold the copies until Python collects garbage.
+
+
+def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], made: dict[int, Any], depth: int) -> Any:
+    return pytree.tree_map(lambda leaf: _copied(leaf, fn, made, depth), item)
+
+
+def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], made: dict[int, Any], depth: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if not depth or not is_plain_object(leaf):
+        return leaf
+    if id(leaf) not in made:
+        try:
+            made[id(leaf)] = new = copy.copy(leaf)
+        except Exception:  # whatever an object may say to being copied
             return leaf
-        if id(leaf) not in made:
-            try:
-                made[id(leaf)] = new = copy.copy(leaf)
-            except Exception:  # whatever an object may say to being copied
-                return leaf
-            attributes = attributes_in(new)
-            for key, inner in list(attributes.items()):
-                if type(inner) not in _PLAIN:
-                    attributes[key] = within(inner, depth - 1)
-        return made[id(leaf)]
-
-    return within(value, _DEPTH)
+        attributes = attributes_in(new)
+        for key, inner in list(attributes.items()):
+            if type(inner) not in _PLAIN:
+                attributes[key] = _snapshot(inner, fn, made, depth - 1)
+    return made[id(leaf)]
 
 
 def lists_in(value: Any) -> list[list[Any]]:

@@ -233,26 +233,28 @@ def content_of(holder: _Holder) -> Any:
 
 def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
     """Puts a content back, with the copies of its tensors. Of a module's attributes, those that are state."""
-
-    def own(value: Any) -> Any:
-        if isinstance(value, tuple) and copies:
-            items = [own(item) for item in value]
-            if all(a is b for a, b in zip(items, value, strict=True)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return copies.get(id(value), value)
-
     if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
         for key in [k for k in holder if k not in content and k not in internal]:
             del holder[key]
         for key, value in content.items():
             if key not in internal:
-                holder[key] = own(value)
+                holder[key] = _own(value, copies)
     elif isinstance(holder, set):
         holder.clear()
         for value in content:
             holder.add(value)
     else:
         holder.clear()
-        holder.extend(own(value) for value in content)
+        holder.extend(_own(value, copies) for value in content)
+
+
+def _own(value: Any, copies: Mapping[int, Tensor]) -> Any:
+    """A value, with the copies of its tensors. No function within ``fill``: one that calls itself would hold the copies until
+    Python collects garbage."""
+    if isinstance(value, tuple) and copies:
+        items = [_own(item, copies) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return copies.get(id(value), value)
