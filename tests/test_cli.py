@@ -98,7 +98,7 @@ def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the workers of the session."""
 
     @contextmanager
-    def shared(given: object) -> Iterator[LocalWorkers]:
+    def shared(given: object, *, threads: int = 1) -> Iterator[LocalWorkers]:
         yield workers
 
     monkeypatch.setattr(processes, "workers", shared)
@@ -118,27 +118,31 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-@pytest.mark.parametrize("command", ["", "show", "check", "train", "inspect", "export", "env"])
+COMMANDS = ["show", "check", "predict", "dryrun", "train", "inspect", "export", "env"]
+
+
+@pytest.mark.parametrize("command", ["", "calibrate", *COMMANDS])
 def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     text = meshwright(*command.split(), "--help").output
     prose = text.partition("╭")[0].strip().splitlines()[1:]
     assert 3 <= len([line for line in prose if line.strip()]) <= 6
     assert max(map(len, prose)) <= 100
     assert text.count(f"meshwright {command}".rstrip() + " ") >= 2 or command == "env"
-    if command in ("show", "check", "train"):
+    if command in ("show", "check", "predict", "dryrun", "train"):
         assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
 
 
-# The commands of the first help are those of the others, with more steps.
+# The commands of the first help are those of the others, with more steps; to measure this machine takes half a minute.
 @pytest.mark.usefixtures("pooled")
 @pytest.mark.parametrize(
-    "command", [pytest.param("", marks=pytest.mark.proof), "show", "check", "train", "inspect", "export", "env"]
+    "command", [*(pytest.param(long, marks=pytest.mark.proof) for long in ("", "calibrate")), *COMMANDS]
 )
 def test_every_example_of_the_help_runs_as_it_stands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     script = f"meshwright() {{ printf '%s\\n' MESHWRIGHT \"$@\" END >&3; }}; torchrun() {{ :; }}\n{examples(command)}"
     subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{script}"], check=True)  # files are made, commands noted
     calls = [call.splitlines()[1:] for call in Path("calls").read_text().split("END\n") if call]

@@ -22,7 +22,6 @@ LADDER = (
     "spmd workers",
     "calls watch",
     "cost",
-    "predict",
     "planning",
     "deferred",
     "runtime.rows runtime.recent runtime.checksum runtime.groups",
@@ -34,7 +33,7 @@ LADDER = (
     "checkpoint",
     "train",
     "api",
-    "cost.compare draw parity target",
+    "cost.compare draw parity target prediction",
     "cli __main__",
 )
 FACADES = {

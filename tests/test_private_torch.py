@@ -34,6 +34,9 @@ from doubled import Doubled
 from meshwright import deferred
 from meshwright.planning.kept import Kept
 from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.prediction.trace import Allocated, Freed, Resized
+from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
+from meshwright.prediction.world import rehearsed_world
 from meshwright.private import (
     TorchDispatchMode,
     autocast_is_on,
@@ -46,6 +49,7 @@ from meshwright.private import (
     held_of,
     hooked,
     in_backward,
+    is_done,
     job_store,
     last_collective,
     python_body,
@@ -91,7 +95,7 @@ aten = torch.ops.aten
 USES = {
     "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _distributed_c10d _functorch \
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
-        _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
+        _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
@@ -99,6 +103,9 @@ USES = {
     "planning/kept.py": "_buffers",
     "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
+    "prediction/world.py": "_internal",
+    "prediction/values.py": "_getframe",  # of sys
+    "prediction/tracker.py": "_cdata _propagate_tensor_meta_non_cached _schema _sharding_prop",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _unsharded_param",
     "runtime/groups.py": "_set_pg_timeout",
@@ -1091,3 +1098,33 @@ def test_fsdp2_learns_of_the_end_of_a_backward_by_a_node_of_this_name():
     (given,) = RegisterPostBackwardFunction.apply(SimpleNamespace(), x)
     assert given._base is x or given._base is None
     assert given.grad_fn.name() == "RegisterPostBackwardFunctionBackward"
+
+
+def test_prediction_world_is_one_rank_of_many_and_gone_afterwards() -> None:
+    with rehearsed_world(5, 8):
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
+        work = dist.isend(torch.zeros(2), 3)
+        assert not work.is_completed()
+        assert is_done(work)
+    assert not dist.is_initialized()
+
+
+def test_prediction_tracker_sees_memory_come_resize_and_go() -> None:
+    resize, shapes_of = torch.UntypedStorage.resize_, sharding_propagator()._propagate_tensor_meta_non_cached
+    tracker = Tracker(nn.Identity(), lambda: None)
+    with followed(tracker):
+        t = torch.empty(4) + 1.0
+        t.untyped_storage().resize_(0)
+        del t
+        with rehearsed_world(0, 2):  # the shapes that DTensor asks for are of the whole, and no memory
+            mesh = init_device_mesh("cpu", (2,))
+            sharded = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], run_check=False)
+            torch._foreach_add_([sharded], 1.0)
+    kinds = [type(event) for event in tracker.trace.events]
+    sizes = [e.nbytes for e in tracker.trace.events if isinstance(e, Allocated)]
+    assert {16, 24} <= set(sizes)
+    assert 48 not in sizes
+    assert [e.nbytes for e in tracker.trace.events if isinstance(e, Resized)] == [0]
+    assert Freed in kinds
+    assert torch.UntypedStorage.resize_ is resize
+    assert sharding_propagator()._propagate_tensor_meta_non_cached is shapes_of

@@ -15,6 +15,7 @@
     watch.watchdog Watch                       ends a job that hangs, with a report
     workers.pool local_workers                 processes on this machine, started once
     parity      check, Report                  the same as one device?
+    prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
     from meshwright.plan import Plan
+    from meshwright.prediction.predict import measure, predict
+    from meshwright.prediction.result import Prediction
     from meshwright.recipe import Recipe
     from meshwright.runtime.job import Job
     from meshwright.watch.watchdog import Watch
@@ -65,6 +68,7 @@ _HOME = {
     "local_workers": "workers.pool",
     "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
+    "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
@@ -83,6 +87,7 @@ __all__ = [
     "Partial",
     "Plan",
     "PlanError",
+    "Prediction",
     "Recipe",
     "RemoteTensor",
     "ReplicaError",
@@ -99,7 +104,9 @@ __all__ = [
     "load_checkpoint",
     "local_workers",
     "make_recipe",
+    "measure",
     "parallelize",
+    "predict",
     "save_checkpoint",
     "shard_map",
 ]

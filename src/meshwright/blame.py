@@ -27,11 +27,15 @@ def called_by_model() -> bool:
     return is_of_model(sys._getframe(2).f_code.co_filename)
 
 
-def model_line() -> str:
-    """The model's source line that is being run; empty outside of one."""
+def model_line(below: str = "") -> str:
+    """The model's source line that is being run; empty outside of one.
+
+    Args:
+        below: a source file of ours that runs the model: what has called it is not the model's.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_of_model(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = frame.f_back if frame.f_code.co_filename != below else None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 

@@ -16,6 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (  # tensors with shapes and no values have no public name
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils import _pytree as pytree  # batches and arguments nest; torch.utils has no public name for it
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # forwards without values, and builds without memory
@@ -265,7 +270,15 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
     return [json.loads(dump(includeCollectives=entries)) for dump in dumps if dump is not None]
 
 
+def is_done(work: Any) -> bool:
+    """Whether a collective has ended. One of a world without other ranks, which ends at once, never says so. Private: torch's
+    backend ``fake`` has no public name for its work."""
+    return bool(work.is_completed()) or type(work).__name__ == "FakeWork"
+
+
 __all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "autocast_is_on",
     "autograd_local",
@@ -273,6 +286,7 @@ __all__ = [
     "compiles",
     "held_of",
     "hooked",
+    "is_done",
     "job_store",
     "last_collective",
     "make_wrapper",
@@ -283,6 +297,7 @@ __all__ = [
     "schemas",
     "set_autograd_local",
     "storage_of",
+    "unset_fake_temporarily",
     "version",
     "without_any_mode",
     "without_dispatch",

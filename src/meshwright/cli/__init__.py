@@ -1,14 +1,16 @@
-"""The command line: ``meshwright show | check | train | inspect | export | env``.
+"""The command line: ``meshwright show | check | predict | dryrun | calibrate | train | inspect | export | env``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
-    --loss, --device ──────────────┴─► train   local workers, or this process under torchrun
+    --loss, --device ──────────────┼─► train   local workers, or this process under torchrun
+    --hardware, --global-batch ────┴─► predict, dryrun   ranks rehearsed, one after the other ─ drawn, or JSON
 
     options      what several commands take
     given        what a command line names, read as a whole
+    subject      what predict and dryrun are asked about: a batch of so many rows, a profile
     processes    local workers; how a command ends
     help         help that teaches
-    show check train inspect export env    the commands, a file each; bar is the progress of one
+    show check predict dryrun calibrate train inspect export env    the commands, a file each; bar is the progress of one
 
 What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
 """
@@ -21,11 +23,14 @@ import sys
 import typer
 
 from meshwright.cli import processes
+from meshwright.cli.calibrate import calibrate
 from meshwright.cli.check import check
+from meshwright.cli.dryrun import dryrun
 from meshwright.cli.env import env
 from meshwright.cli.export import export
 from meshwright.cli.help import Taught, TaughtGroup
 from meshwright.cli.inspect import inspect
+from meshwright.cli.predict import predict
 from meshwright.cli.show import show
 from meshwright.cli.train import train
 
@@ -58,6 +63,10 @@ def main() -> None:
 # what is here; who would hold what of 7 billion parameters
 meshwright env
 meshwright show hf:llama --mesh dp_shard=128,tp=8
+
+# does it fit, and how fast would it be? needs no GPU
+meshwright predict hf:gpt2 --mesh dp_shard=16,tp=4 --hardware h100 --seq 1024 \\
+    --global-batch 64 --set vocab_size=50304,n_layer=2
 
 # is it right? does it train? (4 local processes)
 meshwright check hf:gpt2 --mesh dp_shard=2,tp=2 \\
@@ -131,6 +140,44 @@ END
 meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
 """,
 )(check)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# 64 H100 in 8 nodes: does a step of 64 rows of 1024 tokens fit, and how long does it take?
+meshwright predict hf:gpt2 --mesh dp_shard=16,tp=4 --hardware h100 --seq 1024 \\
+    --global-batch 64 --set vocab_size=50304,n_layer=2
+
+# a pipeline with recompute, over Ethernet, as data
+meshwright predict hf:gpt2 --mesh pp=2,dp_shard=8 --hardware h100 --network roce-100 \\
+    --set n_layer=2,recompute=blocks --json > prediction.json
+""",
+)(predict)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# rank 5 of 64: what lives at its peak, what it exchanges, beside the prediction
+meshwright dryrun hf:gpt2 --rank 5 --mesh dp_shard=16,tp=4 --hardware h100 \\
+    --set vocab_size=50304,n_layer=2
+
+# the last stage of a pipeline, as data
+meshwright dryrun hf:gpt2 --rank 1 --mesh pp=2 --hardware a100 --set n_layer=2 --json > rank.json
+""",
+)(dryrun)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# this machine, measured; then predicted, run, and compared
+meshwright calibrate
+meshwright predict hf:gpt2 --mesh dp_shard=2 --seq 64 --measure \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+
+# processes of two threads each, in a file of its own
+meshwright calibrate --threads 2 --out two-threads.yaml
+""",
+)(calibrate)
 
 app.command(
     cls=Taught,

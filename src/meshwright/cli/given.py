@@ -44,12 +44,14 @@ class Given:
         ranks: int | None = None,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
         check: Callable[[Plan], None] = lambda plan: None,
+        beside: Callable[[], object] = lambda: None,
     ) -> Given:
         """Raises PlanError with every problem of all of them; but if any can be told before the target is imported, which
         takes seconds for a model of transformers, these alone.
 
         Args:
             check: raises PlanError if the command does not fit the plan.
+            beside: raises PlanError with what is wrong with what else the command line names.
         """
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
@@ -58,6 +60,7 @@ class Given:
         if resolved is not None:
             count = rows(_pieces(resolved))
             problems.of(lambda: check(resolved))
+        problems.of(beside)
         problems.of(lambda: check_target(target, settings))
         if target.startswith(HF):
             problems.raise_if_any()
@@ -121,6 +124,15 @@ def _at(plan: Plan, ranks: int | None) -> Plan:
         findings.add(where="--ranks", given=str(ranks), required=required, fix=f"--ranks {plan.mesh.size}")
         findings.raise_if_any()
     return plan
+
+
+def check_rank(mesh: Mesh, rank: int | None) -> None:
+    """Raises PlanError if the mesh lacks the rank."""
+    findings = Findings("this command")
+    if rank is not None and not 0 <= rank < mesh.size:
+        required = f"a rank of {mesh}: 0 to {mesh.size - 1}"
+        findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {mesh.size - 1}")
+    findings.raise_if_any()
 
 
 def _gpus() -> int:

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli import processes
+from meshwright.cli.options import JSONOption
 from meshwright.draw.console import console
 
 
@@ -21,7 +22,7 @@ def inspect(
         bool, typer.Option("--tensors", help="Print a line for each tensor, not for each module")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Compare only the sizes of files; read no file")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: JSONOption = False,
 ) -> None:
     """Show what is in a checkpoint: its step, sizes, and the layout that saved it.
 

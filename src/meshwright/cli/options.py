@@ -25,13 +25,28 @@ RanksOption = Annotated[
 SeqOption = Annotated[
     int | None, typer.Option("--seq", help="Tokens in each row of the batch that an hf: target makes up", min=1)
 ]
+GlobalBatchOption = Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)]
+JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+# Of ``predict`` and ``dryrun``.
+
+HardwareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        help="Profile of the devices: h100 or another that ships, a YAML file, or cpu-local, which calibrate measures; "
+        "default: cpu-local",
+    ),
+]
+NetworkOption = Annotated[
+    str | None, typer.Option("--network", help="Which of the profile's networks joins the nodes; default: its first")
+]
 
 # Of ``train`` alone.
 
 StepsOption = Annotated[
     int, typer.Option(help="Total number of optimizer steps, including those before a resume", min=1)
 ]
-GlobalBatchOption = Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)]
 RateOption = Annotated[float, typer.Option("--lr", help="Learning rate of AdamW")]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder of checkpoints and metrics; default: runs/ and the name of the target")

@@ -82,13 +82,18 @@ def end_at_once(code: object) -> None:
 
 
 @contextmanager
-def workers(given: Given) -> Iterator[LocalWorkers]:
-    """As many local workers as the mesh has ranks; they share the cores."""
+def workers(given: Given, *, threads: int | None = None) -> Iterator[LocalWorkers]:
+    """As many local workers as the mesh has ranks; they share the cores. ``threads``: of each; default its share of them."""
     import torch
 
     from meshwright.workers.pool import local_workers
 
     size = given.plan.mesh.size
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with local_workers(size, device=device, threads=max(1, (os.cpu_count() or 1) // size)) as pool:
+    with local_workers(size, device=device, threads=threads or max(1, (os.cpu_count() or 1) // size)) as pool:
         yield pool
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,12 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli import processes
-from meshwright.cli.given import Given
-from meshwright.cli.options import LossOption, MeshOption, PlanOption, RanksOption, SeqOption, SetOption, TargetArgument
+from meshwright.cli.given import Given, check_rank
+from meshwright.cli.options import (
+    JSONOption,
+    LossOption,
+    MeshOption,
+    PlanOption,
+    RanksOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+)  # fmt: skip
 from meshwright.draw.console import console
 from meshwright.draw.terminal import render
 from meshwright.errors import Findings
-from meshwright.mesh import Mesh
 from meshwright.target import with_rows
 
 
@@ -30,7 +38,7 @@ def show(
         int | None,
         typer.Option(help="Number of pictures of which rank holds which part; default: 3 with --parameter", min=0),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: JSONOption = False,
     loss: LossOption = None,
     seq: SeqOption = None,
     ranks: RanksOption = None,
@@ -51,7 +59,7 @@ def show(
             seq=seq,
             length=8,
             ranks=ranks,
-            check=lambda plan: _check_rank(plan.mesh, rank),
+            check=lambda plan: check_rank(plan.mesh, rank),
         )
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
@@ -73,15 +81,6 @@ def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
         names = {name for row in shard_map.matching(parameter) for name in row.names}
         data["parameters"] = [line for line in data["parameters"] if line["name"] in names]
     return data
-
-
-def _check_rank(mesh: Mesh, rank: int | None) -> None:
-    """Raises PlanError if the mesh lacks the rank."""
-    findings = Findings("this command")
-    if rank is not None and not 0 <= rank < mesh.size:
-        required = f"a rank of {mesh}: 0 to {mesh.size - 1}"
-        findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {mesh.size - 1}")
-    findings.raise_if_any()
 
 
 def _check_parameter(shard_map: Any, parameter: str | None) -> None:

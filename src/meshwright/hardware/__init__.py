@@ -4,6 +4,7 @@ rates        Hardware, GPU_NODE, LOCAL            a few constants, for a first-o
 profile      Profile, Link, Curve, Estimate       a device and its links, with efficiencies by size and scatter
 collectives  collective, Group                    seconds of a collective, by algorithm and by where its ranks stand
 reader       read_profile, profiles               YAML files with units; those that ship are in profiles/
+local        calibrated_file                      where the profile of this machine is
 quantity     read_quantity, spell_quantity        "3.35 TB/s"
 calibrate    calibrate, measured_link             this machine, measured
 
@@ -15,11 +16,13 @@ calibrate    calibrate, measured_link             this machine, measured
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.exchange import measured_link
+from meshwright.hardware.local import CPU_LOCAL, calibrated_file, keep_profile
 from meshwright.hardware.profile import Curve, Estimate, Link, Profile
 from meshwright.hardware.rates import GPU_NODE, LOCAL, Hardware
 from meshwright.hardware.reader import profiles, read_profile
 
 __all__ = [
+    "CPU_LOCAL",
     "GPU_NODE",
     "LOCAL",
     "Curve",
@@ -29,7 +32,9 @@ __all__ = [
     "Link",
     "Profile",
     "calibrate",
+    "calibrated_file",
     "collective",
+    "keep_profile",
     "measured_link",
     "profiles",
     "read_profile",

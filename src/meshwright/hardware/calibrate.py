@@ -42,6 +42,7 @@ def calibrate(
     rounds: int = 5,
     budget: float = 5.0,
     devices_per_node: int = 8,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Profile:
     """A profile of this machine, in which each device is a process with as many threads as torch has here. About 20 seconds.
 
@@ -54,13 +55,21 @@ def calibrate(
         rounds: how often each call is timed.
         budget: seconds for each of six curves; sizes that would exceed it are left out.
         devices_per_node: how many processes the profile's node has.
+        tell: is told what is measured next.
     """
     if device != "cpu":
         raise ValueError(f'calibrate measures "cpu"; given {device!r}. read_profile has the profiles of GPUs')
     meter = Meter(rounds, budget)
+    tell("the host's part of small functions")
     meter.host, backward = _host(meter)
-    products = {dtype: meter.points(_products(dtype, sides)) for dtype in DTYPES}
-    attentions = {dtype: meter.points(_attentions(dtype, lengths)) for dtype in ("float32", "bfloat16")}
+    products, attentions = {}, {}
+    for dtype in DTYPES:
+        tell(f"products of matrices in {dtype}")
+        products[dtype] = meter.points(_products(dtype, sides))
+    for dtype in ("float32", "bfloat16"):
+        tell(f"attention in {dtype}")
+        attentions[dtype] = meter.points(_attentions(dtype, lengths))
+    tell("copies and additions in memory")
     streams = steady(meter.points(_streams(sizes)))
     peak = {dtype: rate(points, CLEAR * meter.host) for dtype, points in products.items()}
     bandwidth = rate(streams, CLEAR * meter.host)

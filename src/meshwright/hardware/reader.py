@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.errors import Finding, Findings, listing, nearest
+from meshwright.hardware.local import CPU_LOCAL, calibrated_file
 from meshwright.hardware.profile import Curve, Link, Profile
 from meshwright.hardware.quantity import EXAMPLES, UNITS, Kind, read_quantity, spell_quantity
 from meshwright.plan.source import KeyPath, Source, example, flow
@@ -69,25 +70,35 @@ def read_profile(name_or_path: str, *, node: str | None = None, network: str | N
     """The profile of this name, or in this file.
 
     Args:
-        name_or_path: a name or alias of a profile that ships (``profiles()``), or the path of a YAML file.
+        name_or_path: a name or alias of a profile that ships (``profiles()``), ``cpu-local`` for the one of this machine
+            (``calibrated_file``), or the path of a YAML file.
         node, network: which of the nodes and networks that the file names; default: the file's own.
 
     Raises PlanError with every problem of the file, or with the names that there are.
     """
     shipped = _folder() / f"{ALIASES.get(name_or_path, name_or_path)}.yaml"
     is_name = shipped.is_file() and "/" not in name_or_path
-    file = shipped if is_name else Path(name_or_path)
+    file = shipped if is_name else calibrated_file() if name_or_path == CPU_LOCAL else Path(name_or_path)
     findings = Findings(f"hardware profile {name_or_path}")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        names = [*profiles(), *ALIASES]
-        near = nearest(name_or_path, names, most=1)
         given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-        required = f"a YAML file, or one of {', '.join(names)}"
-        findings.add(where=name_or_path, given=given, required=required, fix=near[0] if near else names[0])
+        findings.extend([_unread(name_or_path, file, given)])
         raise findings.error() from None
-    return parse_profile(text, file.name if is_name else name_or_path, node=node, network=network)
+    called = file.name if is_name else str(file)
+    return parse_profile(text, called, node=node, network=network)
+
+
+def _unread(name_or_path: str, file: Path, given: str) -> Finding:
+    """What is wrong where there is no such file: the names that there are, and the nearest."""
+    names = [*profiles(), *ALIASES]
+    if name_or_path == CPU_LOCAL:
+        required = f"the profile of this machine, which meshwright calibrate measures; or one of {', '.join(names)}"
+        return Finding(f"{CPU_LOCAL} ({file})", given, required, "meshwright calibrate")
+    near = nearest(name_or_path, [*names, CPU_LOCAL], most=1)
+    required = f"a YAML file, or one of {', '.join(names)}, or {CPU_LOCAL}, which meshwright calibrate measures"
+    return Finding(name_or_path, given, required, near[0] if near else names[0])
 
 
 def parse_profile(text: str, file: str, *, node: str | None = None, network: str | None = None) -> Profile:

@@ -102,7 +102,7 @@ class Shadow(TorchDispatchMode):
         facts = op_facts(func)
         self.effects += facts.draws or not (facts.is_fresh or facts.is_view)
         self.written |= {name for t in targets if self.memory and (name := self.memory.get(storage_of(t)))}
-        if func in _ASSUMED or func in _SIZED:
+        if func in ASSUMED or func in SIZED:
             self.reads += 1
             if tensors[0].is_meta:
                 self.assumed.append((_READS.get(func, str(func)), model_line()))
@@ -119,11 +119,11 @@ class Shadow(TorchDispatchMode):
             if self._origins is not None:
                 self._origins.end(func, args, kwargs, tensors, out)
             return out
-        if func in _SIZED:
+        if func in SIZED:
             self.sized += func is not aten.masked_select.default or tensors[1].is_meta
-            return _SIZED[func](self._held, *args, **kwargs)
-        if func in _ASSUMED:
-            return _ASSUMED[func](*args, **kwargs)
+            return SIZED[func](self._held, *args, **kwargs)
+        if func in ASSUMED:
+            return ASSUMED[func](*args, **kwargs)
         if func in _NO_META:
             return _NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
@@ -131,8 +131,8 @@ class Shadow(TorchDispatchMode):
         with_values = args
         if not all(t.is_meta for t in tensors):
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
-        if func in (*_INDEXED, aten.index_put_.default, aten.index_put.default):
-            gives = func in _INDEXED  # something of as many elements
+        if func in (*INDEXED, aten.index_put_.default, aten.index_put.default):
+            gives = func in INDEXED  # something of as many elements
             args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
         return _by_shapes(func, args, kwargs)
@@ -144,14 +144,14 @@ class Shadow(TorchDispatchMode):
     def _of_other_sizes(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a function of the batch alone; masks by which it selects hold another number than they do, if other
         sizes are asked for: as many as of what has no values."""
-        if func not in _INDEXED or not any(map(_is_mask, args[1])):
+        if func not in INDEXED or not any(map(is_mask, args[1])):
             return args
         self.measured += 1
         self.reads += 1
         if not self._fewer_known and not self._empty:
             return args
         other = torch.zeros_like if self._empty else _of_another
-        return args[0], [other(i) if _is_mask(i) else i for i in args[1]]
+        return args[0], [other(i) if is_mask(i) else i for i in args[1]]
 
     def _held(self, mask: Tensor) -> int:
         """How many elements a mask selects; all, or half of them, if it has no values: meta kernels cannot count."""
@@ -165,7 +165,7 @@ class Shadow(TorchDispatchMode):
 
     def _positions(self, index: Tensor | None, gives: bool) -> list[Tensor | None]:
         """A mask as the positions it holds; ``gives``: of which there are as many as of what the function gives."""
-        if index is None or not _is_mask(index):
+        if index is None or not is_mask(index):
             return [index]
         self.sized += index.is_meta
         self.reads += gives
@@ -173,16 +173,16 @@ class Shadow(TorchDispatchMode):
         return [torch.empty(held, dtype=torch.int64, device=META) for _ in range(index.dim())]
 
 
-_INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)
+INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
 @lru_cache(maxsize=4096)
 def _gives_a_size(func: Any) -> bool:
     """Whether an op gives a tensor whose size follows from values (``repeat_interleave``), and nothing else is known of it."""
-    return torch.Tag.dynamic_output_shape in func.tags and func not in (*_INDEXED, *_SIZED)
+    return torch.Tag.dynamic_output_shape in func.tags and func not in (*INDEXED, *SIZED)
 
 
-def _is_mask(index: Tensor | None) -> bool:
+def is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -269,7 +269,7 @@ def _bincount(held: Held, x: Tensor, weights: Tensor | None = None, minlength: i
 
 
 Held = Callable[[Tensor], int]
-_SIZED: dict[Any, Any] = {  # what they give has a size that follows from values
+SIZED: dict[Any, Any] = {  # what they give has a size that follows from values
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
@@ -278,7 +278,7 @@ _SIZED: dict[Any, Any] = {  # what they give has a size that follows from values
     aten.bincount.default: _bincount,
 }
 
-_ASSUMED: dict[Any, Any] = {
+ASSUMED: dict[Any, Any] = {
     aten._local_scalar_dense.default: _item,
     aten.item.default: _item,
     aten.is_nonzero.default: lambda x: True,

@@ -37,13 +37,16 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import keep_attributes, needs_fsdp, shard_units
 from meshwright.runtime.weights.parameters import (
+    Allocated,
     StandIns,
+    allocate,
     attributes_of,
     cut_parameters,
     fill,
     give_attributes,
     local_part,
     make_gradients_dense,
+    on_device,
     places,
     put_back,
 )
@@ -68,6 +71,7 @@ def apply(
     replanner: Replanner,
     dtype: torch.dtype | None = None,
     transform: Transform | None = None,
+    rehearsed: Allocated | None = None,
 ) -> Job:
     """The job of a recipe. Collective over all ranks.
 
@@ -75,9 +79,10 @@ def apply(
         replanner: plans forwards again, for batches of other shapes than the sample's.
         dtype: what every floating parameter and buffer is cast to after it is initialised.
         transform: (name, whole value) → another value, for tests that want other values than fresh ones.
+        rehearsed: gives what this rank holds memory, if the job is rehearsed without values: then nothing is filled.
     """
     with one_process():
-        recorded = record(build, seed=recipe.seed)
+        recorded = record(build, seed=recipe.seed, draw=rehearsed is None)
     model = recorded.module
     hooks, attributes = take_hooks(model), attributes_of(model)
     make_gradients_dense(model)
@@ -90,7 +95,9 @@ def apply(
     dispatchers = _dispatchers(model, recipe, groups, ledger)
     calls = _module_calls(model, recipe, dispatchers, random)
     shard_units(model, recipe, groups)
-    fill(model, recipe, groups, _values(recorded, dtype, transform))
+    allocate(model, recipe, groups, rehearsed or on_device)
+    if rehearsed is None:
+        fill(model, recipe, groups, _values(recorded, dtype, transform))
     stand_ins = put_back(model, objects)
     give_attributes(model, attributes)
     keep_attributes(model, attributes)
@@ -227,6 +234,13 @@ def _state(p: DTensor) -> tuple[int, bool]:
     return storage_of(held_of(p)), p.requires_grad
 
 
+def _forget_moves(part: Tensor) -> None:
+    """Drops what the dispatcher noted on a tensor. A tensor without values (``FakeTensor``) has attributes of torch's."""
+    noted = vars(part)
+    for name in [name for name in noted if name.startswith("_mw_")]:
+        del noted[name]
+
+
 @dataclass(slots=True)
 class _Part:
     """A parameter's local part, as it was made.
@@ -280,7 +294,7 @@ class LocalParameters:
             if not known.lasts:
                 self._parts.pop(key, None)
             if not isinstance(part, GlobalTensor):
-                part.__dict__.clear()  # a leaf stays; what moves remember of it does not
+                _forget_moves(part)  # a leaf stays; what moves remember of it does not
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
             elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
                 self._parts.pop(key, None)

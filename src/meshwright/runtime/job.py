@@ -228,6 +228,11 @@ class Job:
         return self._division.rows
 
     @property
+    def runner(self) -> Runner:
+        """What runs forwards and backwards of this rank."""
+        return self._runner
+
+    @property
     def waiting(self) -> CommunicationTimer:
         """How long this rank waits for others."""
         return self._runner.waiting

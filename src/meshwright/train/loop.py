@@ -28,7 +28,7 @@ from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import Finding, NonFiniteError
 from meshwright.private import pytree
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.runtime.rows.microbatches import amount_of, rows_of, take_rows
 from meshwright.submesh import bounds
 from meshwright.train.agreement import agree, culprit
 from meshwright.train.metrics import Metrics
@@ -183,7 +183,7 @@ class _Run:
         """One step."""
         job, started = self.job, time.perf_counter()
         batch = next(self.rows)
-        unit, amount = _amount(batch)
+        unit, amount = amount_of(batch)
         loss, norm = job.step(batch), job.clip_grad_norm_(clip)
         verdict = agree(job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started)
         self.stopping = verdict.stop
@@ -288,11 +288,3 @@ def _repeated(job: Job, batch: Any) -> Iterator[Any]:
 
 def _rows(data: Any) -> int:
     return rows_of(data) if isinstance(data, dict | tuple) else len(data)
-
-
-def _amount(batch: Any) -> tuple[str, float]:
-    """What this rank's rows are: tokens, where rows are sequences of integers; else rows."""
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-    tokens = [t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
-    rows = rows_of(batch)
-    return ("tokens", float(rows * tokens[0].shape[1])) if tokens else ("rows", float(rows))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
+from meshwright.private import is_done
 from meshwright.runtime.branches.exchange import as_recorded
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.flight import Flight
@@ -119,7 +120,7 @@ class Transfers:
             self._sent.append((dist.isend(t, group=self._group, group_dst=home), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
-        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        self._sent = [(w, t) for w, t in self._sent if not is_done(w)]
 
     def _send_values(self, action: Action, flight: Flight) -> None:
         graph, tensors = self._programs[action.microbatch].graph, []

@@ -45,6 +45,13 @@ def rows_of(batch: Any) -> int:
     raise ValueError("a batch needs at least one tensor with rows (dim 0)")
 
 
+def amount_of(batch: Any) -> tuple[str, float]:
+    """What the rows of a batch are, and how many: tokens, where rows are sequences of integers; else rows."""
+    tokens = [t for t in tensors_in(batch) if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
+    rows = rows_of(batch)
+    return ("tokens", float(rows * tokens[0].shape[1])) if tokens else ("rows", float(rows))
+
+
 def take_rows(batch: Any, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
     rows = rows_of(batch)

@@ -24,6 +24,8 @@ from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import locally
 
 Values = Callable[[ParameterRecipe], Tensor]
+Allocated = Callable[[Tensor, torch.device], Tensor]
+"""A tensor, and a device → the same there; of one on meta, memory of its shape."""
 Attributes = Mapping[str, Mapping[str, Any]]
 """Parameter → its attributes, by name."""
 StandIns = dict[int, tuple[Tensor, DTensor]]
@@ -84,22 +86,29 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Gro
     return nn.Parameter(whole, requires_grad=p.requires_grad)
 
 
-def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
-    """Allocates what this rank holds and fills it, one parameter at a time; buffers move to the device."""
+def allocate(model: nn.Module, recipe: Recipe, groups: Groups, allocated: Allocated) -> None:
+    """Gives what this rank holds memory, and no values yet; buffers move to the device.
+
+    ``allocated``: (tensor, device) → the same on the device; of one on meta, memory of its shape.
+    """
     made: dict[int, nn.Parameter] = {}
-    held = {line.name for line in recipe.parameters if recipe.holds(line, groups.rank)}
-    elsewhere = {id(p) for name, _, _, p in places(model) if recipe.by_name[name].name not in held}
+    elsewhere = {id(p) for name, _, _, p in places(model) if not recipe.holds(recipe.by_name[name], groups.rank)}
+    # replace_tensors would untie plain parameters: it makes each place anew.
+    plain = {id(p) for _, _, _, p in places(model) if p.is_meta and not isinstance(p, DTensor)}
+    replace_tensors(model, lambda t: t if id(t) in plain or id(t) in elsewhere else allocated(t, groups.device))
     for _, module, key, p in list(places(model)):
-        # replace_tensors would untie plain ones: it makes each place anew.
-        if p.is_meta and not isinstance(p, DTensor) and id(p) not in elsewhere:
+        if id(p) in plain and id(p) not in elsewhere:
             if id(p) not in made:
-                made[id(p)] = nn.Parameter(torch.empty_like(p, device=groups.device), requires_grad=p.requires_grad)
+                made[id(p)] = nn.Parameter(allocated(p.detach(), groups.device), requires_grad=p.requires_grad)
             setattr(module, key, made[id(p)])
-    replace_tensors(model, lambda t: t if id(t) in elsewhere else _allocated(t, groups.device))
+
+
+def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
+    """Fills what this rank holds, one parameter at a time."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for line in recipe.parameters:
-            if line.name in held:
+            if recipe.holds(line, groups.rank):
                 mine = take_slices(values(line), recipe.held(line, groups.rank))
                 local_tensor(named[line.name]).copy_(mine.to(groups.device))
 
@@ -123,7 +132,8 @@ def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
     return stand_ins
 
 
-def _allocated(t: Tensor, device: torch.device) -> Tensor:
+def on_device(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; of one on meta, memory of its shape."""
     return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 

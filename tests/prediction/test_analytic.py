@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from meshwright.predict.analytic import (
+from meshwright.prediction.analytic import (
     Layer,
     first_stage_activations,
     layer_activations,

@@ -1,0 +1,126 @@
+"""``meshwright predict``: memory and time of a step, before it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import processes
+from meshwright.cli.options import (
+    GlobalBatchOption,
+    HardwareOption,
+    JSONOption,
+    LossOption,
+    MeshOption,
+    NetworkOption,
+    PlanOption,
+    RanksOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+)  # fmt: skip
+from meshwright.cli.subject import Subject, quiet
+from meshwright.draw.console import console
+from meshwright.errors import Findings
+from meshwright.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.hardware.profile import Profile
+    from meshwright.prediction.result import Prediction
+
+
+def predict(
+    target: TargetArgument,
+    mesh: MeshOption = None,
+    plan: PlanOption = None,
+    set_: SetOption = None,
+    hardware: HardwareOption = None,
+    network: NetworkOption = None,
+    global_batch: GlobalBatchOption = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run some steps in local processes, and print both with errors")
+    ] = False,
+    as_json: JSONOption = False,
+    loss: LossOption = None,
+    seq: SeqOption = None,
+    ranks: RanksOption = None,
+) -> None:
+    """Predict memory and time of a training step under a plan, before it runs.
+
+    The run's own code is run for one rank of each role, without values and without
+    other ranks; a profile of the hardware turns its work into seconds. Starts no
+    process and needs no GPU, so the mesh may have a thousand ranks. Exit code: 0 if
+    the plan fits the devices' memory, 1 if not.
+    """
+    with processes.told():
+        subject = Subject.read(
+            target, mesh, plan, set_, loss,
+            hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
+            check=_check_measurable if measure else lambda plan, profile: None,
+        )  # fmt: skip
+        with quiet():
+            predicted = _predicted(subject)
+        measured = _measured(subject) if measure else None
+        if as_json:
+            print(json.dumps(_data(subject, predicted, measured)))
+        else:
+            _draw(subject, predicted, measured)
+    raise typer.Exit(0 if predicted.fits else 1)
+
+
+def _predicted(subject: Subject) -> Prediction:
+    from meshwright.prediction.predict import predict as mw_predict
+
+    given = subject.given
+    return mw_predict(given.target.build, subject.batch, given.plan, hardware=subject.profile, loss=given.loss)
+
+
+def _measured(subject: Subject) -> Prediction:
+    """The same of a run in local workers, with as many threads each as the profile was measured with."""
+    from meshwright.prediction.predict import measure as mw_measure
+
+    given, threads = subject.given, max(1, processes.cores() // subject.profile.cores)
+    with processes.workers(given, threads=threads) as workers:
+        return mw_measure(given.target.build, subject.batch, given.plan, loss=given.loss, workers=workers)
+
+
+def _check_measurable(plan: Plan, profile: Profile) -> None:
+    """Raises PlanError if what is predicted is not of this machine's processes, or if they would be too many."""
+    findings, most = Findings("this command"), max(8, 4 * processes.cores())
+    if not profile.cores:
+        findings.add(
+            where="--measure",
+            given=f"--hardware {profile.name}, and a run on this machine's CPUs to compare with",
+            required="the profile of this machine, which meshwright calibrate measures",
+            fix="--hardware cpu-local",
+        )
+    if plan.mesh.size > most:
+        findings.add(
+            where="--measure",
+            given=f"{plan.mesh}: {plan.mesh.size} local processes",
+            required=f"at most {most} on {processes.cores()} cores",
+            fix="leave out --measure",
+        )
+    findings.raise_if_any()
+
+
+def _data(subject: Subject, predicted: Prediction, measured: Prediction | None) -> dict[str, Any]:
+    """Both as plain values."""
+    from meshwright.runtime.rows.microbatches import amount_of
+
+    unit, amount = amount_of(subject.batch)
+    data = predicted.json() | {"unit": unit, "amount": amount, "rate": amount / predicted.seconds.seconds}
+    if measured is None:
+        return data
+    return data | {"measured": measured.json(), "errors": predicted - measured}
+
+
+def _draw(subject: Subject, predicted: Prediction, measured: Prediction | None) -> None:
+    from meshwright.draw.prediction import beside, drawn
+    from meshwright.runtime.rows.microbatches import amount_of
+
+    console().print(drawn(predicted, *amount_of(subject.batch)))
+    if measured is not None:
+        console().print(beside(predicted, measured))

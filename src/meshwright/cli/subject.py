@@ -1,0 +1,141 @@
+"""What ``predict`` and ``dryrun`` are asked about: a target under a plan, a batch of so many rows, and a profile."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.given import Given
+from meshwright.errors import Findings, PlanError
+from meshwright.plan import Plan
+from meshwright.target import HF, with_rows
+
+if TYPE_CHECKING:  # hardware is read by the commands that need it
+    from meshwright.hardware.profile import Profile
+
+_FEW = 8  # rows that a made-up batch is made of; where it has more, they repeat
+LENGTH = 128  # tokens of a row where none are said, as ``train`` has them
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is asked about.
+
+    Attributes:
+        given: what the command line names.
+        batch: of all data ranks together.
+        profile: of the hardware.
+    """
+
+    given: Given
+    batch: Any
+    profile: Profile
+
+    @staticmethod
+    def read(
+        target: str,
+        mesh: str | None,
+        plan: str | None,
+        sets: Sequence[str] | None,
+        loss: str | None,
+        *,
+        hardware: str | None,
+        network: str | None,
+        global_batch: int | None,
+        seq: int | None,
+        ranks: int | None,
+        check: Callable[[Plan, Profile], None] = lambda plan, profile: None,
+    ) -> Subject:
+        """Raises PlanError with every problem of all of it.
+
+        Args:
+            check: raises PlanError if the command does not fit the plan or the profile.
+        """
+
+        def fits(plan: Plan) -> None:
+            _check_rows(plan, global_batch)
+            try:
+                profile = named_profile(hardware, network)
+            except PlanError:
+                return  # told by itself
+            _check_nodes(plan, profile)
+            check(plan, profile)
+
+        given = Given.read(
+            target, mesh, plan, sets, loss, "cpu",
+            seq=seq, length=LENGTH, ranks=ranks, rows=lambda pieces: min(_FEW, global_batch or _rows(pieces)),
+            check=fits, beside=lambda: named_profile(hardware, network),
+        )  # fmt: skip
+        made_up = given.target.spec.startswith(HF) and "batch_size" not in given.settings
+        rows = global_batch or (_rows(given.pieces) if made_up else None)
+        batch = _batch(given.target.batch, rows, given.pieces)
+        return Subject(given, batch, named_profile(hardware, network))
+
+
+def named_profile(hardware: str | None, network: str | None) -> Profile:
+    """The profile that a command line names; without a name, that of this machine.
+
+    Raises:
+        PlanError: there is none of this name, or no such network in it; or this machine has not been measured.
+    """
+    from meshwright.hardware.local import CPU_LOCAL, calibrated_file
+    from meshwright.hardware.reader import ALIASES, profiles, read_profile
+
+    if hardware is None and not calibrated_file().is_file():
+        findings = Findings("this command")
+        findings.add(
+            where="--hardware",
+            given=f"nothing, and no profile of this machine ({calibrated_file()})",
+            required=f"one of {', '.join([*profiles(), *ALIASES])}; a YAML file; or this machine: meshwright calibrate",
+            fix="--hardware h100",
+        )
+        raise findings.error()
+    return read_profile(hardware or CPU_LOCAL, network=network)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For its time nothing is told of what torch warns of: a run would tell it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _rows(pieces: int) -> int:
+    """A small global batch that divides, as ``train`` has it."""
+    return pieces * math.ceil(8 / pieces)
+
+
+def _check_rows(plan: Plan, global_batch: int | None) -> None:
+    """Raises PlanError if the rows do not divide over data ranks and microbatches."""
+    from meshwright.runtime.rows.batches import check_global_batch
+
+    if global_batch is not None:
+        check_global_batch(global_batch, plan.mesh, plan.pieces)
+
+
+def _check_nodes(plan: Plan, profile: Profile) -> None:
+    """Raises PlanError if the mesh is larger than a node, and the profile has no network."""
+    findings = Findings("this command")
+    if plan.mesh.size > profile.devices_per_node and profile.network is None:
+        findings.add(
+            where="--hardware",
+            given=f"{profile.name}: {profile.devices_per_node} devices in a node, and no network",
+            required=f"a profile with networks, for the {plan.mesh.size} ranks of {plan.mesh}",
+            fix="--hardware h100",
+        )
+    findings.raise_if_any()
+
+
+def _batch(batch: Any, rows: int | None, pieces: int) -> Any:
+    """A batch with so many rows; without a number, with those that it has, and at least one for each piece."""
+    from meshwright.runtime.rows.microbatches import rows_of, take_rows
+
+    if rows is None:
+        return with_rows(batch, pieces)
+    more = with_rows(batch, rows)
+    return more if rows_of(more) == rows else take_rows(more, 0, rows)

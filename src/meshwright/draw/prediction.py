@@ -1,0 +1,308 @@
+"""A prediction for the terminal: memory of each role, what lives at its peak, and where the time of a step goes.
+
+role     ranks  peak     at   on a device  of 79.2 GiB
+stage 0  0–3    3.4 GiB  0F3  4.0–4.2 GiB  █░           5 %, fits, 75.0 GiB left
+
+compute                      1.27 ms  75 %  ███████████████
+communication over tp        0.43 ms  25 %                 █████
+a step                       1.70 ms        1.3 ms to 2.2 ms
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.draw.text import count_text, ranks_text, size_text
+from meshwright.errors import source_place
+from meshwright.names import few, fold_names
+
+if TYPE_CHECKING:  # predictions are made where torch is loaded
+    from meshwright.prediction.dryrun import DryRun
+    from meshwright.prediction.memory import Memory
+    from meshwright.prediction.result import Prediction
+    from meshwright.prediction.roles import Role
+
+_MOST = 16  # roles in the table of memory, and ranks in that of measurements
+_ITEMISED = 5  # roles whose memory is itemised
+_SITES = 8  # places that made what lives at the peak
+_WIDE, _NARROW = 40, 10  # columns of the bars of time, and of memory
+_CAPTION = "at: the action of the schedule (stage, F: forward, B: backward, microbatch), or the phase of the step"
+
+
+def drawn(prediction: Prediction, unit: str, amount: float) -> RenderableType:
+    """A prediction.
+
+    Args:
+        unit, amount: what a step works on: so many tokens, or rows.
+    """
+    ranks = sum(role.count for role in prediction.roles)
+    heading = Text.assemble(
+        (f"{prediction.mesh}: {ranks} rank{'s' * (ranks > 1)}", "bold"),
+        f" on {prediction.hardware}, {count_text(amount)} {unit} a step",
+    )
+    largest = max(prediction.roles, key=lambda role: prediction.memories[role.rank].peak)
+    return Group(
+        heading,
+        *_titled("memory of a rank", _memory(prediction), Text(_CAPTION, style="dim")),
+        *_titled("what it is", _items(prediction)),
+        *_alive(largest.name, prediction.memories[largest.rank]),
+        *_titled("seconds of a step", _waterfall(prediction)),
+        Text(),
+        _rate(prediction, unit, amount),
+        *_notes(prediction.notes),
+    )
+
+
+def beside(predicted: Prediction, measured: Prediction) -> RenderableType:
+    """What was predicted and what was measured, with signed errors: of the step, and of the peak of each rank."""
+    table = _table(("", "ranks"), ("predicted", "measured", "error"))
+    errors = predicted - measured
+    table.add_row(
+        "a step", "all", _duration(predicted.seconds.seconds), _duration(measured.seconds.seconds),
+        _signed(errors["seconds"]),
+    )  # fmt: skip
+    for role in measured.roles[:_MOST]:
+        before, after = predicted.memory(role.rank).peak, measured.memory(role.rank).peak
+        error = _signed(errors[f"memory of rank {role.rank}"])
+        table.add_row("memory", str(role.rank), size_text(before), size_text(after), error)
+    if len(measured.roles) > _MOST:
+        table.add_row("…", *[""] * 4)
+    low, high = predicted.seconds.low, predicted.seconds.high
+    within = low <= measured.seconds.seconds <= high
+    said = f"the measured step is {'within' if within else 'outside of'} the predicted interval, {_between(low, high)}"
+    return Group(*_titled("predicted and measured", table), Text(said))
+
+
+def rehearsed(run: DryRun) -> RenderableType:
+    """What one rank does in a step, beside what is predicted of its role."""
+    same = run.rank == run.role.rank
+    heading = Text.assemble(
+        (f"rank {run.rank} of {run.mesh}", "bold"),
+        f" on {run.hardware}: {run.role.name}, with {run.role.count} rank{'s' * (run.role.count > 1)} alike",
+    )
+    alone = f"rank {run.rank} is the rank that predict rehearses for {run.role.name}: both are this rehearsal"
+    return Group(
+        heading,
+        *_titled(f"memory at the peak ({run.memory.when})", _compared(run)),
+        *((Text(alone, style="dim"),) if same else ()),
+        *_alive(f"rank {run.rank}", run.memory),
+        *_exchanges(run),
+        Text(),
+        Text(f"{run.functions:,} functions in a step, {count_text(run.flops)}flop"),
+        *_notes(run.notes),
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(prediction: Prediction) -> Table:
+    """A line for each role: what lives at its peak, what a device must have for it, and whether the device has that."""
+    of = f"of {size_text(prediction.capacity)}" if prediction.capacity else ""
+    table = _table(("role", "ranks"), ("peak", "at", "on a device"), (of,))
+    for role in prediction.roles[:_MOST]:
+        memory = prediction.memories[role.rank]
+        low, high = prediction.device_bytes(role.rank)
+        table.add_row(
+            role.name, ranks_text(role.ranks), size_text(memory.peak), memory.when, _sizes(low, high),
+            _filled(low, high, prediction.capacity) + _verdict(high, prediction.capacity),
+        )  # fmt: skip
+    if len(prediction.roles) > _MOST:
+        table.add_row("…", *[""] * 5)
+    return table
+
+
+def _filled(low: int, high: int, capacity: int) -> Text:
+    """How much of a device is taken: what lives, and what its allocator may hold besides; then the share of both."""
+    full, held = (min(_NARROW, round(_NARROW * nbytes / capacity)) for nbytes in (low, high))
+    style = "green" if high <= capacity else "red"
+    share = f" {100 * high / capacity:3.0f} %, "
+    return Text.assemble(("█" * full + "░" * (held - full), style), "·" * (_NARROW - held), share)
+
+
+def _verdict(high: int, capacity: int) -> Text:
+    if high <= capacity:
+        return Text(f"fits, {size_text(capacity - high)} left", style="green")
+    return Text(f"does not fit: {size_text(high - capacity)} too much", style="bold red")
+
+
+def _items(prediction: Prediction) -> RenderableType:
+    """What lives at the peak, a line for each kind and a column for each role: those that need most, if they are many."""
+    by_peak = sorted(prediction.roles, key=lambda role: -prediction.memories[role.rank].peak)[:_ITEMISED]
+    shown = [role for role in prediction.roles if role in by_peak]
+    left = len(prediction.roles) - len(shown)
+    others = Text(f"and {left} role{'s' * (left > 1)} that need no more than these", style="dim")
+    table = _itemised(shown, [prediction.memories[role.rank] for role in shown])
+    return Group(table, others) if left else table
+
+
+def _itemised(roles: Sequence[Role], memories: Sequence[Memory]) -> Table:
+    table = _table(("",), tuple(role.name for role in roles))
+    for kind in _kinds(memories):
+        table.add_row(kind, *(_amount(memory.items.get(kind, 0)) for memory in memories))
+    table.add_section()
+    table.add_row("all", *(size_text(memory.peak) for memory in memories))
+    return table
+
+
+def _kinds(memories: Sequence[Memory]) -> list[str]:
+    """The kinds of what lives, the largest first."""
+    most: dict[str, int] = defaultdict(int)
+    for memory in memories:
+        for kind, nbytes in memory.items.items():
+            most[kind] = max(most[kind], nbytes)
+    return sorted(most, key=lambda kind: -most[kind])
+
+
+def _compared(run: DryRun) -> Table:
+    """A line for each kind: rehearsed, predicted, and the difference."""
+    table = _table(("",), (f"rank {run.rank}", f"predicted (rank {run.role.rank})", "error"))
+    mine, predicted = run.memory, run.predicted
+    for kind in _kinds((mine, predicted)):
+        a, b = mine.items.get(kind, 0), predicted.items.get(kind, 0)
+        table.add_row(kind, _amount(a), _amount(b), _signed(b / a - 1) if a else "")
+    table.add_section()
+    error = _signed(predicted.peak / mine.peak - 1) if mine.peak else ""
+    table.add_row("all", size_text(mine.peak), size_text(predicted.peak), error)
+    return table
+
+
+def _alive(who: str, memory: Memory) -> Iterator[RenderableType]:
+    """Where the activations and temporaries that live at the peak were made; equal places of repeated blocks are one line."""
+    sites = _folded(memory)
+    if not sites:
+        return
+    table = _table(("module", "line", "function"), ("bytes",))
+    for module, line, function, nbytes in sites[:_SITES]:
+        table.add_row(module, line, function, size_text(nbytes))
+    if len(sites) > _SITES:
+        rest = sum(nbytes for *_, nbytes in sites[_SITES:])
+        table.add_row(f"{len(sites) - _SITES} more places", "", "", size_text(rest))
+    yield from _titled(f"activations and temporaries alive at the peak of {who}", table)
+
+
+def _folded(memory: Memory) -> list[tuple[str, str, str, int]]:
+    """(modules, line, function, bytes), the largest first: what one line made with one function, in modules alike."""
+    made: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for (module, line, function), nbytes in memory.sites.items():
+        made[line, function][module] = nbytes
+    folded = [
+        (_modules(modules, line), _place(line), function, sum(modules.values()))
+        for (line, function), modules in made.items()
+    ]
+    return sorted(folded, key=lambda site: -site[3])
+
+
+def _modules(modules: Iterable[str], line: str) -> str:
+    named = few([folded.label for folded in fold_names(filter(None, modules))], 2)
+    return named or ("–" if line else "outside of the model")
+
+
+def _place(line: str) -> str:
+    file, _, number = line.rpartition(":")
+    return source_place(file, int(number)) if file else "–"
+
+
+def _exchanges(run: DryRun) -> Iterator[RenderableType]:
+    if run.exchanges:
+        table = _table(("collective", "axis"), ("calls", "bytes"))
+        for one in run.exchanges:
+            table.add_row(one.kind, one.axis, str(one.calls), size_text(one.nbytes))
+        yield from _titled("collectives of a step", table)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def _waterfall(prediction: Prediction) -> Table:
+    """The terms of a step, each beginning where the one before ends."""
+    seconds = prediction.seconds
+    table = _table(("",), ("", ""), ("",))
+    table.show_header = False
+    done, whole = 0.0, sum(seconds.waterfall.values()) or 1.0
+    for term, took in seconds.waterfall.items():
+        start, stop = (round(_WIDE * at / whole) for at in (done, done + took))
+        bar = Text.assemble(" " * start, ("█" * (stop - start) or "▏", _style(term)))
+        table.add_row(term, _duration(took), f"{100 * took / whole:.0f} %", bar)
+        done += took
+    table.add_section()
+    table.add_row("a step", _duration(seconds.seconds), "", _between(seconds.low, seconds.high))
+    return table
+
+
+def _style(term: str) -> str:
+    if term == "compute":
+        return "green"
+    return "yellow" if term.startswith("communication") else "cyan" if term in ("clip", "optimizer") else "red"
+
+
+def _rate(prediction: Prediction, unit: str, amount: float) -> Text:
+    """Tokens or rows a second, of all ranks and of one."""
+    seconds, ranks = prediction.seconds, sum(role.count for role in prediction.roles)
+    if not seconds.seconds:
+        return Text()
+    mean, low, high = (amount / s for s in (seconds.seconds, seconds.high, seconds.low))
+    each = f", {count_text(mean / ranks)} a rank" if ranks > 1 else ""
+    return Text.assemble(
+        (f"{count_text(mean)} {unit} a second", "bold"), f" ({count_text(low)} to {count_text(high)}){each}"
+    )
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _titled(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
+    yield from (Text(), Text(title, style="bold"), *parts)
+
+
+def _table(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in left:
+        table.add_column(title)
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
+    for title in last:
+        table.add_column(title, no_wrap=True)
+    return table
+
+
+def _notes(notes: Sequence[str]) -> Iterator[RenderableType]:
+    if notes:
+        yield Text("\nnotes", style="bold")
+    for note in notes:
+        yield Text(f"  {note}")
+
+
+def _amount(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else "–"
+
+
+def _sizes(low: int, high: int) -> str:
+    """Two sizes as a range, with one unit if they have the same: ``2.1–2.2 GiB``."""
+    (least, unit), (_, other) = size_text(low).split(), size_text(high).split()
+    if size_text(low) == size_text(high):
+        return size_text(high)
+    return f"{least}–{size_text(high)}" if unit == other else f"{size_text(low)} to {size_text(high)}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds, in a unit that leaves a small number."""
+    for unit, least in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _between(low: float, high: float) -> str:
+    return f"{_duration(low)} to {_duration(high)}"
+
+
+def _signed(error: float) -> str:
+    return f"{100 * error:+.1f} %"

@@ -1,1 +1,0 @@
-"""Memory and time of a training step before it runs."""

@@ -1,0 +1,176 @@
+"""Seconds of what a rank does: functions on the device, the host that calls them, and collectives, overlapped as a run does.
+
+| what | equation | where |
+| --- | --- | --- |
+| a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
+| a collective | α–β by algorithm and by where its group stands | `meshwright.hardware.collectives` |
+| host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `_Playing.end` |
+| a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
+| a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
+| any other collective | nothing runs beside it | `_Playing.exchange` |
+
+FSDP2 prefetches one unit ahead, which is the second but last line (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.profile import NOTHING, Estimate, Profile
+from meshwright.mesh import Mesh
+from meshwright.prediction.trace import Began, Collective, Event, Op, Trace
+from meshwright.schedule import Action
+
+DATA = ("dp_replicate", "dp_shard")
+
+
+@dataclass
+class Spent:
+    """Seconds of one action or phase.
+
+    Attributes:
+        device: of functions.
+        host: that the device waits for the host; on a CPU, all of the host's.
+        exposed: axis → of its collectives, what nothing runs beside.
+    """
+
+    device: Estimate = NOTHING
+    host: Estimate = NOTHING
+    exposed: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Estimate:
+        return Estimate.total([self.device, self.host, *self.exposed.values()])
+
+    def expose(self, axis: str, seconds: Estimate) -> None:
+        self.exposed[axis] = self.exposed.get(axis, NOTHING) + seconds
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One action or phase of a rank's step, in order."""
+
+    what: Action | str
+    spent: Spent
+    sends: int = 0
+
+
+class Clock:
+    """Plays the trace of one rank.
+
+    Args:
+        queue: whether the device has a queue, which the host fills: then host and device work side by side.
+    """
+
+    def __init__(self, profile: Profile, mesh: Mesh, rank: int) -> None:
+        self._profile, self._mesh, self._rank = profile, mesh, rank
+        self._queue = profile.cores == 0
+        self._axes: dict[tuple[int, ...], tuple[str, Group]] = {}
+
+    def phases(self, trace: Trace) -> list[Phase]:
+        """Each action and phase of the last step of a trace, with its seconds."""
+        return [self._phase(what, events) for what, events in last_step(trace)]
+
+    def _phase(self, what: Action | str, events: Sequence[Event]) -> Phase:
+        played = _Playing()
+        backward = isinstance(what, Action) and what.kind in ("B", "I", "W")
+        host = self._profile.host_backward if backward else self._profile.host
+        sends = 0
+        for event in events:
+            if isinstance(event, Op):
+                played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
+                played.host += Estimate(host, self._profile.scatter)
+            elif isinstance(event, Collective) and event.kind == "send":
+                sends += event.nbytes
+            elif isinstance(event, Collective) and event.kind != "recv":
+                self._collective(event, played)
+        return Phase(what, played.end(queue=self._queue), sends)
+
+    def _collective(self, event: Collective, played: _Playing) -> None:
+        axis, group = self._where(event.ranks)
+        if group.ranks == 1:
+            return
+        seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
+        overlaps = self._queue and axis in (*DATA, "·".join(DATA)) and event.kind in ("all_gather", "reduce_scatter")
+        if not overlaps:
+            played.exchange(axis, seconds)
+        elif event.kind == "all_gather":
+            played.gather(axis, seconds)
+        else:
+            played.reduce(axis, seconds)
+
+    def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
+        """The axes along which the ranks of a group differ, and where they stand."""
+        if ranks not in self._axes:
+            per_node = self._profile.devices_per_node
+            nodes = [rank // per_node for rank in ranks]
+            here = max(nodes.count(node) for node in set(nodes))
+            self._axes[ranks] = axes_of(self._mesh, ranks), Group(len(ranks), here)
+        return self._axes[ranks]
+
+
+class _Playing:
+    """The clocks of one action: of what computes, and of gathers and reductions that run beside it."""
+
+    def __init__(self) -> None:
+        self.device = self.host = NOTHING
+        self._spent = Spent()
+        self._begun = 0.0  # of the unit that computes
+        self._gathering = self._reducing = 0.0  # until when
+        self._gathers: dict[str, float] = {}
+        self._reduces: tuple[str, Estimate] = ("", NOTHING)
+
+    @property
+    def now(self) -> float:
+        return Estimate.total([self.device, *self._spent.exposed.values()]).seconds
+
+    def exchange(self, axis: str, seconds: Estimate) -> None:
+        """A collective that nothing runs beside."""
+        self._spent.expose(axis, seconds)
+
+    def gather(self, axis: str, seconds: Estimate) -> None:
+        """A gather that began with the unit before; what follows waits for it."""
+        self._gathering = max(self._gathering, self._begun) + seconds.seconds
+        if (wait := self._gathering - self.now) > 0:
+            self._spent.expose(axis, Estimate(wait, seconds.scatter))
+        self._begun = self.now
+
+    def reduce(self, axis: str, seconds: Estimate) -> None:
+        """A reduction that runs beside what follows."""
+        self._reducing = max(self._reducing, self.now) + seconds.seconds
+        self._reduces = axis, seconds
+
+    def end(self, *, queue: bool) -> Spent:
+        axis, seconds = self._reduces
+        if (wait := self._reducing - self.now) > 0:
+            self._spent.expose(axis, Estimate(wait, seconds.scatter))
+        self._spent.device = self.device
+        behind = self.host.seconds - self.now if queue else self.host.seconds
+        self._spent.host = Estimate(max(0.0, behind), self.host.scatter)
+        return self._spent
+
+
+def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
+    """The actions and phases of the last step."""
+    phases: list[tuple[Action | str, list[Event]]] = []
+    for event in trace.events:
+        if isinstance(event, Began):
+            if isinstance(event.what, str) and event.what.startswith("step"):
+                phases = []
+            phases.append((event.what, []))
+        elif phases:
+            phases[-1][1].append(event)
+    return phases
+
+
+def axes_of(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """The axes along which ranks differ, joined by dots: ``dp_replicate·dp_shard``."""
+    at = [mesh.coordinate(rank) for rank in ranks]
+    return "·".join(axis for axis, _ in mesh.axes if len({where.get(axis, 0) for where in at}) > 1)
+
+
+def total(phases: Iterable[Phase]) -> Estimate:
+    """Seconds of phases, one after another."""
+    return Estimate.total(phase.spent.total for phase in phases)

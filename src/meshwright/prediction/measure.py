@@ -1,0 +1,146 @@
+"""What a rank of a run on this machine takes: bytes as torch's own allocator counts them, and seconds of a step.
+
+The allocator reports every allocation and release to torch's profiler: those within kernels and backends too, of which no
+dispatch mode sees anything. A release by a thread of a backend's is not reported. So at the begin of each step the bytes that
+live are counted anew, from the tensors that Python's garbage collector knows.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.api import parallelize
+from meshwright.plan import Plan
+from meshwright.prediction.rehearsal import MakeOptimizer
+from meshwright.private import storage_of
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.batch import copied, tensors_in
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.submesh import bounds
+
+_STEP = "meshwright.step"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank.
+
+    Attributes:
+        peaks: bytes that lived at most in each step; the first tries how rows combine, too.
+        kept: bytes that lived between steps, after the first.
+        seconds: of each step without the profiler, from barrier to barrier.
+    """
+
+    peaks: tuple[int, ...]
+    kept: int
+    seconds: tuple[float, ...]
+
+    @property
+    def peak(self) -> int:
+        """The peak of a step after the first: the median of them."""
+        return round(statistics.median(self.peaks[1:]))
+
+
+def measured_rank(
+    build: Any, batch: Any, plan: Plan, loss: Loss, optimizer: MakeOptimizer, max_norm: float | None, steps: int
+) -> Measured:
+    """Runs steps, and measures them. Collective: every rank calls it alike.
+
+    Args:
+        batch: of all data ranks together.
+        steps: at least 2, of which memory is measured; as many again are timed.
+    """
+    job = parallelize(build, plan.replace(verify=0), batch=batch, loss=loss)
+    mesh = job.recipe.mesh
+    rows = copied(take_rows(batch, *bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]))
+    run = _Steps(job, rows, optimizer(job.parameters()), max_norm)
+    held = _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])
+    others = _bytes(_living()) - held  # of the process, as it was before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(steps):
+            with record_function(_STEP):
+                run.step()
+    between = _bytes(_living()) - others
+    kept = _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows), *run.states()])
+    return Measured(_peaks(profiler, held, between), kept, tuple(run.timed() for _ in range(steps)))
+
+
+class _Steps:
+    """Steps of a job with its optimizer."""
+
+    def __init__(self, job: Job, rows: Any, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+        self._job, self._rows, self._optimizer, self._max_norm = job, rows, optimizer, max_norm
+
+    def step(self) -> None:
+        self._job.step(self._rows)
+        if self._max_norm is not None:
+            self._job.clip_grad_norm_(self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def timed(self) -> float:
+        """Seconds of a step, of the slowest rank."""
+        dist.barrier()
+        started = time.perf_counter()
+        self.step()
+        dist.barrier()
+        return time.perf_counter() - started
+
+    def states(self) -> list[Tensor]:
+        return [t for state in self._optimizer.state.values() for t in tensors_in(state)]
+
+
+def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
+    """Of the storages of tensors, each once."""
+    storages = {
+        storage_of(held): held.untyped_storage().nbytes()
+        for t in tensors
+        if not t.is_meta
+        for held in [local_tensor(t)]
+    }
+    return sum(storages.values())
+
+
+def _living() -> list[Tensor]:
+    """Every tensor that Python's garbage collector knows, and that has memory here."""
+    gc.collect()
+    living = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
+    return [
+        t for t in living if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout is torch.strided
+    ]
+
+
+def _peaks(profiler: Any, held: int, between: int) -> tuple[int, ...]:
+    """Bytes that live at most in each step. ``held``: those that live before the first step; ``between``: before others.
+
+    Private: there is no public way to the single events of an allocator on a CPU.
+    """
+    events = profiler.profiler.kineto_results.events()
+    starts = sorted(event.start_ns() for event in events if event.name() == _STEP)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peaks, live, step = [held] + [between] * (len(starts) - 1), held, 0
+    for when, nbytes in changes:
+        now = max(0, bisect_right(starts, when) - 1)
+        if now != step:
+            step, live = now, between
+        live += nbytes
+        peaks[step] = max(peaks[step], live)
+    return tuple(peaks)
+
+
+def worst(measured: Sequence[Measured]) -> int:
+    """The peak of the rank that has the largest."""
+    return max(rank.peak for rank in measured)

@@ -1,0 +1,155 @@
+"""``Memory``: what of a trace is memory: the most bytes that live at once, itemised, and the moment of that.
+
+A storage is called by when it comes and goes:
+
+    parameters, buffers, batch, gradients, optimizer   what the run keeps, by what it is (``Trace.kept``)
+    unsharded parameters                               storages that FSDP2 empties and fills again
+    communication                                      of others, those that collectives read or write
+    activations                                        made in a forward, and alive after it
+    unreduced gradients                                made in a backward, and alive after it
+    temporaries                                        the rest
+    kernels and backends                               what they allocate while they run (``allocations``)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.prediction.allocations import CPU, Allocations
+from meshwright.prediction.trace import Allocated, Began, Collective, Event, Freed, Op, Resized, Trace
+from meshwright.schedule import Action
+
+TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced gradients"
+Site = tuple[str, str, str]
+"""(module, the model's line, function)"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most bytes that live at once on a rank, and what they are.
+
+    Attributes:
+        peak: bytes.
+        items: of them, by what they are.
+        when: the action of the schedule, or the phase of the step.
+        sites: bytes of activations and temporaries, by where they were made.
+        kept: bytes that live between steps.
+        reserve: fraction by which an allocator may hold more than what lives.
+    """
+
+    peak: int
+    items: Mapping[str, int] = field(default_factory=dict)
+    when: str = ""
+    sites: Mapping[Site, int] = field(default_factory=dict)
+    kept: int = 0
+    reserve: float = 0.0
+
+    @property
+    def low(self) -> int:
+        """Bytes that an allocator holds at least at the peak: those that live."""
+        return self.peak
+
+    @property
+    def high(self) -> int:
+        """Bytes that an allocator may hold at the peak: those that live, and what lies between them."""
+        return round(self.peak * (1 + self.reserve))
+
+
+def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0) -> Memory:
+    """The moment of a trace at which most bytes live.
+
+    Args:
+        allocations: what kernels and backends allocate while they run.
+        reserve: of the allocator.
+    """
+    events = _sends_kept(trace) if allocations.keeps_sends else trace.events
+    live: dict[int, int] = {}
+    total = most = at = extra = 0
+    when, said = "", ""
+    for index, event in enumerate(events):
+        if isinstance(event, Began):
+            when = str(event.what)
+            continue
+        total += _change(event, live)
+        within = _within(event, allocations)
+        if total + within > most:
+            most, at, extra, said = total + within, index, within, when
+    items, sites = _items(trace, events[: at + 1])
+    if extra:
+        items["kernels and backends"] = extra
+    return Memory(most, items, said, sites, _kept(trace), reserve)
+
+
+def _within(event: Event, allocations: Allocations) -> int:
+    """Bytes that live while an event happens, and neither before nor after."""
+    if isinstance(event, Collective):
+        return round(allocations.collectives.get(event.kind, 0.0) * event.nbytes)
+    return event.workspace if isinstance(event, Op) and allocations.workspaces else 0
+
+
+def _change(event: Event, live: dict[int, int]) -> int:
+    """Bytes that an event adds to those that live, or takes away; ``live``, storage → bytes, follows."""
+    if isinstance(event, (Allocated, Resized)):
+        before = live.get(event.storage, 0)
+        live[event.storage] = event.nbytes
+        return event.nbytes - before
+    return -live.pop(event.storage, 0) if isinstance(event, Freed) else 0
+
+
+def _sends_kept(trace: Trace) -> list[Event]:
+    """The events, if what is sent lives until the end of the schedule."""
+    events: list[Event] = []
+    kept: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Began) and isinstance(event.what, str):
+            events += kept
+            kept = []
+        late = isinstance(event, Freed) and event.storage in trace.sent
+        (kept if late else events).append(event)
+    return events + kept
+
+
+def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site, int]]:
+    """What lives after these events of a trace: bytes by kind, and by site."""
+    kinds, live = kinds_of(trace), dict[int, int]()
+    made = {event.storage: event for event in trace.events if isinstance(event, Allocated)}
+    for event in events:
+        _change(event, live)
+    items: dict[str, int] = defaultdict(int)
+    sites: dict[Site, int] = defaultdict(int)
+    for storage, nbytes in live.items():
+        items[kinds[storage]] += nbytes
+        if kinds[storage] in (ACTIVATIONS, TEMPORARIES):
+            sites[made[storage].module, made[storage].line, made[storage].function] += nbytes
+    return {kind: nbytes for kind, nbytes in items.items() if nbytes}, dict(sites)
+
+
+def _kept(trace: Trace) -> int:
+    live: dict[int, int] = {}
+    for event in trace.events:
+        _change(event, live)
+    return sum(nbytes for storage, nbytes in live.items() if storage in trace.kept)
+
+
+def kinds_of(trace: Trace) -> dict[int, str]:
+    """Storage → what it is."""
+    resized = {event.storage for event in trace.events if isinstance(event, Resized)}
+    made: dict[int, tuple[int, str]] = {}  # storage → the ordinal and the kind of what ran when it was made
+    kinds: dict[int, str] = {}
+    ordinal, kind = 0, ""
+    for event in trace.events:
+        if isinstance(event, Began):
+            ordinal, kind = ordinal + 1, event.what.kind if isinstance(event.what, Action) else ""
+        elif isinstance(event, Allocated):
+            made[event.storage] = ordinal, kind
+            kinds[event.storage] = TEMPORARIES
+            if event.storage in resized:
+                kinds[event.storage] = "unsharded parameters"
+            elif event.storage in trace.exchanged:
+                kinds[event.storage] = "communication"
+        elif isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and made[event.storage][0] != ordinal:
+            begun = made[event.storage][1]
+            kinds[event.storage] = ACTIVATIONS if begun == "F" else UNREDUCED if begun else TEMPORARIES
+    return kinds | trace.kept

@@ -1,0 +1,104 @@
+"""``play``: the seconds of a step, from those of each action of each rank of the pipeline.
+
+Each rank performs its actions in order, each as soon as what it needs has come: the schedule that the run performs, with
+the transfers that it makes (``meshwright.schedule``).
+
+    arrival of a send    its start + seconds of the transfer
+    start of an action   max(end of the rank's action before, arrivals of what it takes)
+    bubble               what a rank waits for others
+
+Ranks that share the cores of one machine cannot compute all at once: T ≥ max(T∞, T₁ / cores) (Brent: The parallel evaluation
+of general arithmetic expressions, JACM 1974).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.hardware.profile import NOTHING, Estimate
+from meshwright.prediction.clock import Phase
+from meshwright.schedule import Action, Span
+
+Transfer = Callable[[int, int, int], Estimate]
+"""(a stage, the other stage, bytes) → seconds"""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step in time.
+
+    Attributes:
+        spans: each action of each rank of the pipeline axis, in seconds.
+        ends: rank of the pipeline axis → when its step ends.
+        waits: rank of the pipeline axis → seconds that it waits for others.
+    """
+
+    spans: tuple[Span, ...]
+    ends: Mapping[int, float]
+    waits: Mapping[int, float]
+
+
+def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
+    """Plays the phases of each rank of the pipeline axis.
+
+    Raises:
+        ValueError: ranks wait for each other: no schedule of a run.
+    """
+    clocks = dict.fromkeys(ranks, 0.0)
+    waits = dict.fromkeys(ranks, 0.0)
+    left = {rank: list(phases) for rank, phases in ranks.items()}
+    arrivals: dict[tuple[int, str, int, int], float] = {}
+    needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]] = {}
+    spans: list[Span] = []
+    while any(left.values()):
+        moved = False
+        for rank, phases in left.items():
+            while phases:
+                ready = _ready(phases[0].what, arrivals, needs)
+                if ready is None:
+                    break
+                moved, phase = True, phases.pop(0)
+                start = max(clocks[rank], ready)
+                waits[rank] += start - clocks[rank]
+                clocks[rank] = start + phase.spent.total.seconds
+                if isinstance(phase.what, Action):
+                    spans.append(Span(rank, start, clocks[rank], phase.what))
+                    _send(phase, start, transfer, arrivals)
+        if not moved:
+            raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in left.values() if p]}")
+    return Played(tuple(spans), clocks, waits)
+
+
+def _ready(
+    what: Action | str,
+    arrivals: Mapping[tuple[int, str, int, int], float],
+    needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]],
+) -> float | None:
+    """When what an action takes has come; None while some of it has not been sent."""
+    if not isinstance(what, Action):
+        return 0.0
+    if what.kind.startswith("RECV"):
+        assert what.other is not None
+        kind = what.kind[-1]
+        key = (what.other, kind, what.microbatch, what.stage)
+        needs.setdefault((what.stage, kind, what.microbatch), []).append(key)
+        return 0.0  # a buffer is posted; nothing waits for it yet
+    kind = "B" if what.kind in ("B", "I") else what.kind
+    taken = needs.get((what.stage, kind, what.microbatch), [])
+    if any(key not in arrivals for key in taken):
+        return None
+    return max((arrivals[key] for key in taken), default=0.0)
+
+
+def _send(phase: Phase, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]) -> None:
+    action = phase.what
+    assert isinstance(action, Action)
+    if action.kind.startswith("SEND") and action.other is not None:
+        seconds = transfer(action.stage, action.other, phase.sends).seconds
+        arrivals[action.stage, action.kind[-1], action.microbatch, action.other] = start + seconds
+
+
+def waiting(seconds: float, of: Estimate) -> Estimate:
+    """What a rank waits for others, as uncertain as what they do."""
+    return Estimate(seconds, of.scatter) if seconds > 0 else NOTHING

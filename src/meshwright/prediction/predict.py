@@ -1,0 +1,179 @@
+"""``predict``: memory and seconds of a training step under a plan, before it runs; ``measure``: the same, of a run here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.api import Planned
+from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.profile import NOTHING, Estimate, Profile
+from meshwright.hardware.reader import read_profile
+from meshwright.plan import Plan, PlanLike
+from meshwright.prediction.allocations import CPU, GPU
+from meshwright.prediction.clock import Clock, Phase
+from meshwright.prediction.measure import measured_rank
+from meshwright.prediction.memory import Memory, memory_of
+from meshwright.prediction.play import play
+from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearse
+from meshwright.prediction.result import Prediction, StepSeconds
+from meshwright.prediction.roles import Role, roles_of
+from meshwright.recipe import Recipe
+from meshwright.runtime.rows.batch import plain
+from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.workers.pool import LocalWorkers, local_workers
+
+Build = Callable[[], nn.Module]
+
+
+def predict(
+    build: Build,
+    batch: Any,
+    plan: PlanLike,
+    *,
+    hardware: str | Profile = "h100",
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = 1.0,
+) -> Prediction:
+    """What a training step of a model takes under a plan: forwards, backwards, clipping and the optimizer.
+
+    The run's own code runs for one rank of each role, without values and without other ranks. From a plain process; it
+    allocates no parameter.
+
+    Args:
+        build: makes the model.
+        batch: of all data ranks together; shapes and types count, and values only if the model acts on them.
+        plan: as for ``parallelize``.
+        hardware: a profile, its name (``h100``), or the path of its YAML file.
+        loss: the loss of the model's output; default ``output.loss``.
+        optimizer: parameters → their optimizer; default ``torch.optim.AdamW``, with the kernels that it takes on the hardware.
+        max_norm: what gradients are clipped to; None: they are not clipped.
+
+    Raises:
+        PlanError: every problem of the plan or the profile.
+    """
+    profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
+    plan = Plan.parse(plan)
+    planned = Planned(build, plan, plain(batch), loss or output_loss, whole_batch=True)
+    make = optimizer or adamw_on(profile)
+    rehearsal = Rehearsal(build, planned, plain(batch), loss or output_loss, make, max_norm)
+    recipe = planned.recipe
+    roles = roles_of(recipe)
+    memories: dict[int, Memory] = {}
+    phases: dict[int, list[Phase]] = {}
+    assumed: dict[tuple[str, str], None] = {}
+    for role in roles:
+        trace = rehearse(rehearsal, role.rank)
+        assumed |= dict.fromkeys(trace.assumed)
+        memories[role.rank] = memory_of(trace, CPU if profile.cores else GPU, profile.reserve)
+        phases[role.rank] = Clock(profile, recipe.mesh, role.rank).phases(trace)
+    seconds = _step(recipe, profile, roles, phases)
+    return Prediction(
+        roles, memories, seconds, profile.name, str(recipe.mesh),
+        capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
+    )  # fmt: skip
+
+
+def measure(
+    build: Build,
+    batch: Any,
+    plan: PlanLike,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = 1.0,
+    steps: int = 4,
+    workers: LocalWorkers | None = None,
+    timeout: float = 600.0,
+) -> Prediction:
+    """The same of a run on this machine, measured, so that the two subtract. From a plain process.
+
+    Args:
+        steps: of which memory is measured, at least 2; as many again are timed, and their median counts.
+        workers: a pool of at least as many workers as the mesh has ranks. Default: workers are started for this call.
+        timeout: seconds that all of it may take.
+
+    The other arguments are those of ``predict``.
+    """
+    plan = Plan.parse(plan)
+    with ExitStack() as stack:
+        pool = workers or stack.enter_context(local_workers(plan.mesh.size))
+        measured = pool.run(
+            measured_rank, build, plain(batch), plan, loss or output_loss, optimizer or torch.optim.AdamW, max_norm, steps,
+            ranks=plan.mesh.size, timeout=timeout,
+        )  # fmt: skip
+    memories = {rank: Memory(one.peak, {"kept": one.kept, "others": one.peak - one.kept}, kept=one.kept)
+                for rank, one in enumerate(measured)}  # fmt: skip
+    times = [max(one.seconds[step] for one in measured) for step in range(steps)]
+    median = statistics.median(times)
+    scatter = statistics.pstdev(times) / median
+    roles = tuple(Role(rank, (rank,), 0, f"rank {rank}") for rank in memories)
+    return Prediction(roles, memories, StepSeconds(median, scatter), "this machine", str(plan.mesh), source="measured")
+
+
+def _notes(assumed: Iterable[tuple[str, str]]) -> list[str]:
+    return [
+        f"{function} at {line} reads a value that follows from parameters; it was assumed" for function, line in assumed
+    ]
+
+
+def adamw_on(profile: Profile) -> MakeOptimizer:
+    """AdamW as it runs on the hardware: on a GPU many parameters at once, which takes memory; on a CPU one by one."""
+    return torch.optim.AdamW if profile.cores else lambda parameters: torch.optim.AdamW(parameters, foreach=True)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def _step(recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]) -> StepSeconds:
+    """Seconds of a step, and their terms on the rank that ends last."""
+    lines = {role.stage: role for role in reversed(roles)}  # a line of the pipeline: the first role of each stage rank
+    played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile, lines))
+    last = max(played.ends, key=lambda stage: played.ends[stage])
+    terms = _terms(phases[lines[last].rank], played.waits[last])
+    scatter = Estimate.total(phase.spent.total for phase in phases[lines[last].rank]).scatter
+    seconds = max(played.ends[last], _shared_cores(recipe, profile, roles, phases))
+    if seconds > played.ends[last]:
+        terms["shared cores"] = seconds - played.ends[last]
+    return StepSeconds(seconds, scatter, terms)
+
+
+def _terms(phases: list[Phase], wait: float) -> dict[str, float]:
+    terms: dict[str, float] = {"compute": 0.0, "host": 0.0}
+    for phase in phases:
+        if phase.what in ("clip", "optimizer"):
+            terms[str(phase.what)] = phase.spent.total.seconds
+            continue
+        terms["compute"] += phase.spent.device.seconds
+        terms["host"] += phase.spent.host.seconds
+        for axis, seconds in phase.spent.exposed.items():
+            name = f"communication over {axis}"
+            terms[name] = terms.get(name, 0.0) + seconds.seconds
+    if wait > 0:
+        terms["waiting for other stages"] = wait
+    return {term: seconds for term, seconds in terms.items() if seconds}
+
+
+def _shared_cores(
+    recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
+) -> float:
+    """T₁ / cores: what ranks that share the cores of one machine take at least (Brent, see ``play``)."""
+    if not profile.cores:
+        return 0.0
+    work = sum(role.count * sum(phase.spent.total.seconds for phase in phases[role.rank]) for role in roles)
+    return work / profile.cores
+
+
+def _transfer(recipe: Recipe, profile: Profile, lines: Mapping[int, Role]) -> Callable[[int, int, int], Estimate]:
+    def transfer(stage: int, other: int, nbytes: int) -> Estimate:
+        ranks = [lines[recipe.stage_rank[s]].rank for s in (stage, other)]
+        nodes = {rank // profile.devices_per_node for rank in ranks}
+        return collective(profile, "send", nbytes, Group(2, 2 // len(nodes))) if ranks[0] != ranks[1] else NOTHING
+
+    return transfer

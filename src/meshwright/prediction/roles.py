@@ -1,0 +1,65 @@
+"""``Role``: ranks that do the same in a step. One of them is rehearsed for all.
+
+Ranks differ by the stages that they run and the branches that they are of. Along the data axes all do the same, and along
+``tp`` they do if every share is as large as the others; the first rank of an axis has the largest share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from meshwright.layout import Shard
+from meshwright.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks that do the same.
+
+    Attributes:
+        rank: the one that stands for them: the first.
+        ranks: all of them.
+        stage: their place on the pipeline axis.
+        name: for a person.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    stage: int
+    name: str
+
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+
+def roles_of(recipe: Recipe) -> tuple[Role, ...]:
+    """The roles of a recipe, by their first rank."""
+    mesh, uneven = recipe.mesh, _uneven(recipe)
+    members: dict[Hashable, list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        places = tuple(sorted(recipe.places.of(rank))) if recipe.branches else ()
+        members.setdefault((at.get("pp", 0), places, at.get("tp", 0) if uneven else 0), []).append(rank)
+    return tuple(
+        Role(ranks[0], tuple(ranks), mesh.coordinate(ranks[0]).get("pp", 0), _name(recipe, ranks[0], uneven=uneven))
+        for ranks in sorted(members.values())
+    )
+
+
+def _uneven(recipe: Recipe) -> bool:
+    """Whether tp ranks have shares of different sizes."""
+    shards = [p.tp for p in recipe.parameters if isinstance(p.tp, Shard)]
+    return any(len({shard.local(r) for r in range(shard.ranks)}) > 1 for shard in shards)
+
+
+def _name(recipe: Recipe, rank: int, *, uneven: bool) -> str:
+    at = recipe.mesh.coordinate(rank)
+    words = [f"stage {at['pp']}"] if recipe.stages else []
+    if recipe.branches:
+        branches = [recipe.places.spelled(p) for p in sorted(recipe.places.of(rank)) if p]
+        words.append(f"branch {', '.join(branches)}" if branches else "trunk")
+    if uneven:
+        words.append(f"tp {at.get('tp', 0)}")
+    return ", ".join(words) or "every rank"

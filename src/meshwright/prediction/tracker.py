@@ -1,0 +1,286 @@
+"""``Tracker``: follows what a rank does, function by function, into a ``Trace``. For rehearsals and for runs alike."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.blame import model_line
+from meshwright.described import tensors_among
+from meshwright.hardware.profile import Work
+from meshwright.prediction.allocations import convolution_workspace
+from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
+from meshwright.private import TorchDispatchMode, pytree
+from meshwright.schedule import Action
+from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import op_facts
+
+_REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
+Now = Callable[[], Action | None]
+"""The action that this rank runs; None between steps."""
+
+
+class Tracker(TorchDispatchMode):
+    """Writes down each function of ATen, each collective and each storage. On for the time of a step.
+
+    Args:
+        model: whose modules are named.
+        now: the action that this rank runs.
+    """
+
+    def __init__(self, model: nn.Module, now: Now) -> None:
+        super().__init__()
+        self._paused = False
+        self.trace = Trace()
+        self._now, self._forward = now, False
+        self._action: Action | None = None
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules: list[str] = [""]
+        self._count, self._sharing = count(), Counter[int]()
+        self._numbers: dict[int, int] = {}  # where a living storage stands → its number
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Tracker:
+        self._hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For its time nothing is followed."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def close(self) -> Trace:
+        """What was followed so far; what is freed later is no part of it."""
+        trace, self.trace = self.trace, Trace()
+        return trace
+
+    def keep(self, tensors: Mapping[str, list[Tensor]]) -> None:
+        """What these tensors are for the run as a whole; those that are not known yet come into being."""
+        for what, those in tensors.items():
+            for t in those:
+                self.trace.kept[self._number(_local(t), what)] = what
+
+    def begin(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self._action, self._forward = None, False
+        self.trace.events.append(Began(phase))
+
+    # --- modules ----------------------------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._modules.append(self._names.get(id(module), self._modules[-1]))
+
+    def _leave_module(self, module: nn.Module, *_: Any) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    # --- functions --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
+            return NotImplemented  # what is done on this rank comes here again
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim" or self._paused:
+            return out
+        self._follow_actions()
+        if func.namespace == "c10d":
+            self._exchange(func, args, kwargs)
+        elif not op_facts(func).is_view:
+            self._run(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """A function that computes, or makes memory."""
+        taken, given = tensors_among((*args, *kwargs.values())), tensors_among(_listed(out))
+        if not self._forward and _name(func) in _OUT_OF_PLACE:
+            self._share(given[0], taken[0])
+        for t in () if func._schema.is_mutable else given:  # what is written is there already
+            self._number(t, _name(func))
+        flops = _flops(func, args, kwargs, out)
+        moved = sum(map(nbytes_of, (*taken, *given)))
+        workspace = convolution_workspace(_name(func), args, out)
+        self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(taken, given), workspace))
+
+    def _follow_actions(self) -> None:
+        action = self._now()
+        if action is not self._action and action is not None:
+            self._action, self._forward = action, action.kind == "F"
+            self.trace.events.append(Began(action))
+
+    def _exchange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        storages = [self._number(_local(t), _name(func)) for t in _tensors((args, kwargs))]
+        kind = _COLLECTIVES.get(_name(func))
+        self.trace.exchanged.update(storages)
+        if kind == "send":
+            self.trace.sent.update(storages)
+        groups = [ranks for value in args if (ranks := _ranks(value)) is not None]
+        if kind is not None and groups:
+            # The larger of what is put in and what comes out: the whole tensor, as one or as a list.
+            nbytes = max(sum(map(nbytes_of, _tensors(value))) for value in args)
+            self.trace.events.append(Collective(kind, nbytes, groups[0]))
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _number(self, t: Tensor, function: str) -> int:
+        """The number of a tensor's storage; a new one comes into being."""
+        storage = t.untyped_storage()
+        at = storage._cdata
+        if (known := self._numbers.get(at)) is not None:
+            return known
+        number = self._numbers[at] = next(self._count)
+        module, line = (self._modules[-1], model_line(_REHEARSAL)) if self._forward else ("", "")
+        self.trace.events.append(Allocated(number, storage.nbytes(), function, module, line))
+        weakref.finalize(storage, self._freed, at, number).atexit = False
+        return number
+
+    def _share(self, result: Tensor, source: Tensor) -> None:
+        """A result is in the memory of what it was made of, as it is without a dispatch mode."""
+        storage = result.untyped_storage()
+        number = self._number(source, "")
+        self._numbers[storage._cdata], self._sharing[number] = number, self._sharing[number] + 1
+        weakref.finalize(storage, self._freed, storage._cdata, number).atexit = False
+
+    def _freed(self, at: int, number: int) -> None:
+        self._numbers.pop(at, None)
+        if self._sharing[number]:
+            self._sharing[number] -= 1
+        else:
+            self.trace.events.append(Freed(number))
+
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """A storage is given so many bytes."""
+        if (number := self._numbers.get(storage._cdata)) is not None:
+            self.trace.events.append(Resized(number, nbytes))
+
+
+@contextmanager
+def followed(tracker: Tracker) -> Iterator[None]:
+    """For its time a tracker is on, and hears of what goes past every dispatch mode, or comes to it and is none of a run's.
+
+    Private: FSDP2 frees and allocates gathered parameters by ``UntypedStorage.resize_``, which is no function of ATen; DTensor
+    asks for the shapes that a function gives with tensors of the whole size, without values, in the mode that is on.
+    """
+    propagator = sharding_propagator()
+    resize, shapes_of = torch.UntypedStorage.resize_, propagator._propagate_tensor_meta_non_cached
+
+    def resize_told(storage: Any, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        tracker.resized(storage, nbytes)
+        return result
+
+    def shapes_of_unseen(*args: Any) -> Any:
+        with tracker.paused():
+            return shapes_of(*args)
+
+    patches = ((torch.UntypedStorage, "resize_", resize_told),
+               (propagator, "_propagate_tensor_meta_non_cached", shapes_of_unseen))  # fmt: skip
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    try:
+        for owner, name, patch in patches:
+            setattr(owner, name, patch)
+        with tracker:
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def sharding_propagator() -> Any:
+    """What knows how DTensor's functions shard. Private: its class has no public name."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator
+
+
+_COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
+}
+# In a backward, torch fills zeros in place; under a dispatch mode it makes another tensor of them (``gather_backward``).
+_OUT_OF_PLACE = frozenset(["scatter_add", "scatter", "index_add", "index_put", "index_fill", "index_copy"])
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _listed(out: Any) -> Any:
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def nbytes_of(t: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return t.numel() * t.element_size()
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _kind(func: Any, flops: int) -> Work:
+    if "attention" in _name(func):
+        return "attention"
+    return "matmul" if flops else "other"
+
+
+def _dtype(taken: list[Tensor], given: list[Tensor]) -> str:
+    floating = [t for t in (*taken, *given) if t.is_floating_point()] or [*taken, *given]
+    return str(floating[0].dtype).removeprefix("torch.") if floating else ""
+
+
+def _ranks(value: Any) -> tuple[int, ...] | None:
+    """The ranks of a process group, as an op of ``c10d`` is given it.
+
+    Private: an op has the group as a script object, which only ``ProcessGroup.unbox`` opens.
+    """
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    except (RuntimeError, TypeError, ValueError):
+        return None  # a reduce operation

@@ -1,0 +1,42 @@
+"""A world without other ranks: this process is any rank of a mesh of any size, and collectives move nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from meshwright.errors import Findings
+
+
+@contextlib.contextmanager
+def rehearsed_world(rank: int, size: int) -> Iterator[None]:
+    """For its time this process is one rank of ``size``, without the others.
+
+    Private: torch's backend ``fake``, whose collectives return at once, is for tests and dry runs; its store is not public.
+
+    Raises:
+        PlanError: this process is a rank of a run already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    findings = Findings("this rehearsal")
+    if dist.is_initialized():
+        findings.add(
+            where="torch.distributed",
+            given="this process is a rank of a run",
+            required="a plain process: it stands for a rank of another world",
+            fix="call it before torch.distributed.init_process_group, or in a process of its own",
+        )
+    findings.raise_if_any()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Set timeout is now only supported for"
+            )  # nothing waits for another rank here
+            yield
+    finally:
+        dist.destroy_process_group()

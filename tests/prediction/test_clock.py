@@ -1,0 +1,77 @@
+"""Seconds of a rank's actions: what runs beside what."""
+
+import pytest
+
+from meshwright.hardware.profile import Curve, Link, Profile
+from meshwright.mesh import Mesh
+from meshwright.prediction.clock import Clock
+from meshwright.prediction.trace import Began, Collective, Op, Trace
+from meshwright.schedule import Action
+
+FLAT = Curve(((1.0, 1.0),))
+WIRE = Link(latency=0.0, bandwidth=1e9, efficiency=FLAT, scatter=0.0)
+
+
+def profile(cores=0, host=0.0):
+    return Profile(
+        name="test", source="", date="", notes="", memory=1 << 30, context=0, per_group=0, reserve=0.0,
+        peak={"float32": 1e9}, matmul={"float32": FLAT}, attention={"float32": FLAT}, bandwidth=1e18, streaming=FLAT,
+        launch=0.0, host=host, host_backward=host, devices_per_node=8, node=WIRE, network=None, scatter=0.0, cores=cores,
+    )  # fmt: skip
+
+
+def matmul(seconds):
+    return Op("mm", "matmul", round(seconds * 1e9), 0, "float32")
+
+
+def gather(seconds, ranks=(0, 1)):  # a ring of two sends half
+    return Collective("all_gather", round(2 * seconds * 1e9), ranks)
+
+
+def reduce(seconds, ranks=(0, 1)):
+    return Collective("reduce_scatter", round(2 * seconds * 1e9), ranks)
+
+
+def forward(events, *, mesh="dp_shard=2", kind="F", **options):
+    trace = Trace([Began("step 0"), matmul(100.0), Began("step 1"), Began(Action(0, kind, 0)), *events])
+    begin, phase = Clock(profile(**options), Mesh.parse(mesh), 0).phases(trace)
+    assert begin.spent.total.seconds == 0
+    return phase.spent
+
+
+def test_only_the_last_step_counts():
+    assert forward([matmul(2.0)]).total.seconds == pytest.approx(2.0)
+
+
+def test_the_gather_of_a_unit_runs_beside_the_unit_before():
+    spent = forward([gather(1.0), matmul(3.0), gather(1.0), matmul(3.0), gather(4.0), matmul(3.0)])
+    # The first cannot run beside anything; the second is hidden; the third takes a second longer than the unit before.
+    assert spent.exposed["dp_shard"].seconds == pytest.approx(1.0 + 0.0 + 1.0)
+    assert spent.device.seconds == pytest.approx(9.0)
+
+
+def test_reductions_run_beside_what_follows_and_the_end_waits_for_the_last():
+    spent = forward([matmul(3.0), reduce(2.0), matmul(3.0), reduce(2.0)], kind="B")
+    assert spent.exposed["dp_shard"].seconds == pytest.approx(2.0)
+
+
+def test_nothing_runs_beside_tensor_parallel_traffic():
+    spent = forward([matmul(1.0), Collective("all_reduce", 10**9, (0, 1)), matmul(1.0)], mesh="tp=2")
+    assert spent.exposed["tp"].seconds == pytest.approx(1.0)
+
+
+def test_on_a_cpu_nothing_runs_beside_anything():
+    spent = forward([gather(1.0), matmul(3.0), gather(1.0), matmul(3.0)], cores=2, host=0.25)
+    assert spent.exposed["dp_shard"].seconds == pytest.approx(2.0)
+    assert spent.host.seconds == pytest.approx(0.5)
+    assert spent.total.seconds == pytest.approx(8.5)
+
+
+def test_a_device_waits_for_a_host_that_is_slower():
+    assert forward([matmul(1.0)] * 4, host=0.5).host.seconds == 0.0
+    assert forward([matmul(1.0)] * 4, host=1.5).host.seconds == pytest.approx(2.0)
+
+
+def test_a_group_is_named_by_the_axes_along_which_it_lies():
+    events = [Collective("all_reduce", 10**9, ranks) for ranks in ((0, 1), (0, 2), (0, 1, 2, 3), (0,))]
+    assert set(forward(events, mesh="dp_shard=2,tp=2").exposed) == {"tp", "dp_shard", "dp_shard·tp"}

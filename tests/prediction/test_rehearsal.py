@@ -1,0 +1,156 @@
+"""A rank's step without values: memory as a run has it, and a world that is gone afterwards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright import PlanError, measure, predict
+from meshwright.api import Planned
+from meshwright.plan import Plan
+from meshwright.prediction.memory import memory_of
+from meshwright.prediction.rehearsal import Rehearsal, rehearse
+from meshwright.prediction.roles import roles_of
+from meshwright.prediction.trace import Collective, Op
+from meshwright.runtime.rows.loss import output_loss
+from zoo import ZOO
+
+TOLERANCE = 0.03
+
+
+class Tower(nn.Module):
+    """Blocks of which each saves as much for its backward; large beside what torch allocates by the way."""
+
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 512, bias=False)
+
+    def forward(self, ids):
+        h = self.table(ids)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())
+
+
+def loss(output):
+    return output
+
+
+def tokens(rows=16, length=64):
+    return (torch.arange(rows * length).remainder(512).view(rows, length),)
+
+
+LAYOUTS = [
+    {"mesh": "dp_shard=2"},
+    {"mesh": "tp=2"},
+    {"mesh": "pp=2", "microbatches": 4},
+    {"mesh": "dp_replicate=2,dp_shard=2", "precision": "bfloat16"},
+    {"mesh": "pp=2,tp=2", "microbatches": 4},
+    {"mesh": "dp_shard=2", "recompute": "blocks"},
+    {"mesh": "pp=2,dp_shard=2", "microbatches": 4},
+]
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=lambda plan: "-".join(map(str, plan.values())))
+def test_a_prediction_is_what_the_allocator_counts(plan, workers):
+    batch = tokens()
+    measured = measure(Tower, batch, plan, loss=loss, steps=3, workers=workers)
+    planned = Planned(Tower, Plan.parse(plan), batch, loss, whole_batch=True)
+    for role in roles_of(planned.recipe):
+        memory = memory_of(rehearse(Rehearsal(Tower, planned, batch, loss), role.rank))
+        assert memory.peak == pytest.approx(measured.memory(role.rank).peak, rel=TOLERANCE)
+        assert sum(memory.items.values()) == memory.peak
+        assert memory.kept == pytest.approx(measured.memory(role.rank).kept, rel=0.001)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("plan", LAYOUTS[:3], ids=lambda plan: "-".join(map(str, plan.values())))
+@pytest.mark.parametrize("name", ["llama", "t5", "vit", "gpt2", "bert"])
+def test_models_of_a_library(name, plan, workers):
+    entry = ZOO[name]
+    measured = measure(entry.build, entry.batch(), plan, steps=3, workers=workers)
+    planned = Planned(entry.build, Plan.parse(plan), entry.batch(), output_loss, whole_batch=True)
+    for role in roles_of(planned.recipe):
+        memory = memory_of(rehearse(Rehearsal(entry.build, planned, entry.batch(), output_loss), role.rank))
+        assert memory.peak == pytest.approx(measured.memory(role.rank).peak, rel=TOLERANCE)
+
+
+def test_what_a_step_does_is_what_the_rank_of_a_run_does():
+    planned = Planned(Tower, Plan.parse("dp_shard=4,tp=2"), tokens(), loss, whole_batch=True)
+    trace = rehearse(Rehearsal(Tower, planned, tokens(), loss), 5)
+    assert not dist.is_initialized()
+    groups = {event.ranks for event in trace.events if isinstance(event, Collective)}
+    assert {(1, 3, 5, 7), (4, 5)} <= groups
+    products = sum(event.flops for event in trace.events if isinstance(event, Op) and event.kind == "matmul")
+    parameters = 128 * 512 + 4 * (
+        8 * 128 * 128
+    )  # of matrices; two steps of 16 / 4 rows of 64 tokens, half of each matrix
+    assert products == 2 * 6 * parameters // 2 * (16 // 4 * 64)
+
+
+def test_a_world_of_thousands_of_ranks():
+    prediction = predict(Tower, tokens(rows=2048, length=8), "dp_replicate=128,dp_shard=8,tp=2", loss=loss)
+    assert prediction.roles[0].count == 2048
+    assert prediction.memory(2047) is prediction.memory(0)
+
+
+def test_a_rank_of_a_run_cannot_rehearse(workers):
+    with pytest.raises(Exception, match="a plain process"):
+        workers.run(_predict_in_a_run, ranks=1)
+
+
+def _predict_in_a_run():
+    try:
+        predict(Tower, tokens(), "dp_shard=2", loss=loss)
+    except PlanError as error:
+        raise RuntimeError(str(error)) from None
+
+
+def test_a_prediction_as_data():
+    prediction = predict(Tower, tokens(), "pp=2", loss=loss)
+    data = prediction.json()
+    assert [role["role"] for role in data["memory"]] == ["stage 0", "stage 1"]
+    assert data["seconds"]["low"] < data["seconds"]["mean"] < data["seconds"]["high"]
+    assert sum(data["waterfall"].values()) == pytest.approx(data["seconds"]["mean"])
+    assert "a step" in str(prediction)
+    assert (prediction - prediction)["seconds"] == 0
+
+
+class Masked(nn.Module):
+    """Makes a mask of its batch's values, and goes another way if all of it is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, 64), nn.Linear(64, 512)
+
+    def forward(self, ids):
+        h = self.table(ids)
+        if (ids > 0).all():
+            return self.head(h).square().mean()
+        scores = torch.zeros(*ids.shape, ids.shape[1]).masked_fill(~(ids > 0)[:, None], float("-inf"))
+        return self.head(scores.softmax(-1) @ h).square().mean()
+
+
+def test_the_path_is_that_of_the_batch_s_values(workers):
+    batch = tokens(rows=8)
+    measured = measure(Masked, batch, "tp=2", loss=loss, steps=3, workers=workers)
+    planned = Planned(Masked, Plan.parse("tp=2"), batch, loss, whole_batch=True)
+    trace = rehearse(Rehearsal(Masked, planned, batch, loss), 0)
+    assert memory_of(trace).peak == pytest.approx(measured.memory(0).peak, rel=TOLERANCE)
+    assert any(event.name == "_softmax" for event in trace.events if isinstance(event, Op))
+
+
+class Reads(Masked):
+    def forward(self, ids):
+        h = self.head(self.table(ids)).square().mean()
+        return h * 2 if h.item() > 0 else h
+
+
+def test_a_value_that_is_not_there_is_assumed():
+    prediction = predict(Reads, tokens(rows=2), "dp_shard=2", loss=loss)
+    assert any("test_rehearsal.py" in note and "assumed" in note for note in prediction.notes)

@@ -1,0 +1,307 @@
+"""The commands that predict: what they print, refuse, and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from meshwright import cli
+from meshwright.cli import processes
+from meshwright.hardware import calibrated_file, measured_link, read_profile
+from meshwright.workers.pool import LocalWorkers
+
+FILE = """
+from types import SimpleNamespace
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + layer(x)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x), y))
+
+class Reads(Net):
+    def forward(self, x, y):
+        if self.layers[0](x).sum().item() > 1e9:
+            x = x / 2
+        return super().forward(x, y)
+
+class Sizes(Net):
+    def forward(self, x, y):
+        keep = self.layers[0](x)[:, 0] < 1e9
+        return super().forward(x[keep], y[keep])
+
+def rows(count):
+    return {"x": torch.linspace(-1, 1, 8 * count).view(count, 8), "y": torch.arange(count) % 4}
+
+def model():
+    return lambda: Net(), rows(8)
+
+def reads():
+    return lambda: Reads(), rows(8)
+
+def sizes():
+    return lambda: Sizes(), rows(8)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No profile of this machine, unless a test writes one."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def calibrated(home: None) -> None:
+    """A profile of this machine, as ``calibrate`` would write it."""
+    calibrated_file().parent.mkdir(parents=True)
+    profile = replace(read_profile("v100"), name="cpu-local", cores=2, devices_per_node=4096)
+    calibrated_file().write_text(profile.text())
+
+
+@pytest.fixture
+def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the workers of the session."""
+
+    @contextmanager
+    def shared(given: object, *, threads: int = 1) -> Iterator[LocalWorkers]:
+        yield workers
+
+    monkeypatch.setattr(processes, "workers", shared)
+
+
+def meshwright(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "100", "RANK": None})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def data(*arguments: str) -> dict[str, Any]:
+    return json.loads(meshwright(*arguments, "--json").stdout)
+
+
+# --- predict ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_predicted_by_role(file: str) -> None:
+    text = meshwright("predict", f"{file}:model", "--mesh", "pp=2,dp_shard=2", "--hardware", "h100").stdout
+    assert "pp=2 × dp_shard=2: 4 ranks on h100-sxm, 8 rows a step" in text
+    assert "stage 0 0, 1" in " ".join(text.split()) and "stage 1 2, 3" in " ".join(text.split())
+    assert "fits," in text and "left" in text
+    assert all(kind in text for kind in ("parameters", "optimizer", "activations", "unsharded parameters"))
+    assert "tiny.py:" in text and "waiting for other stages" in text
+    assert "rows a second" in text
+
+
+def test_a_prediction_is_data(file: str) -> None:
+    found = data("predict", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--hardware", "h100")
+    assert found["mesh"] == "dp_shard=2 × tp=2" and found["fits"]
+    assert found["seconds"]["low"] < found["seconds"]["mean"] < found["seconds"]["high"]
+    assert sum(found["waterfall"].values()) == pytest.approx(found["seconds"]["mean"])
+    (role,) = found["memory"]
+    assert role["count"] == 4 and sum(role["items"].values()) == role["peak"]
+    assert found["rate"] == pytest.approx(8 / found["seconds"]["mean"]) and found["unit"] == "rows"
+
+
+def test_a_thousand_ranks_are_predicted(file: str) -> None:
+    found = data("predict", f"{file}:model", "--mesh", "dp_shard=1024", "--hardware", "h100")
+    assert [role["count"] for role in found["memory"]] == [1024] and found["amount"] == 1024
+
+
+def test_the_rows_of_a_step_are_those_that_are_asked_for(file: str) -> None:
+    asked = partial(data, "predict", f"{file}:model", "--mesh", "dp_shard=2", "--hardware", "h100", "--global-batch")
+    few, many = asked("4"), asked("64")
+    assert (few["amount"], many["amount"]) == (4, 64)
+    row = 8 * 4 + 8
+    assert few["memory"][0]["items"]["batch"] == 2 * row, "a rank has its own rows alone"
+    assert many["memory"][0]["items"]["batch"] == 32 * row
+
+
+def test_a_model_whose_own_path_follows_from_values_of_its_batch_is_predicted() -> None:
+    """transformers looks at masks; ranks then tell each other which parameters they used, outside of the rehearsal."""
+    pytest.importorskip("transformers")
+    example = Path(__file__).parent.parent / "examples" / "train.py"
+    assert data("predict", f"{example}:model", "--mesh", "dp_shard=8", "--hardware", "h100")["unit"] == "tokens"
+
+
+def test_what_does_not_fit_says_by_how_much(file: str, tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(replace(read_profile("h100"), name="small", memory=2**20).text())
+    text = meshwright("predict", f"{file}:model", "--mesh", "tp=2", "--hardware", str(small), code=1).stdout
+    assert "does not fit:" in text and "too much" in text
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_the_profile_of_this_machine_is_the_default(file: str) -> None:
+    assert data("predict", f"{file}:model", "--mesh", "dp_shard=16")["hardware"] == "cpu-local"
+    assert data("predict", f"{file}:model", "--mesh", "tp=2", "--hardware", "cpu-local")["hardware"] == "cpu-local"
+
+
+@pytest.mark.usefixtures("calibrated", "pooled")
+def test_what_is_predicted_is_measured_beside_it(file: str) -> None:
+    found = data("predict", f"{file}:model", "--mesh", "dp_shard=2", "--measure")
+    assert found["measured"]["source"] == "measured"
+    assert set(found["errors"]) == {"seconds", "memory of rank 0", "memory of rank 1"}
+    text = meshwright("predict", f"{file}:model", "--mesh", "dp_shard=2", "--measure").stdout
+    assert "predicted and measured" in text and "predicted interval" in text
+
+
+# --- dryrun -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_rehearsed_beside_its_prediction(file: str) -> None:
+    text = meshwright(
+        "dryrun", f"{file}:model", "--rank", "3", "--mesh", "pp=2,dp_shard=2", "--hardware", "h100"
+    ).stdout
+    assert "rank 3 of pp=2 × dp_shard=2 on h100-sxm: stage 1, with 2 ranks alike" in text
+    assert "predicted (rank 2)" in text and "+0.0 %" in text
+    assert "all_gather" in text and "recv" in text and "functions in a step" in text
+
+
+def test_a_rehearsed_rank_is_data_and_is_as_predicted(file: str) -> None:
+    given = (f"{file}:model", "--mesh", "pp=2,dp_shard=2", "--hardware", "h100")
+    run, predicted = data("dryrun", *given, "--rank", "3"), data("predict", *given)
+    assert run["memory"] == run["predicted"]
+    assert run["memory"]["peak"] == predicted["memory"][1]["peak"]
+    assert {(c["kind"], c["axis"]) for c in run["collectives"]} >= {("all_gather", "dp_shard"), ("recv", "pp")}
+    assert run["functions"] > 0 and run["flops"] > 0
+
+
+def test_where_both_are_one_rehearsal_it_is_said(file: str) -> None:
+    text = meshwright("dryrun", f"{file}:model", "--mesh", "tp=2", "--hardware", "h100").stdout
+    assert "both are this rehearsal" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "what"),
+    [
+        (
+            "reads",
+            "if self.layers[0](x).sum().item() > 1e9:",
+            "a value that is read on the host (aten._local_scalar_dense.default)",
+        ),
+        ("sizes", "return super().forward(x[keep], y[keep])", "a shape that follows from values (a mask as an index)"),
+    ],
+)
+def test_a_read_of_a_value_is_told_with_the_models_line(file: str, model: str, code: str, what: str) -> None:
+    result = meshwright("dryrun", f"{file}:{model}", "--mesh", "dp_shard=2", "--hardware", "h100", code=2)
+    text = result.stderr
+    line = FILE.splitlines().index(next(line for line in FILE.splitlines() if code in line)) + 1
+    assert f"where:    {file}:{line}" in text and code in text and what in text
+    assert "1 problem" in text and "Traceback" not in text and "functions in a step" in result.stdout
+    assert ("torch.where" if model == "reads" else "x * mask") in text
+
+
+def test_a_prediction_notes_what_it_assumed(file: str) -> None:
+    notes = data("predict", f"{file}:reads", "--mesh", "tp=2", "--hardware", "h100")["notes"]
+    assert any("_local_scalar_dense" in note and "tiny.py:" in note for note in notes)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["predict", "dryrun"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--mesh", "tp=2"), "meshwright calibrate"),
+        (("--mesh", "tp=2", "--hardware", "cpu-local"), "meshwright calibrate"),
+        (("--mesh", "tp=2", "--hardware", "h10O"), "fix:      h100"),
+        (("--mesh", "tp=2", "--hardware", "h100", "--network", "roce-10"), "network: roce-100"),
+        (("--mesh", "dp_shard=2", "--hardware", "h100", "--global-batch", "3"), "a multiple of 2"),
+    ],
+)
+def test_mistakes(file: str, command: str, arguments: tuple[str, ...], said: str) -> None:
+    assert said in meshwright(command, f"{file}:model", *arguments, code=2).stderr
+
+
+def test_without_a_profile_those_that_ship_are_listed(file: str) -> None:
+    text = meshwright("predict", f"{file}:model", "--mesh", "tp=2", code=2).stderr
+    assert all(name in text for name in ("a100-80", "h100-sxm", "mi300x", "meshwright calibrate"))
+    assert "1 problem" in text
+
+
+def test_mistakes_of_plan_profile_and_target_are_told_together(file: str, tmp_path: Path) -> None:
+    plan, profile = tmp_path / "plan.yaml", tmp_path / "lab.yaml"
+    plan.write_text("mesh: {tp: 2}\nrecompute: blox\n")
+    profile.write_text(read_profile("h100").text().replace("scatter:", "scater:", 1).replace("memory: ", "memory: x"))
+    text = meshwright("predict", f"{file}:modle", "--plan", str(plan), "--hardware", str(profile), code=2).stderr
+    assert "plan.yaml:2:12 (recompute)" in text and "memory" in text and "tiny.py:model" in text
+    assert "Traceback" not in text
+
+
+def test_a_rank_that_the_mesh_lacks_is_told(file: str) -> None:
+    text = meshwright("dryrun", f"{file}:model", "--mesh", "tp=2", "--rank", "2", "--hardware", "h100", code=2).stderr
+    assert "--rank 1" in text
+
+
+def test_a_mesh_larger_than_a_node_needs_a_network(file: str, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(replace(read_profile("h100"), name="alone", network=None).text())
+    text = meshwright("predict", f"{file}:model", "--mesh", "dp_shard=16", "--hardware", str(alone), code=2).stderr
+    assert "8 devices in a node, and no network" in text
+
+
+def test_what_is_measured_is_of_this_machine(file: str) -> None:
+    text = meshwright("predict", f"{file}:model", "--mesh", "dp_shard=512", "--hardware", "h100", "--measure", code=2)
+    assert "2 problems" in text.stderr
+    assert "--hardware cpu-local" in text.stderr and "512 local processes" in text.stderr
+
+
+# --- calibrate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few sizes, and the workers of the session."""
+    measuring, command = import_module("meshwright.hardware.calibrate"), import_module("meshwright.cli.calibrate")
+    sizes = {"sides": (32, 64), "lengths": (32,), "sizes": (2**14, 2**20), "rounds": 2, "budget": 0.1}
+    monkeypatch.setattr(measuring, "calibrate", partial(measuring.calibrate, **sizes))
+    monkeypatch.setattr(command, "_link", lambda ranks, threads: workers.run(measured_link, ranks=2)[0])
+
+
+@pytest.mark.usefixtures("quick")
+def test_this_machine_is_measured_and_then_found(file: str) -> None:
+    result = meshwright("calibrate")
+    assert "measuring products of matrices in float32" in result.stderr
+    assert "measuring all-reduces between" in result.stderr
+    assert "products, float32" in result.stdout and "link, gloo" in result.stdout
+    assert str(calibrated_file()) in result.stdout.replace("\n", "")
+    profile = read_profile("cpu-local")
+    assert profile.node.name == "gloo" and profile.node.source.startswith("measured_link")
+    assert data("predict", f"{file}:model", "--mesh", "dp_shard=16")["hardware"] == "cpu-local"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_is_written_where_one_says(tmp_path: Path) -> None:
+    meshwright("calibrate", "--out", str(tmp_path / "lab.yaml"))
+    assert read_profile(str(tmp_path / "lab.yaml")).name == "cpu-local"
+    assert not calibrated_file().exists()
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    text = meshwright("calibrate", "--out", str(tmp_path / "nowhere" / "lab.yaml"), code=2)
+    assert "a folder that exists" in text.stderr and "measuring" not in text.stderr
