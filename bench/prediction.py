@@ -1,8 +1,8 @@
 """Predicted against measured, case by case, on local processes of this machine. Nothing is fitted on what is reported.
 
 `python bench/prediction.py` prints a row for each rank of each case: bytes at the peak of a step, as torch's own allocator
-counts them (median of the steps after the first) and as `mw.predict` says, and the signed error; then the bytes of the first
-step, which tries how rows combine, too. Models are small, and large beside what torch allocates by the way.
+counts them (the smallest of the steps after the first) and as `mw.predict` says, and the signed error; then the bytes of
+the first step, which tries how rows combine, too. Models are small, and large beside what torch allocates by the way.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from meshwright.workers.pool import LocalWorkers, local_workers
@@ -13,6 +14,14 @@ from meshwright.workers.pool import LocalWorkers, local_workers
 # may be slower. `--hypothesis-seed` tries others.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A test that makes a mesh in this process leaves its process group, and the next may want to be a rank of another world."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

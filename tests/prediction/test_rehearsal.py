@@ -59,7 +59,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("plan", LAYOUTS, ids=lambda plan: "-".join(map(str, plan.values())))
 def test_a_prediction_is_what_the_allocator_counts(plan, workers):
     batch = tokens()
-    measured = measure(Tower, batch, plan, loss=loss, steps=3, workers=workers)
+    measured = measure(Tower, batch, plan, loss=loss, steps=4, workers=workers)
     planned = Planned(Tower, Plan.parse(plan), batch, loss, whole_batch=True)
     for role in roles_of(planned.recipe):
         memory = memory_of(rehearse(Rehearsal(Tower, planned, batch, loss), role.rank))
@@ -138,7 +138,7 @@ class Masked(nn.Module):
 
 def test_the_path_is_that_of_the_batch_s_values(workers):
     batch = tokens(rows=8)
-    measured = measure(Masked, batch, "tp=2", loss=loss, steps=3, workers=workers)
+    measured = measure(Masked, batch, "tp=2", loss=loss, steps=4, workers=workers)
     planned = Planned(Masked, Plan.parse("tp=2"), batch, loss, whole_batch=True)
     trace = rehearse(Rehearsal(Masked, planned, batch, loss), 0)
     assert memory_of(trace).peak == pytest.approx(measured.memory(0).peak, rel=TOLERANCE)

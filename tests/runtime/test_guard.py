@@ -224,7 +224,7 @@ CASES = {
         "parameter blocks.1.up.weight: rank 3 differs from rank 1", ranks=4, proof=True
     ),
     "dp × tp: a parameter that all ranks have": Case(
-        Net, tokens, {"mesh": "dp_replicate=2,tp=2"}, Flip("blocks.1.norm.bias"),
+        Net, tokens, {"mesh": "dp_replicate=2,tp=2"}, Flip("blocks.1.norm.bias", byte=2),
         "parameter blocks.1.norm.bias: rank 3 differs from ranks 0–2", ranks=4,
     ),
     "tp: a parameter": Case(

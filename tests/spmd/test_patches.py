@@ -42,6 +42,7 @@ SETS = {
     "runtime/coupling/untouched.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",
+    "prediction/tracker.py": "what tells a trace of memory, while a step is rehearsed or followed",
 }
 
 COUNTS = [

@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.api import Planned
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
@@ -18,13 +17,12 @@ from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.clock import axes_of, last_step
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.predict import Build, adamw_on
-from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearse
+from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
 from meshwright.prediction.result import memory_json
 from meshwright.prediction.roles import Role, roles_of
 from meshwright.prediction.trace import Collective, Op, Trace
 from meshwright.recipe import Recipe
-from meshwright.runtime.rows.batch import plain
-from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.runtime.rows.loss import Loss
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,10 @@ def dry_run(
         ValueError: the mesh has no such rank.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    plan, batch, loss = Plan.parse(plan), plain(batch), loss or output_loss
+    plan = Plan.parse(plan)
     plan.mesh.coordinate(rank)  # raises for one that is not there
-    planned = Planned(build, plan, batch, loss, whole_batch=True)
-    rehearsal = Rehearsal(build, planned, batch, loss, optimizer or adamw_on(profile), max_norm)
-    recipe = planned.recipe
+    rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
+    recipe = rehearsal.recipe
     role = next(role for role in roles_of(recipe) if rank in role.ranks)
     trace = rehearse(rehearsal, rank)
     memory = _memory(trace, profile)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.api import Planned
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
@@ -20,7 +19,7 @@ from meshwright.prediction.clock import Clock, Phase
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.play import play
-from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearse
+from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
 from meshwright.recipe import Recipe
@@ -60,10 +59,8 @@ def predict(
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     plan = Plan.parse(plan)
-    planned = Planned(build, plan, plain(batch), loss or output_loss, whole_batch=True)
-    make = optimizer or adamw_on(profile)
-    rehearsal = Rehearsal(build, planned, plain(batch), loss or output_loss, make, max_norm)
-    recipe = planned.recipe
+    rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
+    recipe = rehearsal.recipe
     roles = roles_of(recipe)
     memories: dict[int, Memory] = {}
     phases: dict[int, list[Phase]] = {}

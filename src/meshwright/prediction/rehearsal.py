@@ -20,18 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.api import Planned
+from meshwright.plan import Plan
 from meshwright.prediction.trace import Trace
 from meshwright.prediction.tracker import Tracker, followed
 from meshwright.prediction.values import KnownValues
 from meshwright.prediction.world import rehearsed_world
 from meshwright.private import FakeTensor, FakeTensorMode
 from meshwright.recipe import Recipe
-from meshwright.runtime.apply import apply
+from meshwright.runtime.apply import apply, cast_type
 from meshwright.runtime.coupling.paths import unwatched
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.batch import copied, mapped, tensors_in
-from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in
+from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.microbatches import Pieces, microbatches, rows_of, take_rows
 from meshwright.spmd.one_process import one_process
 from meshwright.submesh import bounds
@@ -63,6 +64,27 @@ class Rehearsal:
     @property
     def recipe(self) -> Recipe:
         return self.planned.recipe
+
+
+def rehearsal_of(
+    build: Callable[[], nn.Module],
+    batch: Any,
+    plan: Plan,
+    loss: Loss | None,
+    optimizer: MakeOptimizer,
+    max_norm: float | None,
+) -> Rehearsal:
+    """What is rehearsed of a model under a plan.
+
+    Raises:
+        PlanError: every problem of the plan.
+    """
+    loss, batch = loss or output_loss, plain(batch)
+    dtype = torch.float64 if plan.precision == "float64" else None
+    if dtype is not None:
+        batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
+    planned = Planned(build, plan, batch, loss, dtype, whole_batch=True)
+    return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
 
 
 def rehearse(rehearsal: Rehearsal, rank: int) -> Trace:
@@ -102,49 +124,47 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
 
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
-    recipe, runner = rehearsal.recipe, job.runner
-    mesh = recipe.mesh
-    index = mesh.data_index(job.rank)
-    rows = copied(take_rows(rehearsal.batch, *bounds(rows_of(rehearsal.batch), mesh.data_size)[index]))
-    real = list(microbatches(rows, recipe.microbatches))
+    """Steps of this rank, followed."""
+    rows = _rows(rehearsal, job)
     with one_process():
-        for piece in real:
-            runner.executor.record(piece)
+        for piece in microbatches(rows, rehearsal.recipe.microbatches):  # with values: the path may follow from them
+            job.runner.executor.record(piece)
     batch = rows if not any(t.is_meta for t in tensors_in(rows)) else mapped(partial(_without_values, fake), rows)
-    tracker = Tracker(job.module, lambda: runner.executor.action)
-    values = KnownValues(fake)
+    tracker, values = Tracker(job.module, lambda: job.runner.executor.action), KnownValues(fake)
     with fake, values, followed(tracker):
-        tracker.keep(
-            {
-                "parameters": list(job.parameters()),
-                "buffers": list(job.module.buffers()),
-                "batch": tensors_in(batch),
-            }
-        )
+        kept = {"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": tensors_in(batch)}
+        tracker.keep(kept)
         optimizer = rehearsal.optimizer(job.parameters())
-        for step in range(STEPS):
-            tracker.begin(f"step {step}")
-            pieces = list(microbatches(batch, recipe.microbatches))
-            scale = [rows_of(p) / rows_of(rehearsal.batch) for p in pieces]
-            with one_process():
-                runner.held.reshard()
-                runner.losses(Pieces(pieces, scale, [None] * len(pieces)), unwatched, once=True, backward=True)
-            tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
-            if rehearsal.max_norm is not None:
-                tracker.begin("clip")
-                _clip(job, rehearsal.max_norm)
-            tracker.begin("optimizer")
-            optimizer.step()
-            tracker.keep({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
-            tracker.begin("end")
-            optimizer.zero_grad()
+        for number in range(STEPS):
+            tracker.begin(f"step {number}")
+            _step(rehearsal, job, batch, optimizer, tracker)
         return replace(tracker.close(), assumed=tuple(values.assumed))
+
+
+def _rows(rehearsal: Rehearsal, job: Job) -> Any:
+    """This rank's rows."""
+    mesh, batch = rehearsal.recipe.mesh, rehearsal.batch
+    return copied(take_rows(batch, *bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]))
+
+
+def _step(rehearsal: Rehearsal, job: Job, batch: Any, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+    """What ``Job.step`` does once it is known how rows combine, and what a training loop does after it."""
+    pieces = list(microbatches(batch, rehearsal.recipe.microbatches))
+    scale = [rows_of(piece) / rows_of(rehearsal.batch) for piece in pieces]
+    with one_process():
+        job.runner.held.reshard()
+        job.runner.losses(Pieces(pieces, scale, [None] * len(pieces)), unwatched, once=True, backward=True)
+    tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
+    if rehearsal.max_norm is not None:
+        tracker.begin("clip")
+        job.clip_grad_norm_(rehearsal.max_norm)
+    tracker.begin("optimizer")
+    optimizer.step()
+    tracker.keep({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
+    tracker.begin("end")
+    optimizer.zero_grad()
 
 
 def _without_values(fake: FakeTensorMode, t: Tensor) -> Tensor:
     with fake:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
-
-
-def _clip(job: Job, max_norm: float) -> None:
-    job.clip_grad_norm_(max_norm)

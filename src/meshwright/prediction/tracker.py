@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
         trace, self.trace = self.trace, Trace()
         return trace
 
-    def keep(self, tensors: Mapping[str, list[Tensor]]) -> None:
+    def keep(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
         """What these tensors are for the run as a whole; those that are not known yet come into being."""
         for what, those in tensors.items():
             for t in those:
