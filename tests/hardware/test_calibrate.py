@@ -54,7 +54,7 @@ def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Pr
     assert found[0] == found[1]
     link: Link = found[0]
     assert 1e-7 < link.latency < 1 and 1e5 < link.bandwidth < 1e12
-    assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) == 1
+    assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) > 0.99
     assert "2 ranks" in link.source
     profile = replace(measured, node=link)
     assert parse_profile(profile.text(), "cpu-local.yaml") == profile
