@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link
-from meshwright.hardware.meter import Meter, steady
+from meshwright.hardware.meter import Meter, curve, rate, steady
 from meshwright.hardware.reader import parse_profile
 from meshwright.workers.pool import LocalWorkers
 
@@ -49,12 +49,20 @@ def test_disturbances_only_add_time() -> None:
     assert steady([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
 
 
+@pytest.mark.parametrize("highest", [1.23456e9, 1.23444e9, 9.99996e9, 9.99994e9, 1e9, 0.99999, 123.46])
+def test_the_call_of_the_highest_rate_attains_all_of_it(highest: float) -> None:
+    points = [(1.0, 4.0 / highest), (2.0, 2.0 / highest)]
+    peak = rate(points)
+    assert 0.999 * highest < peak <= highest
+    assert max(efficiency for _, efficiency in curve(points, peak).points) == 1
+
+
 def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Profile) -> None:
     found = workers.run(measured_link, sizes=(4, 2**12, 2**16, 2**18), rounds=3, ranks=2)
     assert found[0] == found[1]
     link: Link = found[0]
     assert 1e-7 < link.latency < 1 and 1e5 < link.bandwidth < 1e12
-    assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) > 0.99
+    assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) == 1
     assert "2 ranks" in link.source
     profile = replace(measured, node=link)
     assert parse_profile(profile.text(), "cpu-local.yaml") == profile

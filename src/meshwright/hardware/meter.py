@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_FLOOR, Context
 from itertools import accumulate
 from math import hypot, log
 from typing import TypeAlias
@@ -94,10 +95,14 @@ def steady(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def rate(points: Sequence[tuple[float, float]], least: float = 0.0) -> float:
-    """The highest rate of calls that take so many seconds at least; of shorter ones too much is the host's."""
+    """The highest rate of calls that take so many seconds at least; of shorter ones too much is the host's.
+
+    Its digits are rounded down: the call that has this rate attains all of it.
+    """
     ordered = steady(points)
     clear = [(size, seconds) for size, seconds in ordered if seconds >= least] or ordered[-1:]
-    return short(max(size / seconds for size, seconds in clear))
+    highest = max(size / seconds for size, seconds in clear)
+    return float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(highest))
 
 
 def curve(points: Sequence[tuple[float, float]], peak: float) -> Curve:
