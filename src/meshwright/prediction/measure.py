@@ -26,9 +26,8 @@ from meshwright.private import storage_of
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, tensors_in
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.runtime.rows.microbatches import rows_of_rank
 from meshwright.runtime.weights.parameters import local_tensor
-from meshwright.submesh import bounds
 
 _STEP = "meshwright.step"
 
@@ -63,18 +62,17 @@ def measured_rank(
         steps: at least 2, of which memory is measured; as many again are timed.
     """
     job = parallelize(build, plan.replace(verify=0), batch=batch, loss=loss)
-    mesh = job.recipe.mesh
-    rows = copied(take_rows(batch, *bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]))
+    rows = copied(rows_of_rank(batch, job.recipe, job.rank))
     run = _Steps(job, rows, optimizer(job.parameters()), max_norm)
-    held = _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])
-    others = _bytes(_living()) - held  # of the process, as it was before
+    others = _bytes(_living()) - _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])
+    live = []  # bytes before each step, and after the last
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(steps):
+            live.append(_bytes(_living()) - others)
             with record_function(_STEP):
                 run.step()
-    between = _bytes(_living()) - others
-    kept = _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows), *run.states()])
-    return Measured(_peaks(profiler, held, between), kept, tuple(run.timed() for _ in range(steps)))
+    live.append(_bytes(_living()) - others)
+    return Measured(_peaks(profiler, live), live[-1], tuple(run.timed() for _ in range(steps)))
 
 
 class _Steps:
@@ -98,9 +96,6 @@ class _Steps:
         dist.barrier()
         return time.perf_counter() - started
 
-    def states(self) -> list[Tensor]:
-        return [t for state in self._optimizer.state.values() for t in tensors_in(state)]
-
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
     """Of the storages of tensors, each once."""
@@ -122,24 +117,19 @@ def _living() -> list[Tensor]:
     ]
 
 
-def _peaks(profiler: Any, held: int, between: int) -> tuple[int, ...]:
-    """Bytes that live at most in each step. ``held``: those that live before the first step; ``between``: before others.
+def _peaks(profiler: Any, begins: Sequence[int]) -> tuple[int, ...]:
+    """Bytes that live at most in each step. ``begins``: those that live when it begins.
 
     Private: there is no public way to the single events of an allocator on a CPU.
     """
     events = profiler.profiler.kineto_results.events()
     starts = sorted(event.start_ns() for event in events if event.name() == _STEP)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    peaks, live, step = [held] + [between] * (len(starts) - 1), held, 0
+    peaks, live, step = list(begins[: len(starts)]), begins[0], 0
     for when, nbytes in changes:
         now = max(0, bisect_right(starts, when) - 1)
         if now != step:
-            step, live = now, between
+            step, live = now, begins[now]
         live += nbytes
         peaks[step] = max(peaks[step], live)
     return tuple(peaks)
-
-
-def worst(measured: Sequence[Measured]) -> int:
-    """The peak of the rank that has the largest."""
-    return max(rank.peak for rank in measured)

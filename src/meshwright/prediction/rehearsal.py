@@ -31,11 +31,11 @@ from meshwright.runtime.apply import apply, cast_type
 from meshwright.runtime.coupling.paths import unwatched
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in
+from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in, with_shared
 from meshwright.runtime.rows.loss import Loss, output_loss
-from meshwright.runtime.rows.microbatches import Pieces, microbatches, rows_of, take_rows
+from meshwright.runtime.rows.loss_weights import SPLIT
+from meshwright.runtime.rows.microbatches import Pieces, microbatches, rows_of, rows_of_rank, take_rows
 from meshwright.spmd.one_process import one_process
-from meshwright.submesh import bounds
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 STEPS = 2  # in the first one gradients and the optimizer's state come into being
@@ -125,35 +125,61 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
     """Steps of this rank, followed."""
-    rows = _rows(rehearsal, job)
+    rows = _Rows(rehearsal, job.rank)
     with one_process():
-        for piece in microbatches(rows, rehearsal.recipe.microbatches):  # with values: the path may follow from them
+        for piece in rows.pieces().batches:  # with values: the path may follow from them
             job.runner.executor.record(piece)
-    batch = rows if not any(t.is_meta for t in tensors_in(rows)) else mapped(partial(_without_values, fake), rows)
+    rows.without_values(fake)
     tracker, values = Tracker(job.module, lambda: job.runner.executor.action), KnownValues(fake)
     with fake, values, followed(tracker):
-        kept = {"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": tensors_in(batch)}
-        tracker.keep(kept)
+        tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.kept})
         optimizer = rehearsal.optimizer(job.parameters())
         for number in range(STEPS):
             tracker.begin(f"step {number}")
-            _step(rehearsal, job, batch, optimizer, tracker)
+            _step(rehearsal, job, rows, optimizer, tracker)
         return replace(tracker.close(), assumed=tuple(values.assumed))
 
 
-def _rows(rehearsal: Rehearsal, job: Job) -> Any:
-    """This rank's rows."""
-    mesh, batch = rehearsal.recipe.mesh, rehearsal.batch
-    return copied(take_rows(batch, *bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]))
+class _Rows:
+    """The rows of a batch that a rank has, and that it runs, as ``Division`` divides them.
+
+    How rows combine is not tried: what the plan leaves open is split.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, rank: int) -> None:
+        self._recipe, data = rehearsal.recipe, rehearsal.recipe.mesh.data_size
+        self._whole = self._recipe.rows == "whole"
+        self._all = with_shared(rehearsal.batch, self._recipe.shared_inputs)
+        self._own = copied(rows_of_rank(rehearsal.batch, self._recipe, rank))
+        divided = data * self._recipe.microbatches > 1 and not self._whole
+        self._row = copied(take_rows(self._own, 0, 1)) if divided else ()  # for microbatches without rows
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What a rank keeps between steps."""
+        return tensors_in([self._own, self._row])
+
+    def without_values(self, fake: FakeTensorMode) -> None:
+        """If tensors of the batch have shapes alone, all are tensors without values, on this device."""
+        if any(t.is_meta for t in self.kept):
+            shared, hollow = self._recipe.shared_inputs, partial(_without_values, fake)
+            self._all, self._own = (with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._own))
+            self._row = mapped(hollow, self._row)
+
+    def pieces(self) -> Pieces:
+        """What the rank runs in a step."""
+        data, rows = self._recipe.mesh.data_size, rows_of(self._all)
+        if self._whole:
+            return Pieces([copied(self._all) if data > 1 else self._own], [1.0], [None], copies=data)
+        batches = list(microbatches(self._own, self._recipe.microbatches))
+        return Pieces(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def _step(rehearsal: Rehearsal, job: Job, batch: Any, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+def _step(rehearsal: Rehearsal, job: Job, rows: _Rows, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
     """What ``Job.step`` does once it is known how rows combine, and what a training loop does after it."""
-    pieces = list(microbatches(batch, rehearsal.recipe.microbatches))
-    scale = [rows_of(piece) / rows_of(rehearsal.batch) for piece in pieces]
     with one_process():
         job.runner.held.reshard()
-        job.runner.losses(Pieces(pieces, scale, [None] * len(pieces)), unwatched, once=True, backward=True)
+        job.runner.losses(rows.pieces(), unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
     tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if rehearsal.max_norm is not None:
         tracker.begin("clip")

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint.lock import PATIENCE, Lock, hold
 from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import Finding, NonFiniteError
-from meshwright.private import pytree
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.microbatches import amount_of, rows_of, take_rows
-from meshwright.submesh import bounds
+from meshwright.runtime.rows.batch import mapped
+from meshwright.runtime.rows.microbatches import amount_of, rows_of, rows_of_rank
 from meshwright.train.agreement import agree, culprit
 from meshwright.train.metrics import Metrics
 from meshwright.train.progress import Progress
@@ -279,9 +277,7 @@ def _page_size() -> int:
 
 def _repeated(job: Job, batch: Any) -> Iterator[Any]:
     """This rank's rows of one batch, again and again."""
-    mesh = job.recipe.mesh
-    start, stop = bounds(rows_of(batch), mesh.data_size)[mesh.data_index(job.rank)]
-    mine = pytree.tree_map_only(Tensor, lambda t: t.to(job.groups.device), take_rows(batch, start, stop))
+    mine = mapped(lambda t: t.to(job.groups.device), rows_of_rank(batch, job.recipe, job.rank))
     while True:
         yield mine
 

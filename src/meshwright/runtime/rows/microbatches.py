@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.private import python_body
-from meshwright.runtime.rows.batch import copied, has_rows, mapped, tensors_in, written
+from meshwright.recipe import Recipe
+from meshwright.runtime.rows.batch import copied, has_rows, mapped, plain, tensors_in, with_shared, written
 from meshwright.runtime.rows.label_counter import Counted, LabelCounter, Slot
 from meshwright.runtime.rows.loss_weights import MEAN, SUM, Share
 from meshwright.submesh import bounds
@@ -56,6 +57,12 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of every tensor that has the batch's rows; the rest as it is."""
     rows = rows_of(batch)
     return mapped(lambda t: _rows(t, start, stop) if has_rows(t, rows) else t, batch)
+
+
+def rows_of_rank(batch: Any, recipe: Recipe, rank: int) -> Any:
+    """The rows of a rank, in their memory. ``batch``: of all data ranks together; each has as many rows, or one more."""
+    batch = with_shared(plain(batch), recipe.shared_inputs)
+    return take_rows(batch, *bounds(rows_of(batch), recipe.mesh.data_size)[recipe.mesh.data_index(rank)])
 
 
 def _rows(t: Tensor, start: int, stop: int) -> Tensor:
