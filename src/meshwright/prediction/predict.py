@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.clock import Clock, Phase
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory, memory_of
-from meshwright.prediction.play import play
+from meshwright.prediction.play import Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
@@ -130,8 +131,10 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 
 def _step(recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]) -> StepSeconds:
     """Seconds of a step, and their terms on the rank that ends last."""
-    lines = {role.stage: role for role in reversed(roles)}  # a line of the pipeline: the first role of each stage rank
-    played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile, lines))
+    lines: dict[int, Role] = {}  # of each rank of the pipeline axis the slowest role: the others wait for it at their joins
+    for role in sorted(roles, key=lambda role: -_work(phases[role.rank])):
+        lines.setdefault(role.stage, role)
+    played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile))
     last = max(played.ends, key=lambda stage: played.ends[stage])
     terms = _terms(phases[lines[last].rank], played.waits[last])
     scatter = Estimate.total(phase.spent.total for phase in phases[lines[last].rank]).scatter
@@ -163,14 +166,27 @@ def _shared_cores(
     """T₁ / cores: what ranks that share the cores of one machine take at least (Brent, see ``play``)."""
     if not profile.cores:
         return 0.0
-    work = sum(role.count * sum(phase.spent.total.seconds for phase in phases[role.rank]) for role in roles)
-    return work / profile.cores
+    return sum(role.count * _work(phases[role.rank]) for role in roles) / profile.cores
 
 
-def _transfer(recipe: Recipe, profile: Profile, lines: Mapping[int, Role]) -> Callable[[int, int, int], Estimate]:
+def _work(phases: Iterable[Phase]) -> float:
+    """Seconds of phases, one after another, without what they wait for."""
+    return sum(phase.spent.total.seconds for phase in phases)
+
+
+def _transfer(recipe: Recipe, profile: Profile) -> Transfer:
+    """What a transfer between two stages takes: that of the farthest two ranks which have the same place in them."""
+
+    def nodes(stage: int) -> list[int]:
+        return [rank // profile.devices_per_node for rank in recipe.stage_ranks_of(stage)]
+
+    @cache
+    def group(stage: int, other: int) -> Group:
+        return Group(2, 2 if nodes(stage) == nodes(other) else 1)
+
     def transfer(stage: int, other: int, nbytes: int) -> Estimate:
-        ranks = [lines[recipe.stage_rank[s]].rank for s in (stage, other)]
-        nodes = {rank // profile.devices_per_node for rank in ranks}
-        return collective(profile, "send", nbytes, Group(2, 2 // len(nodes))) if ranks[0] != ranks[1] else NOTHING
+        if recipe.stage_rank[stage] == recipe.stage_rank[other]:
+            return NOTHING
+        return collective(profile, "send", nbytes, group(stage, other))
 
     return transfer

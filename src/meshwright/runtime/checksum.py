@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.private import FakeTensor
+
 _BLOCK = 1024
 _LANE = 8  # bytes of a 64-bit integer
 
@@ -49,7 +51,9 @@ def _of_lanes(lanes: Tensor) -> Tensor:
 def digest(t: Tensor) -> tuple[Any, ...]:
     """Type, shape, and a cryptographic digest of the bits, which no two tensors share. On the host.
 
-    Torch's own pickle of equal tensors differs.
+    A tensor without values (of a rehearsal) has no bits. Torch's own pickle of equal tensors differs.
     """
+    if t.is_meta or isinstance(t, FakeTensor):
+        return str(t.dtype), tuple(t.shape), ""
     values = t.detach().cpu().contiguous().flatten().view(torch.uint8) if t.numel() else t.new_empty(0)
     return str(t.dtype), tuple(t.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
