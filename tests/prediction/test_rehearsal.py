@@ -1,5 +1,8 @@
 """A rank's step without values: memory as a run has it, and a world that is gone afterwards."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +97,19 @@ def test_what_a_step_does_is_what_the_rank_of_a_run_does():
         8 * 128 * 128
     )  # of matrices; two steps of 16 / 4 rows of 64 tokens, half of each matrix
     assert products == 2 * 6 * parameters // 2 * (16 // 4 * 64)
+
+
+def test_a_rehearsal_leaves_nothing():
+    models = []
+
+    def build():
+        model = Tower(width=16, depth=1)
+        models.append(weakref.ref(model))
+        return model
+
+    predict(build, tokens(rows=4), "dp_shard=2,tp=2", loss=loss)
+    gc.collect()
+    assert len(models) > 1 and all(model() is None for model in models)
 
 
 def test_a_world_of_thousands_of_ranks():

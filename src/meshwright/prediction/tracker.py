@@ -155,7 +155,7 @@ class Tracker(TorchDispatchMode):
         number = self._numbers[at] = next(self._count)
         module, line = (self._modules[-1], model_line(_REHEARSAL)) if self._forward else ("", "")
         self.trace.events.append(Allocated(number, storage.nbytes(), function, module, line))
-        weakref.finalize(storage, self._freed, at, number).atexit = False
+        self._hear_of_end(storage, number)
         return number
 
     def _share(self, result: Tensor, source: Tensor) -> None:
@@ -163,9 +163,14 @@ class Tracker(TorchDispatchMode):
         storage = result.untyped_storage()
         number = self._number(source, "")
         self._numbers[storage._cdata], self._sharing[number] = number, self._sharing[number] + 1
-        weakref.finalize(storage, self._freed, storage._cdata, number).atexit = False
+        self._hear_of_end(storage, number)
 
-    def _freed(self, at: int, number: int) -> None:
+    def _hear_of_end(self, storage: Any, number: int) -> None:
+        """A weak reference: what waits for the end of a storage lives as long as that, and the tracker knows the model."""
+        weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, number).atexit = False
+
+    def freed(self, at: int, number: int) -> None:
+        """A storage is gone."""
         self._numbers.pop(at, None)
         if self._sharing[number]:
             self._sharing[number] -= 1
@@ -234,6 +239,11 @@ _COLLECTIVES = {
 }
 # In a backward, torch fills zeros in place; under a dispatch mode it makes another tensor of them (``gather_backward``).
 _OUT_OF_PLACE = frozenset(["scatter_add", "scatter", "index_add", "index_put", "index_fill", "index_copy"])
+
+
+def _freed(tracker: weakref.ref[Tracker], at: int, number: int) -> None:
+    if (living := tracker()) is not None:
+        living.freed(at, number)
 
 
 def _local(t: Tensor) -> Tensor:
