@@ -136,8 +136,8 @@ def test_the_rows_of_a_step_are_those_that_are_asked_for(file: str) -> None:
     few, many = asked("4"), asked("64")
     assert (few["amount"], many["amount"]) == (4, 64)
     row = 8 * 4 + 8
-    assert few["memory"][0]["items"]["batch"] == 2 * row, "a rank has its own rows alone"
-    assert many["memory"][0]["items"]["batch"] == 32 * row
+    assert few["memory"][0]["items"]["batch"] == 3 * row, "its own rows, and one for microbatches without rows"
+    assert many["memory"][0]["items"]["batch"] == 33 * row
 
 
 def test_a_model_whose_own_path_follows_from_values_of_its_batch_is_predicted() -> None:
