@@ -1,15 +1,19 @@
 """``KnownValues``: in a rehearsal, what follows from the batch alone has values; what follows from parameters has none.
 
 a function of tensors that all have values     runs (masks, positions, shifted labels)
+a small tensor that the model makes of none    has values (``arange``, ``zeros``); a large one has not
 any other                                      has shapes alone (``FakeTensorMode``)
 a read of a value that is not there            is assumed, as planning does (a mask is all true, a number is one)
+
+What is written with something that has no values has none from then on.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from math import prod
+import weakref
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -21,11 +25,19 @@ import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
 from meshwright.planning.shadow import ASSUMED, INDEXED, SIZED, is_mask
-from meshwright.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, unset_fake_temporarily
+from meshwright.private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    pytree,
+    storage_of,
+    unset_fake_temporarily,
+)
 from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.torch_functions import op_facts, written_by
 
 SMALL = 1 << 20  # bytes: what a model makes of nothing, and is larger, has no values
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
 _RUNTIME = (
     os.path.dirname(torch.distributed.__file__) + os.sep,
@@ -46,6 +58,7 @@ class KnownValues(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self._fake = fake
+        self._lost: set[int] = set()  # where memory stands that had values, and was written with what has none
         self.assumed: dict[tuple[str, str], None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,12 +66,29 @@ class KnownValues(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         tensors = tensors_among((*args, *kwargs.values()))
-        if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        if not tensors:
+            return self._made_of_nothing(func, args, kwargs)
+        written = tensors_among(value for _, value in written_by(func, args, kwargs))
+        known = all(map(self._has_values, tensors))
+        if not known:
+            self._lose(written)
+        # Memory of this process is seen, and written, as what it is.
+        if known or (all(map(_is_real, tensors)) and (written or op_facts(func).is_view)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if not tensors and func.namespace == "aten" and _asked_by_model(args, kwargs):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
+        return self._by_shapes(func, args, kwargs)
+
+    def _made_of_nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor that is made of no tensor: its shape says whether it is small."""
+        out = func(*args, **kwargs)
+        small = sum(t.nbytes for t in tensors_among((out,))) <= SMALL
+        if not small or kwargs.get("device") not in (None, _CPU) or func.namespace != "aten" or not _by_model():
+            return out
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _by_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of which some tensor has no values."""
         if func in ASSUMED or func in SIZED:
             return self._assume(func, args, kwargs)
         if func in INDEXED and any(map(is_mask, args[1])):
@@ -66,7 +96,22 @@ class KnownValues(TorchDispatchMode):
             args = (args[0], [index for group in positions for index in group], *args[2:])
         return func(*args, **kwargs)
 
+    def _has_values(self, t: Tensor) -> bool:
+        return _is_real(t) and storage_of(t) not in self._lost
+
+    def _lose(self, written: Iterable[Tensor]) -> None:
+        """Tensors are written with what has no values."""
+        for t in filter(self._has_values, written):
+            at = storage_of(t)
+            self._lost.add(at)
+            weakref.finalize(t.untyped_storage(), self._lost.discard, at).atexit = False
+
     def _assume(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.masked_select.default and self._has_values(args[1]):
+            with unset_fake_temporarily():
+                held = int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).count_nonzero())
+                selected = torch.empty(held, dtype=args[0].dtype, device=_META)
+            return self._without_values(selected)
         self.assumed.setdefault((str(func), model_line(_REHEARSAL)))
         with unset_fake_temporarily():
             args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
@@ -74,7 +119,10 @@ class KnownValues(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, self._without_values, out)
 
     def _positions(self, mask: Tensor) -> list[Tensor]:
-        """A mask as the positions that it holds: all."""
+        """A mask as the positions that it holds; all, if it has no values."""
+        if self._has_values(mask):
+            with unset_fake_temporarily():
+                return list(mask.nonzero().unbind(1))
         self.assumed.setdefault(("a mask as an index", model_line(_REHEARSAL)))
         held = torch.empty(mask.numel(), dtype=torch.int64, device=_META)
         return [self._without_values(held) for _ in range(mask.dim())]
@@ -84,10 +132,9 @@ class KnownValues(TorchDispatchMode):
             return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
 
 
-def _asked_by_model(args: Any, kwargs: Any) -> bool:
-    """Whether a small tensor is made of nothing by the model's own code: a position, a mask."""
-    shape = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-    return 8 * prod(shape) <= SMALL and kwargs.get("device") in (None, torch.device("cpu")) and _by_model()
+def _is_real(t: Tensor) -> bool:
+    """Whether a tensor has memory here."""
+    return not (isinstance(t, FakeTensor) or t.is_meta)
 
 
 def _by_model() -> bool:
