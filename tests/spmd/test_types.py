@@ -51,6 +51,9 @@ CASES: dict[str, tuple[Tensor, int, Callable[[Tensor], Any], torch.dtype | None]
     "einsum over one element a rank under autocast": (
         logits()[:, :2], 1, lambda x: torch.einsum("ab,cb->ac", x, x), torch.bfloat16
     ),
+    "attention with dropout under autocast": (
+        torch.stack([logits()] * 2), 0, lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=1e-12), torch.bfloat16
+    ),
     "cat with an empty tensor": (logits(torch.bfloat16), 0, lambda x: torch.cat([torch.empty(0), x]), None),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from meshwright.spmd import redistribute
 from meshwright.spmd.alias import contiguous, reach
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.registry import decider, named
+from meshwright.spmd.decide.types import as_autocast, wide
 from meshwright.spmd.decision import GATHER, Answer, Decision, held, whole
 from meshwright.spmd.signature import Call, Operand, layout_of
 
@@ -92,8 +93,18 @@ def attention_with_dropout(
     if query.device.type != "cpu":
         with own_stream(axis, query.device):
             return functional.scaled_dot_product_attention(query, key, value, mask, **options)
-    dtype = query.dtype
-    q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key, value))
+    query, key, value, mask = map(as_autocast, (query, key, value, mask))
+    with torch.autocast("cpu", enabled=False):
+        weights, v = _attention_weights(query, key, value, mask, shape, options)
+        drawn = functional.dropout(torch.ones(shape, dtype=weights.dtype), options["dropout_p"])
+        return ((weights * redistribute.keep_slice(drawn, axis, layout)) @ v).to(query.dtype)
+
+
+def _attention_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The weights of this rank's slice before dropout, and the values: both in the type in which torch computes them."""
+    q, k, v = (t.to(wide(t.dtype)) for t in (query, key, value))
     scale = options.get("scale")
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
     scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)
@@ -102,9 +113,7 @@ def attention_with_dropout(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries to which no key is shown get zeros
-    weights = scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
-    drawn = functional.dropout(torch.ones(shape, dtype=weights.dtype), options["dropout_p"])
-    return ((weights * redistribute.keep_slice(drawn, axis, layout)) @ v).to(dtype)
+    return scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0), v
 
 
 @contextmanager

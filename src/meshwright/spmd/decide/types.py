@@ -41,6 +41,17 @@ def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
     return dtype
 
 
+def as_autocast(x: Any) -> Any:
+    """A tensor as autocast hands it to a function that it computes in a half type; anything else as it is.
+
+    For a rule that takes such a function apart: its steps then run with autocast off, as they do within the function.
+    """
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    eligible = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if eligible else x
+
+
 def like_here(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> tuple[torch.dtype, torch.device] | None:
     """The type and device of ``func(x, ...)``, asked of torch with an empty tensor like ``x``; None if it gives no tensor."""
     with without_any_mode(), torch.no_grad():
