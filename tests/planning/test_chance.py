@@ -143,6 +143,23 @@ def test_a_block_that_chance_may_skip_is_no_unit_of_fsdp(by: str) -> None:
     assert recipe.routed
 
 
+class Pairs(Skipping):
+    """Skips all but every other block, unless the largest numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__("torch", share=0.9999)
+        for block in self.blocks:
+            block.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def test_what_chance_skips_is_cut_too() -> None:
+    recipe = mw.make_recipe(Pairs, "tp=2", rows())
+    assert {line.name for line in recipe if isinstance(line.tp, mw.Shard)} >= {
+        f"blocks.{i}.inner.{k}.weight" for i in range(4) for k in (0, 2)
+    }
+    assert not any("not used" in note for note in recipe.notes)
+
+
 @pytest.mark.parametrize("by", HELD)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp_shard=2", "tp=2"])
 def test_planning_draws_no_numbers_of_a_generator_that_a_module_holds(by: str, mesh: str) -> None:

@@ -155,6 +155,25 @@ def test_the_plan_is_obeyed_where_the_forward_cannot_be_followed(workers: LocalW
     }
 
 
+class Dropped(nn.Module):
+    """Random numbers of a shape that no machine has the memory for: 2 TiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 2**37), nn.Linear(2**37, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.up(x).relu_(), 0.3)
+        return self.down(h * torch.rand_like(h)).square().mean()
+
+
+def test_planning_takes_no_memory_for_random_numbers() -> None:
+    recipe = mw.make_recipe(Dropped, "tp=2", batch())
+    assert recipe.notes == () and {line.name for line in recipe if isinstance(line.tp, mw.Shard)} == {
+        "up.weight", "up.bias", "down.weight"
+    }  # fmt: skip
+
+
 def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:
     with pytest.raises(mw.PlanError) as raised:
         mw.make_recipe(partial(Derived, "sorted"), plan(10, up={"tp": "row"}, down={"tp": "row"}), batch())

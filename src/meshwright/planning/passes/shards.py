@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
 
 from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import InputCut
-from meshwright.chance import GeneratorUse
+from meshwright.chance import LARGEST, SMALLEST, GeneratorUse, drawing
 from meshwright.errors import Finding
 from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
@@ -29,6 +32,7 @@ def shard_over_tp(draft: Draft) -> Draft:
     modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, generators.noted(draft.run))
     units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
     uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
+    run = _every_way(draft, run, generators, uses)
     try:
         cuts, writing = _trunk_cuts(draft, run, styles, uses)
         if writing:
@@ -47,6 +51,33 @@ def shard_over_tp(draft: Draft) -> Draft:
         drawn=drawn,
         notes=(*notes, *draft.notes),  # what is sharded is told before what runs at the same time
     )
+
+
+def _every_way(draft: Draft, run: Run, generators: GeneratorUse, uses: Uses) -> Run:
+    """The forward; and if it draws random numbers and leaves parameters out, again with the smallest and with the largest
+    ones: a layer that is skipped by chance (``if torch.rand([]) < 0.1: continue``) is met all the same."""
+    names, left_out = set(draft.names.parameters), False
+
+    def every_way(model: nn.Module) -> Any:
+        nonlocal left_out  # in every pass over the forward from then on
+        result = run(model)
+        left_out |= (generators.of_host or generators.of_torch) and not names <= uses.seen
+        for way in (SMALLEST, LARGEST) if left_out else ():
+            with drawing(way, model), _given_up_by_the_model():
+                run(model)
+        return result
+
+    return every_way
+
+
+@contextmanager
+def _given_up_by_the_model() -> Iterator[None]:
+    """With these numbers a forward need not make sense to the model; what it came to is known."""
+    try:
+        yield
+    except Exception as error:
+        if is_ours(error):
+            raise
 
 
 def _of_writing(blocks: Collection[str]) -> str:

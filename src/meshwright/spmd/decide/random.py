@@ -55,7 +55,7 @@ def _lying(x: Operand) -> Lying:
 
 def _memory(lying: Lying, x: Tensor) -> Tensor:
     """Memory for a whole tensor, of the type and device of ``x``."""
-    memory = torch.empty(reach(*lying), dtype=x.dtype, device=x.device)
+    memory = x.new_empty(reach(*lying))
     return memory.as_strided(*lying)
 
 
