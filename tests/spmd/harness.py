@@ -83,7 +83,7 @@ class Guise:
     Attributes:
         dtypes: of the floating-point inputs, in turn: of two types, the first input has the first.
         autocast: the type of ``torch.autocast`` around the function; None where it is off.
-        strided: whether the memory of inputs, and of local tensors, has its dims in the reverse order.
+        strided: whether the memory of inputs, and so of local tensors, has its dims in the reverse order.
         empty: whether to try dims of size 1, and ranks that hold one element of a dim, or none.
     """
 
@@ -302,7 +302,7 @@ class Bench:
         tensors = guise.of(tensors)
         dispatcher = self.dispatcher()
         leaves, inputs = zip(
-            *[self._input(dispatcher, x, layout, guise.strided) for x, layout in zip(tensors, layouts, strict=True)],
+            *[self._input(dispatcher, x, layout) for x, layout in zip(tensors, layouts, strict=True)],
             strict=True,
         )
         judge = _Judge(case, seed, guise)
@@ -353,7 +353,7 @@ class Bench:
             file, _, line = place.line.rpartition(":")
             assert file.endswith("_cases.py") and abs(int(line) - case.line) < 30, f"counted at {place.line!r}"
 
-    def _input(self, dispatcher: Dispatcher, x: Tensor, layout: Layout, reverse: bool) -> tuple[Tensor, Tensor]:
+    def _input(self, dispatcher: Dispatcher, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """(the leaf whose gradient is the whole input's, the input as the model sees it)."""
         if layout == PARTIAL:
             share = [0.5 + r for r in range(self.ranks)]
@@ -363,8 +363,11 @@ class Bench:
             return leaf, dispatcher.view(leaf.clone(), PARTIAL)
         leaf = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
         if isinstance(layout, Shard):
-            local = dispatcher.cut(leaf.clone(), layout)
-            return leaf, dispatcher.view(strided(local) if reverse else local, layout)
+            cut = dispatcher.view(dispatcher.cut(leaf.clone(), layout), layout)
+            assert isinstance(cut, GlobalTensor)
+            dispatcher.lay(cut, x.stride())  # the whole tensor lies so on one device
+            cut._mw_local = cut._mw_local.clone()  # no view to autograd
+            return leaf, cut
         return leaf, leaf.clone()
 
 
