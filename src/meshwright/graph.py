@@ -201,6 +201,8 @@ class ModelGraph:
     Attributes:
         carried: (module, name) of each buffer and attribute that the forward changes and that the next one begins with.
         changes: (module, name) of each that it changes → the position of the last change.
+        repeated: (module, name) of each constant of Python's (a count of forwards) that it changes whatever the values are →
+            the position by which it has. Each stage changes its own.
         parameter_writes: parameter that it writes → the position of the last use.
         listening: positions of what waits for the gradient of a value (``register_hook``).
         kept: (module, name) of each tensor that modules keep and that the forward changes → the positions of its uses, changes
@@ -238,6 +240,7 @@ class ModelGraph:
     by_rows: frozenset[int] = frozenset()
     carried: tuple[tuple[str, str], ...] = ()
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
+    repeated: dict[tuple[str, str], int] = field(default_factory=dict)
     parameter_writes: dict[str, int] = field(default_factory=dict)
     listening: list[int] = field(default_factory=list)
     kept: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)

@@ -84,8 +84,9 @@ def _judged(run: Run, cuts: int | None) -> Verdict:
     except PlanError as error:
         return Verdict(REFUSED, "PlanError", str(error))
     except Exception as error:
+        told = "cannot be made again: it differentiates" in str(error)  # a limit of torch's (see ``judge``)
         return Verdict(
-            ERROR,
+            REFUSED if told else ERROR,
             re.sub(r"'[^']*'|\"[^\"]*\"|\d+|\[[^]]*\]|\([^)]*\)", "#", f"{type(error).__name__}: {error}")[:120],
             f"{error}",
         )
@@ -137,9 +138,10 @@ class _Compared(Differences):
 
 
 # What the trial of rows finds to couple them, or may: such programs run in one microbatch here.
-_COUPLES = frozenset(
-    ["coupled", "unused", "buffers", "counter dropout", "assigned buffers", "input writes", "masked mean", "dropout"]
-)
+_COUPLES = frozenset([
+    "coupled", "unused", "buffers", "counter dropout", "assigned buffers", "input writes", "masked mean", "dropout",
+    "of all rows", "gradients",
+])  # fmt: skip
 
 
 def staged_cases(

@@ -77,6 +77,7 @@ KINDS: dict[str, list[Step]] = {
     "a buffer that is assigned": [("buffer", 0, 0, 0), LINEAR, ("assign", 0, 0, 0), LINEAR],
     "a codebook": [LINEAR, ("codebook", 0, 0, 0), LINEAR, ("learn_codes", 0, 0, 0), LINEAR],
     "a number that is counted": [LINEAR, ("number", 0, 0, 1), LINEAR, ("number", 0, 0, 0), LINEAR],
+    "the batch times a number that is counted": [("number", 3, 0, 3), LINEAR, LINEAR],
     "a tensor that is kept": [("recall", 0, 0, 0), LINEAR, LINEAR, ("keep", 0, 0, 0), LINEAR],
     "no gradient before a detach": [LINEAR, ("codebook", 0, 0, 0), ("fresh", 0, 1, 2), ("sin", 0, 1, 2), ("tanh", 0, 2, 0)],
     "attention of a value and the batch": [LINEAR, ("attention", 1, 0, 0), LINEAR],
@@ -98,7 +99,7 @@ def test_wherever_a_program_of_this_kind_is_cut_it_is_that_of_one_device(kind: s
     assert set(found) <= {"equal", "refused"}, found
 
 
-CUTTABLE = [kind for kind in KINDS if "number" not in kind and "tensor that is kept" not in kind]
+CUTTABLE = [kind for kind in KINDS if "tensor that is kept" not in kind]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.proof) for k in CUTTABLE])
@@ -168,6 +169,41 @@ def test_shapes_that_follow_from_parameters_are_one_error_that_names_the_line() 
     (finding,) = caught.value.findings
     assert "test_staged_programs.py:" in finding.where
     assert "cannot be followed without values" in finding.given
+
+
+class Counted(nn.Module):
+    """A linear that counts its forwards whose sum is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.linear(x)
+        if float(h.sum()) > -1e9:
+            self.count += 1
+        return h * self.count
+
+
+class Counts(nn.Module):
+    """``outside``: whether the count is used outside the module that counts."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.outside, self.counted = outside, Counted()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.counted.count if self.outside else x
+        h = self.last(self.counted(self.first(x)))
+        return (h + y).square().mean()
+
+
+def test_a_count_that_follows_from_values_stays_in_its_stage() -> None:
+    one = alone(lambda: Counts(False), batches())
+    assert differences(one, Staged(lambda: Counts(False), "pp=2", batches()[0]).train(batches())) == []
+    with pytest.raises(PlanError, match=r"a value decides how counted\.count is changed"):
+        Staged(lambda: Counts(True), "pp=2", batches()[0])
 
 
 # --- whose an error is ------------------------------------------------------------------------------------------------

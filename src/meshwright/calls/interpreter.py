@@ -378,6 +378,7 @@ class StageInterpreter(Tracer):
         self._reach(position)
         place = self.program.place(position)
         for i, number in event.named:
+            self.share(tensors[i])
             self.name_value(tensors[i], number)
             if self.program.here(position):
                 self._gave(tensors[i], number, position, place)
@@ -495,10 +496,14 @@ class StageInterpreter(Tracer):
                 torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
             self.name_value(args[0], event.written)
         numbers, given = iter(event.outputs), {self.number(t): t for t in tensors}
+        # What a Function of the model's marks as dirty it gives as it took it, written to.
+        given |= {now: given[before] for before, now in event.renamed if before in given}
 
         def stand(t: Tensor) -> Any:
             number = next(numbers)
-            if number in event.inputs and number in given:  # the very thing: a write to either is one to both
+            if (
+                number is not None and number in given and number != event.written
+            ):  # the very thing: a write to either is one to both
                 return given[number]
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])

@@ -124,13 +124,13 @@ class StageProgram:
 
     def _last_change(self) -> int:
         """The last event of this stage that changes what is there after the forward. What modules keep for the next forward,
-        and a parameter that is written, is changed by the stage whose event that is; and a hook on a gradient is of the stage
-        that makes the value."""
+        and a parameter that is written, is changed by the stage whose event that is; constants of Python's by every stage; and
+        a hook on a gradient is of the stage that makes the value."""
         graph = self.graph
         lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
         changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
-        return max([*changes, *self.along, *end], default=-1)
+        return max([*changes, *graph.repeated.values(), *self.along, *end], default=-1)
 
     def of(self, graph: ModelGraph) -> StageProgram:
         """The same for a forward that differs in sizes alone."""

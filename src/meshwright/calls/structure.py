@@ -66,6 +66,13 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf, _ in leaves if isinstance(leaf, Tensor)]
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, or containers of these alone."""
+    if isinstance(value, dict):
+        return all(map(is_constant, value.values()))
+    return type(value) in _PLAIN or (isinstance(value, (set, *_SEQUENCES)) and all(map(is_constant, value)))
+
+
 def holds_code(value: Any) -> bool:
     """Whether ``value`` holds something that runs later and keeps what it will run with: a closure, a bound method, a partial,
     a generator. Which tensors it will take is not known."""

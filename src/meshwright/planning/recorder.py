@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import model_line
 from meshwright.calls.hook import Forward
-from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
+from meshwright.calls.structure import as_it_is, holds_code, is_constant, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_among
@@ -228,6 +229,8 @@ class Recorder(Tracer):
         self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         targets = _written_by(func, args, kwargs)
+        named += (within := self._written_within(place, tick, tensors, targets))
+        inputs += tuple(n for _, n in within)
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         renamed = self._renumber(place, tick, tensors, targets, made)
         graph.outputs[path, index] = result
@@ -259,6 +262,20 @@ class Recorder(Tracer):
         if func in ENGINES:
             graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
+
+    def _written_within(
+        self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor]
+    ) -> tuple[tuple[int, int], ...]:
+        """Of what follows from the batch, what a function wrote to otherwise than as its target: an ``autograd.Function`` that
+        marks it as dirty, say. It is a value from here on; (which of the event's tensors, number)."""
+        written = self.memory.since(tick) - {memory_of(t) for t in targets}
+        strangers = [
+            (i, t) for i, t in enumerate(tensors)
+            if memory_of(t) in written and not self.known(t) and not isinstance(t, nn.Parameter)
+        ]  # fmt: skip
+        for _, t in strangers:
+            self.share(t)
+        return tuple((i, self._new(t, place)) for i, t in strangers)
 
     def _listens(self, func: Any, inputs: tuple[int, ...], place: int) -> bool:
         """Whether an event waits for the gradient of what it is given: the value is made in the stage of the event."""
@@ -408,6 +425,10 @@ class Recorder(Tracer):
         graph, slots = self.graph, dict[Slot, Touches]()
         graph.draws_held = drawn_from(self._held) != self._numbers
         for slot, uses in self.uses.found.items():
+            if self._is_repeated(slot):
+                graph.repeated[slot] = self._last_changed(slot, uses)
+                continue
+            graph.spans += self._of_one_stage(slot, uses)
             touched = self._touches_of(slot, uses)
             if touched.changed:
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
@@ -434,6 +455,37 @@ class Recorder(Tracer):
         graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}
         keep_together(graph, foreign, slots, parameters, at_end)
         told_in_backward(self._model, graph)
+
+    def _is_repeated(self, slot: Slot) -> bool:
+        """Whether a slot holds a constant of Python's, and no call that changes it acts on a value: each stage can change its
+        own. What follows from the constant alone (``x * self.count``) is no event, and every stage computes it."""
+        return self._is_constant(slot) and not self._acting(slot)
+
+    def _is_constant(self, slot: Slot) -> bool:
+        return is_constant(self._kept[slot]) and is_constant(held_in(self._model, slot))
+
+    def _acting(self, slot: Slot) -> list[Path]:
+        """The calls that change what a slot holds, and act on a value."""
+        changed_in = (path for path, changed in self._changed_in.items() if slot in changed)
+        return [path for path in changed_in if self.graph.calls[path].acts]
+
+    def _of_one_stage(self, slot: Slot, uses: list[Use]) -> list[Span]:
+        """A constant of Python's that a call changes as a value decides is had by the stage of that call. What is made of it
+        elsewhere (``x * self.count``) may be used to the end."""
+        acting = self._acting(slot) if self._is_constant(slot) else []
+        if not uses or all(self.uses.within(slot, path) and path != ROOT for path in acting):
+            return []
+        what = ".".join(filter(None, slot))
+        return [Span(max(0, uses[0].events - 1), len(self.graph.events) - 1, f"a value decides how {what} is changed")]
+
+    def _last_changed(self, slot: Slot, uses: list[Use]) -> int:
+        """The position by which a constant has been changed for the last time."""
+        if not uses or slot in self.uses.within_others:
+            return len(self.graph.events)
+        of_container = isinstance(
+            held_in(self._model, slot), (dict, list, set, deque)
+        )  # what is done with it is not told
+        return max((use.events for use in uses if use.is_set or of_container), default=len(self.graph.events))
 
     def _is_private(self, slot: Slot, call: Path) -> bool:
         """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""

@@ -84,6 +84,7 @@ def _alike(a: ModelGraph, b: ModelGraph) -> bool:
         and a.ways == b.ways
         and (a.rows, a.by_rows) == (b.rows, b.by_rows)
         and (a.carried, a.changes, a.parameter_writes, a.spans) == (b.carried, b.changes, b.parameter_writes, b.spans)
+        and a.repeated == b.repeated
         and a.calls.keys() == b.calls.keys()
         and all(_same_call(call, b.calls[path]) for path, call in a.calls.items())
         and _constants(list(a.outputs.items()), _DEPTH) == _constants(list(b.outputs.items()), _DEPTH)

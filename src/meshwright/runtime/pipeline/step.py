@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.calls.interpreter import StageInterpreter
-from meshwright.calls.stage import StageProgram
-from meshwright.calls.structure import attributes_in, map_tensors, owner_of
-from meshwright.calls.tracer import held_in, kept_in
+from meshwright.calls.structure import map_tensors
+from meshwright.calls.tracer import kept_in
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched, unwatched
-from meshwright.runtime.module_state import ModuleState, content_of, fill
+from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
+from meshwright.runtime.pipeline.own_constants import OwnConstants, kept_elsewhere
 from meshwright.runtime.pipeline.own_numbers import OwnNumbers
 from meshwright.runtime.pipeline.program import Call, Program
 from meshwright.runtime.pipeline.stages import Stages
@@ -85,6 +85,8 @@ class Step:
         draws = any(program.graph.draws for program in self._programs)
         self._seeds = [random.getrandbits(48) for _ in pieces.batches] if draws else []
         self._own_numbers = OwnNumbers(stages.generators, stages.numbers)
+        repeated = [slot for program in programs for slot in program.graph.repeated]
+        self._own_constants = OwnConstants(stages.model, list(dict.fromkeys(repeated)), stages.numbers)
         self._split = any(a.kind == "I" for a in schedule.ranks[stages.rank])
         self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(pieces.batches))}
         self._transfers = Transfers(
@@ -184,13 +186,14 @@ class Step:
         """For the time of a forward, the state that each microbatch begins with. What the first leaves stays, and is kept if a
         checkpoint of the model's is to begin with it in a backward."""
         if self._state is None:
-            yield
+            with self._own_constants.of(action.stage):
+                yield
         elif action.microbatch:
             with self._state.restored():
                 yield
         else:
             checkpoints: list[Any] = []
-            with checkpoints_noted(checkpoints):
+            with checkpoints_noted(checkpoints), self._own_constants.of(action.stage):
                 yield
             if checkpoints:
                 self._left[action.stage] = self._state.now()
@@ -230,7 +233,7 @@ class Step:
             piece = copied(piece)
             if part.program.last:
                 self._written[m] = piece
-        with self._stages.calls.following(part), _kept_elsewhere(model, part.program):
+        with self._stages.calls.following(part), kept_elsewhere(model, part.program):
             return self._call(model, piece)
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
@@ -332,26 +335,3 @@ def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
             return t
         reach += step * (size - 1)
     return laid(t, stride)
-
-
-@contextmanager
-def _kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
-    """What other stages change of what modules keep is, here, after a forward what it was before."""
-    slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
-    held = ((slot, held_in(model, slot)) for slot in slots)
-    before = [
-        (slot, value, content_of(value) if type(value) in (list, dict, set) else None)
-        for slot, value in held if value is not None
-    ]  # fmt: skip
-    try:
-        yield
-    finally:
-        for slot, value, content in before:
-            if held_in(model, slot) is not value:
-                owner = owner_of(model.get_submodule(slot[0]), slot[1])
-                if owner is not None and isinstance(owner[0], nn.Module):
-                    setattr(*owner, value)
-                elif owner is not None:
-                    attributes_in(owner[0])[owner[1]] = value
-            if content is not None:
-                fill(value, content)
