@@ -56,3 +56,8 @@ def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
         elif isinstance(x, (list, tuple)):
             tensors += [t for t in x if isinstance(t, Tensor)]
     return tensors
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their elements. (``Tensor.nbytes`` refuses sparse ones.)"""
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -21,6 +21,8 @@ from doubled import Doubled
 from meshwright.calls.hook import following
 from meshwright.calls.tracer import Tracer
 from meshwright.layout import even_shard
+from meshwright.prediction.tracker import Tracker as Followed
+from meshwright.prediction.tracker import followed, sharding_propagator
 from meshwright.spmd import patches
 from meshwright.spmd.autograd_functions import custom_functions, followed_checkpoints, no_backward_within
 from meshwright.spmd.comm import Axis, Ledger
@@ -42,7 +44,6 @@ SETS = {
     "runtime/coupling/untouched.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",
-    "prediction/tracker.py": "what tells a trace of memory, while a step is rehearsed or followed",
 }
 
 COUNTS = [
@@ -140,6 +141,23 @@ def test_patches_are_undone_after_an_error_and_whatever_ends_first() -> None:
     Doubled.apply(torch.ones(2))
     assert told == ["second", "first", "second"]
     assert not differences(before, state_of_torch())
+
+
+def test_what_a_trace_is_told_by_is_undone_whatever_ends_first() -> None:
+    names = "resize_", "_propagate_tensor_meta_non_cached"
+    owners = torch.UntypedStorage, sharding_propagator()
+    before = state_of_torch()
+    with pytest.raises(ValueError, match="of a step"), followed(Followed(nn.Identity(), lambda: None)):
+        with followed(Followed(nn.Identity(), lambda: None)):
+            assert {f"torch.storage.UntypedStorage.{names[0]}"} == differences(before, state_of_torch())
+        assert all(name in vars(owner) for owner, name in zip(owners, names, strict=True))
+        raise ValueError("of a step")
+    assert not any(name in vars(owner) for owner, name in zip(owners, names, strict=True))
+    assert not differences(before, state_of_torch())
+    assert [line.what for line in patches.TABLE if line.until == patches.FOLLOWED] == [
+        "torch.storage.UntypedStorage.resize_",
+        "what knows how DTensor's functions shard: _propagate_tensor_meta_non_cached",
+    ]
 
 
 def test_a_checkpoint_s_signature_is_not_read_in_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:

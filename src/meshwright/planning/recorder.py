@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import model_line
 from meshwright.calls.hook import Forward
 from meshwright.calls.structure import as_it_is, holds_code, is_constant, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
-from meshwright.described import tensors_among
+from meshwright.described import nbytes_of, tensors_among
 from meshwright.errors import Findings
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses, Use
@@ -26,7 +25,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, op_facts, writes
+from meshwright.spmd.torch_functions import LISTENING, SIZES, flops_of, is_random, op_facts, writes
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,9 @@ class Cost(TorchDispatchMode):
         self._draws += op_facts(func).draws
         generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
         self._drawn_from += (x for x in generators if x is not torch.default_generator)
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self._flops += formula(*args, **kwargs, out_val=out)
+        self._flops += flops_of(func, args, kwargs, out)
         if not func.is_view:
-            self._moved += sum(t.numel() * t.element_size() for t in tensors_among((*args, *kwargs.values(), out)))
+            self._moved += nbytes_of(tensors_among((*args, *kwargs.values(), out)))
         return out
 
 

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from meshwright.blame import model_line
-from meshwright.described import tensors_among
+from meshwright.described import nbytes_of, tensors_among
 from meshwright.hardware.profile import Work
 from meshwright.prediction.allocations import convolution_workspace
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
 from meshwright.private import TorchDispatchMode, pytree
 from meshwright.schedule import Action
+from meshwright.spmd.patches import RESIZE, changed_on
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import op_facts
+from meshwright.spmd.torch_functions import flops_of, op_facts
 
 _REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
 Now = Callable[[], Action | None]
@@ -121,8 +121,8 @@ class Tracker(TorchDispatchMode):
             self._share(given[0], taken[0])
         for t in () if func._schema.is_mutable else given:  # what is written is there already
             self._number(t, _name(func))
-        flops = _flops(func, args, kwargs, out)
-        moved = sum(map(nbytes_of, (*taken, *given)))
+        flops = flops_of(func, args, kwargs, out)
+        moved = nbytes_of((*taken, *given))
         workspace = convolution_workspace(_name(func), args, out)
         self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(taken, given), workspace))
 
@@ -141,7 +141,7 @@ class Tracker(TorchDispatchMode):
         groups = [ranks for value in args if (ranks := _ranks(value)) is not None]
         if kind is not None and groups:
             # The larger of what is put in and what comes out: the whole tensor, as one or as a list.
-            nbytes = max(sum(map(nbytes_of, _tensors(value))) for value in args)
+            nbytes = max(nbytes_of(_tensors(value)) for value in args)
             self.trace.events.append(Collective(kind, nbytes, groups[0]))
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -185,41 +185,30 @@ class Tracker(TorchDispatchMode):
 
 @contextmanager
 def followed(tracker: Tracker) -> Iterator[None]:
-    """For its time a tracker is on, and hears of what goes past every dispatch mode, or comes to it and is none of a run's.
+    """For its time a tracker is on, and hears of what goes past every dispatch mode, or comes to it and is none of a run's."""
 
-    Private: FSDP2 frees and allocates gathered parameters by ``UntypedStorage.resize_``, which is no function of ATen; DTensor
-    asks for the shapes that a function gives with tensors of the whole size, without values, in the mode that is on.
-    """
-    propagator = sharding_propagator()
-    resize, shapes_of = torch.UntypedStorage.resize_, propagator._propagate_tensor_meta_non_cached
+    def told(resize: Any) -> Any:
+        def resized(storage: Any, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            tracker.resized(storage, nbytes)
+            return result
 
-    def resize_told(storage: Any, nbytes: int) -> Any:
-        result = resize(storage, nbytes)
-        tracker.resized(storage, nbytes)
-        return result
+        return resized
 
-    def shapes_of_unseen(*args: Any) -> Any:
-        with tracker.paused():
-            return shapes_of(*args)
+    def unseen(shapes_of: Any) -> Any:
+        def paused(*args: Any) -> Any:
+            with tracker.paused():
+                return shapes_of(*args)
 
-    patches = ((torch.UntypedStorage, "resize_", resize_told),
-               (propagator, "_propagate_tensor_meta_non_cached", shapes_of_unseen))  # fmt: skip
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
-    try:
-        for owner, name, patch in patches:
-            setattr(owner, name, patch)
-        with tracker:
-            yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        return paused
+
+    with RESIZE.on(told), changed_on(sharding_propagator(), "_propagate_tensor_meta_non_cached", unseen), tracker:
+        yield
 
 
 def sharding_propagator() -> Any:
-    """What knows how DTensor's functions shard. Private: its class has no public name."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    return ShardingPropagator
+    """What knows how DTensor's functions shard. Private: there is no public way to it."""
+    return DTensor._op_dispatcher.sharding_propagator
 
 
 _COLLECTIVES = {
@@ -258,18 +247,8 @@ def _listed(out: Any) -> Any:
     return out if isinstance(out, (tuple, list)) else (out,)
 
 
-def nbytes_of(t: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return t.numel() * t.element_size()
-
-
 def _name(func: Any) -> str:
     return str(func._schema.name).rpartition("::")[2]
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = flop_registry.get(func.overloadpacket)
-    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def _kind(func: Any, flops: int) -> Work:

@@ -6,7 +6,7 @@
     CodePatch  the code of a Python function: whoever took the function by its name before gets the replacement as well
     MethodPatch  a method of a class in C++
     Stance     the compiler's stance, which is a setting and no part of torch
-    set_on     an attribute of one object of torch's, which goes with the object
+    set_on     an attribute of one object of torch's, which goes with the object; ``changed_on``: for the time of a ``with``
 
 ``TABLE`` has a line for each. ``tests/spmd/test_patches.py`` looks at all of torch before, during and after a forward: what
 differs during it stands in the table, and nothing differs after it.
@@ -47,6 +47,7 @@ class Line(NamedTuple):
 TABLE: list[Line] = []
 
 FORWARD = "the end of a forward, or of a backward that runs parts of it again"
+FOLLOWED = "the end of the steps that a trace is made of"
 
 
 class Patch:
@@ -57,10 +58,10 @@ class Patch:
         name: the attribute: a function; of a class a method, which gets its object, or a class method (``of_class``).
     """
 
-    def __init__(self, place: Any, name: str, why: str, *, of_class: bool = False) -> None:
+    def __init__(self, place: Any, name: str, why: str, until: str = FORWARD, *, of_class: bool = False) -> None:
         self.place, self.name, self._of_class = place, name, of_class
         where = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
-        TABLE.append(Line(f"{where}.{name}", why, FORWARD))
+        TABLE.append(Line(f"{where}.{name}", why, until))
         self._own: Any = None
         self._changes: list[Change] = []
         self._plain: Callable[..., Any] = getattr(place, name)
@@ -147,6 +148,12 @@ CHECKPOINT = Patch(
     "what a checkpoint keeps and runs again is ours to say: local tensors, names, events",
 )
 REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoints of the reentrant kind")
+RESIZE = Patch(
+    torch.UntypedStorage,
+    "resize_",
+    "FSDP2 frees and allocates gathered parameters by it, which is no function of ATen (prediction/tracker.py)",
+    FOLLOWED,
+)
 
 
 # --- what a model sees of torch.distributed ---------------------------------------------------------------------------
@@ -270,12 +277,31 @@ TABLE += [
         "models look up what is known of a class by its name (runtime/weights/fsdp.py)",
         "the job has gone",
     ),
+    Line(
+        "what knows how DTensor's functions shard: _propagate_tensor_meta_non_cached",
+        "it asks for shapes with tensors of the whole size, which are none of a run's (prediction/tracker.py)",
+        FOLLOWED,
+    ),
 ]
 
 
 def set_on(owner: Any, name: str, value: Any) -> None:
     """Gives one object of torch's another attribute."""
     setattr(owner, name, value)
+
+
+@contextmanager
+def changed_on(owner: Any, name: str, change: Change) -> Iterator[None]:
+    """For its time a method of one object of torch's is ``change`` of what it was. Contexts nest."""
+    own = vars(owner).get(name)
+    set_on(owner, name, change(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            set_on(owner, name, own)
 
 
 @contextmanager

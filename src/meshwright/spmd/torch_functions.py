@@ -16,7 +16,7 @@ and a name here that torch has come to know, fail there.
 In which type a function computes under autocast is asked of torch with a tensor of one element
 (``rules/types.py``): there is no list of that.
 
-The same of an ``OpOverload``, which dispatch modes meet, is below: ``written_by``, ``op_draws`` …
+Of an ``OpOverload``, which dispatch modes meet: ``op_facts``, ``flops_of``, ``written_by``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import flop_registry
 
 from meshwright.private import schema_of, schemas
 
@@ -297,6 +298,12 @@ _STATISTICS = frozenset(["running_mean", "running_var"])
 _WRITES_STATISTICS = frozenset(
     getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")
 )
+
+
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The floating-point operations of an op (an ``OpOverload``) that gave ``out``, by torch's formulas; 0 without one."""
+    formula = flop_registry.get(op.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
