@@ -110,7 +110,7 @@ class Planned:
         if dtype is not None:
             cast(self._model, dtype)
             batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
-        self._loss, self._precision, batch = loss, plan.precision, plain(batch)
+        self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
         recipe = resolve(
             self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
         )
@@ -122,6 +122,20 @@ class Planned:
         """The same model under the recipe that all ranks have agreed on: the samples of data ranks may decide differently."""
         planned = copy(self)
         planned.recipe, planned._homes = recipe, _homes(recipe)
+        return planned
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with parameters of shapes only."""
+        return self._model
+
+    @one_process()
+    def of(self, build: Build, recipe: Recipe) -> Planned:
+        """The same plan, of another model, under a recipe of that: a model some of whose blocks are passed through."""
+        planned = self.under(recipe)
+        planned._model = record(build, seed=recipe.seed, draw=False).module
+        if self._dtype is not None:
+            cast(planned._model, self._dtype)
         return planned
 
     @one_process()

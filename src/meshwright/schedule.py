@@ -59,6 +59,16 @@ class Span(NamedTuple):
     action: Action
 
 
+class Edges(NamedTuple):
+    """(stage, later stage) where values cross, and those of them where gradients come back."""
+
+    forward: tuple[tuple[int, int], ...]
+    backward: tuple[tuple[int, int], ...]
+
+
+NO_EDGES = Edges((), ())
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each rank of the axis, its actions; and which rank each stage lives on."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.prediction.allocations import CPU, Allocations
 from meshwright.prediction.trace import Allocated, Began, Collective, Event, Freed, Op, Resized, Trace
 from meshwright.schedule import Action
 
 TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced gradients"
+KERNELS = "kernels and backends"
 Site = tuple[str, str, str]
 """(module, the model's line, function)"""
 
@@ -57,6 +58,79 @@ class Memory:
         return round(self.peak * (1 + self.reserve))
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of a trace up to one function or collective.
+
+    Attributes:
+        name: of the function.
+        nbytes: that live at most in it.
+        at: the event at which they do; ``within``: of the bytes, those that live during that event only.
+    """
+
+    name: str
+    nbytes: int
+    at: int
+    within: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseMoments:
+    """The memory of an action or phase: bytes that live when it begins and when it has ended, and its moments."""
+
+    what: Action | str
+    start: int
+    end: int
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The memory of a trace, phase by phase.
+
+    Attributes:
+        events: of the trace, those that are about memory in the order in which memory comes and goes.
+    """
+
+    trace: Trace
+    events: list[Event]
+    phases: list[PhaseMoments]
+
+    def items(self, at: int) -> tuple[dict[str, int], dict[Site, int]]:
+        """What lives after an event: bytes by kind, and by site."""
+        return _items(self.trace, self.events[: at + 1])
+
+    @property
+    def kept(self) -> int:
+        """Bytes that live between steps."""
+        return _kept(self.trace)
+
+
+def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
+    """The memory of a trace. ``allocations``: what kernels and backends allocate while they run."""
+    events = _sends_kept(trace) if allocations.keeps_sends else trace.events
+    phases: list[PhaseMoments] = []
+    moments: list[Moment] = []
+    what: Action | str = ""
+    live: dict[int, int] = {}
+    total = start = 0
+    high = Moment("", 0, -1)  # of this stretch
+    for index, event in enumerate(events):
+        if isinstance(event, Began):
+            phases.append(PhaseMoments(what, start, total, (*moments, high)))
+            what, start, moments, high = event.what, total, [], Moment("", total, index)
+            continue
+        total += _change(event, live)
+        within = _within(event, allocations)
+        if total + within > high.nbytes:
+            high = Moment("", total + within, index, within)
+        if isinstance(event, (Op, Collective)):
+            moments.append(replace(high, name=event.name if isinstance(event, Op) else event.kind))
+            high = Moment("", total, index)
+    phases.append(PhaseMoments(what, start, total, (*moments, high)))
+    return Levels(trace, events, phases)
+
+
 def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0) -> Memory:
     """The moment of a trace at which most bytes live.
 
@@ -64,22 +138,14 @@ def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0
         allocations: what kernels and backends allocate while they run.
         reserve: of the allocator.
     """
-    events = _sends_kept(trace) if allocations.keeps_sends else trace.events
-    live: dict[int, int] = {}
-    total = most = at = extra = 0
-    when, said = "", ""
-    for index, event in enumerate(events):
-        if isinstance(event, Began):
-            when = str(event.what)
-            continue
-        total += _change(event, live)
-        within = _within(event, allocations)
-        if total + within > most:
-            most, at, extra, said = total + within, index, within, when
-    items, sites = _items(trace, events[: at + 1])
-    if extra:
-        items["kernels and backends"] = extra
-    return Memory(most, items, said, sites, _kept(trace), reserve)
+    levels = levels_of(trace, allocations)
+    phase, moment = max(
+        ((phase, moment) for phase in levels.phases for moment in phase.moments), key=lambda found: found[1].nbytes
+    )
+    items, sites = levels.items(moment.at)
+    if moment.within:
+        items[KERNELS] = moment.within
+    return Memory(moment.nbytes, items, str(phase.what), sites, levels.kept, reserve)
 
 
 def _within(event: Event, allocations: Allocations) -> int:

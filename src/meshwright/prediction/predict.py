@@ -15,14 +15,14 @@ from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
-from meshwright.prediction.allocations import CPU, GPU
-from meshwright.prediction.clock import Clock, Phase
+from meshwright.prediction.clock import Phase
 from meshwright.prediction.measure import measured_rank
-from meshwright.prediction.memory import Memory, memory_of
+from meshwright.prediction.memory import Memory
 from meshwright.prediction.play import Transfer, play
-from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
+from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
+from meshwright.prediction.whole import taken_by
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
@@ -40,6 +40,7 @@ def predict(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     max_norm: float | None = 1.0,
+    fold: bool = True,
 ) -> Prediction:
     """What a training step of a model takes under a plan: forwards, backwards, clipping and the optimizer.
 
@@ -54,6 +55,8 @@ def predict(
         loss: the loss of the model's output; default ``output.loss``.
         optimizer: parameters → their optimizer; default ``torch.optim.AdamW``, with the kernels that it takes on the hardware.
         max_norm: what gradients are clipped to; None: they are not clipped.
+        fold: whether repeated blocks, microbatches and stages that do the same are rehearsed once (``prediction.whole``).
+            False: all of them are, which takes as long as there are many.
 
     Raises:
         PlanError: every problem of the plan or the profile.
@@ -63,14 +66,10 @@ def predict(
     rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
     recipe = rehearsal.recipe
     roles = roles_of(recipe)
-    memories: dict[int, Memory] = {}
-    phases: dict[int, list[Phase]] = {}
-    assumed: dict[tuple[str, str], None] = {}
-    for role in roles:
-        trace = rehearse(rehearsal, role.rank)
-        assumed |= dict.fromkeys(trace.assumed)
-        memories[role.rank] = memory_of(trace, CPU if profile.cores else GPU, profile.reserve)
-        phases[role.rank] = Clock(profile, recipe.mesh, role.rank).phases(trace)
+    taken = taken_by(roles, rehearsal, profile, fold=fold)
+    phases = {rank: one.phases for rank, one in taken.items()}
+    memories = {rank: one.memory for rank, one in taken.items()}
+    assumed = dict.fromkeys(read for one in taken.values() for read in one.assumed)
     seconds = _step(recipe, profile, roles, phases)
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),

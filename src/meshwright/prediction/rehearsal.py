@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api import Planned
 from meshwright.plan import Plan
+from meshwright.prediction.blocks import Pruned
+from meshwright.prediction.passing import pruned
 from meshwright.prediction.trace import Trace
 from meshwright.prediction.tracker import Tracker, followed
 from meshwright.prediction.values import KnownValues
@@ -38,7 +40,6 @@ from meshwright.runtime.rows.microbatches import Pieces, microbatches, rows_of, 
 from meshwright.spmd.one_process import one_process
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-STEPS = 2  # in the first one gradients and the optimizer's state come into being
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,24 @@ class Rehearsal:
     @property
     def recipe(self) -> Recipe:
         return self.planned.recipe
+
+    def of(self, blocks: Pruned) -> Rehearsal:
+        """The same, some blocks passed through."""
+        build = pruned(self.build, blocks)
+        return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
+
+    def shortened(self, most: int) -> Rehearsal:
+        """The same with fewer microbatches of as many rows, if they can be had."""
+        recipe, whole = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
+        rows = rows_of(whole)
+        if (
+            recipe.rows == "whole"
+            or recipe.microbatches <= most + 1
+            or rows % (recipe.microbatches * recipe.mesh.data_size)
+        ):
+            return self
+        batch = take_rows(whole, 0, rows // recipe.microbatches * most)
+        return replace(self, planned=self.planned.under(replace(recipe, microbatches=most)), batch=batch)
 
 
 def rehearsal_of(
@@ -134,10 +153,12 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
     with fake, values, followed(tracker):
         tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.kept})
         optimizer = rehearsal.optimizer(job.parameters())
-        for number in range(STEPS):
+        pieces = rows.pieces()
+        for number, those in enumerate((_first(pieces), pieces)):  # in the first, gradients and states come into being
             tracker.begin(f"step {number}")
-            _step(rehearsal, job, rows, optimizer, tracker)
-        return replace(tracker.close(), assumed=tuple(values.assumed))
+            _step(rehearsal, job, those, optimizer, tracker)
+        edges = job.runner.executor.edges(pieces.batches)
+        return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges)
 
 
 class _Rows:
@@ -175,11 +196,15 @@ class _Rows:
         return Pieces(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def _step(rehearsal: Rehearsal, job: Job, rows: _Rows, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+def _first(pieces: Pieces) -> Pieces:
+    return replace(pieces, batches=pieces.batches[:1], scale=pieces.scale[:1], shares=pieces.shares[:1])
+
+
+def _step(rehearsal: Rehearsal, job: Job, pieces: Pieces, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
     """What ``Job.step`` does once it is known how rows combine, and what a training loop does after it."""
     with one_process():
         job.runner.held.reshard()
-        job.runner.losses(rows.pieces(), unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
+        job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
     tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if rehearsal.max_norm is not None:
         tracker.begin("clip")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.hardware.profile import Work
-from meshwright.schedule import Action
+from meshwright.schedule import NO_EDGES, Action, Edges
 
 
 class Began(NamedTuple):
@@ -76,6 +76,7 @@ class Trace:
         exchanged: the storages that collectives read or wrote.
         sent: those that were sent to another stage.
         assumed: (function, the model's line) of each read of a value that was not there.
+        edges: the stages of a pipeline between which values cross.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -83,3 +84,4 @@ class Trace:
     exchanged: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
     assumed: tuple[tuple[str, str], ...] = ()
+    edges: Edges = NO_EDGES

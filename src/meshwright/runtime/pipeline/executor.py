@@ -17,7 +17,7 @@ from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.recent import Recent
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import Pieces, called
-from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
+from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
 
 
 class Executor:
@@ -109,26 +109,38 @@ class Executor:
     ) -> Step:
         """One pass over the schedule, not begun. ``call`` runs the model on a piece; ``loss`` is taken of what it returns, or
         nothing is; the rest is as for ``run``."""
-        known, grad = self.programs, backward or self._trying
-        programs = [known.of(batch, call, loss, grad=grad) for batch in pieces.batches] if known is not None else []
-        schedule = self._schedule(programs, len(pieces.batches), backward=backward)
+        grad = backward or self._trying
+        programs = self._programs(pieces.batches, call, loss, grad=grad)
+        schedule = self._schedule(edges_of(programs, backward=backward), len(pieces.batches), backward=backward)
         return Step(
             self._stages, programs, schedule, pieces, call, loss, begin, watched, backward=backward, trying=self._trying
         )
 
-    def _schedule(self, programs: Sequence[Program], microbatches: int, *, backward: bool) -> Schedule:
+    def edges(self, batches: Sequence[Any]) -> Edges:
+        """Where values and their gradients cross from stage to stage in a step of these microbatches."""
+        return edges_of(self._programs(batches, called, self._loss, grad=True), backward=True)
+
+    def _programs(self, batches: Sequence[Any], call: Call, loss: Loss | None, *, grad: bool) -> list[Program]:
+        known = self.programs
+        return [known.of(batch, call, loss, grad=grad) for batch in batches] if known is not None else []
+
+    def _schedule(self, edges: Edges, microbatches: int, *, backward: bool) -> Schedule:
         """The actions of each rank of the pipeline axis, transfers among them."""
         recipe = self._stages.recipe
-        edges = tuple(sorted({edge for p in programs for edge in p.crossing.values}))
-        back = tuple(e for e in edges if any(e in p.crossing.values and p.differentiable(e) for p in programs))
-        back = back if backward else ()
 
         def make() -> Schedule:
             ranks, stages = recipe.mesh.axis_size("pp"), len(recipe.stage_rank)
             plain = make_schedule(recipe.schedule, ranks, stages, microbatches, backward=backward)
-            return with_transfers(plain, edges, back)
+            return with_transfers(plain, edges.forward, edges.backward)
 
-        return self._schedules.made((microbatches, edges, back, backward), make)
+        return self._schedules.made((microbatches, edges, backward), make)
+
+
+def edges_of(programs: Sequence[Program], *, backward: bool) -> Edges:
+    """Where values cross in any of these programs."""
+    values = tuple(sorted({edge for p in programs for edge in p.crossing.values}))
+    back = tuple(e for e in values if any(e in p.crossing.values and p.differentiable(e) for p in programs))
+    return Edges(values, back if backward else ())
 
 
 def _call(model: nn.Module, arguments: Any) -> Any:

@@ -1,0 +1,199 @@
+"""``Folding``: which repeated blocks need not be rehearsed, as others do the same; and the rehearsals that stand for all.
+
+    whole model     embed  b0 b1 b2 b3 b4 … b78 b79  norm  head
+    base            embed  b0 b1 b2  ·  · …  ·  b79  norm  head      · is passed through: a block without parameters
+    one more        embed  b0 b1 b2 b3  · …  ·  b79  norm  head
+
+What a step takes is linear in the number of such blocks, so ``whole = base + 76 · (one more − base)``: for every moment of the
+step that both have (``extrapolation.py``). Blocks are alike if nothing but their number tells them apart: class, shapes,
+layouts, and the numbers and words that their modules keep. Of blocks that are alike, each stage of a pipeline keeps the first
+three and the last, and what is taken away is in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from meshwright.recipe import ParameterRecipe, Recipe
+
+KEPT = 4  # blocks of a kind and stage in the base: those that FSDP2 has on their way at once, and the last
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A model some of whose blocks are passed through.
+
+    Attributes:
+        blocks: a block that is passed through → one that is kept, is alike, and runs before it.
+    """
+
+    blocks: Mapping[str, str]
+
+    def holds(self, name: str) -> bool:
+        """Whether a module or parameter of this name is still there."""
+        return not any(name == block or name.startswith(block + ".") for block in self.blocks)
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe of what is left."""
+        return replace(
+            recipe,
+            parameters=tuple(p for p in recipe.parameters if self.holds(p.name)),
+            units=tuple(u for u in recipe.units if self.holds(u.name)),
+            recompute=tuple(filter(self.holds, recipe.recompute)),
+            sequence=tuple(filter(self.holds, recipe.sequence)),
+            buffers=tuple(b for b in recipe.buffers if self.holds(b[0])),
+            kept=tuple(filter(self.holds, recipe.kept)),
+        )
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The rehearsals that stand for a whole model.
+
+    Attributes:
+        base: of all kinds, as few blocks as can be.
+        more: of each kind that was folded, one more block in each stage than the base; and for each rank of the pipeline axis
+            how often the difference between the two counts.
+    """
+
+    base: Pruned
+    more: tuple[tuple[Pruned, tuple[int, ...]], ...] = ()
+
+
+def folding_of(model: nn.Module, recipe: Recipe) -> Folding:
+    """How the blocks of a model fold under its recipe. Without repeated blocks the base is the whole model."""
+    if recipe.branches or recipe.streams:
+        return Folding(Pruned({}))
+    kinds = [by_stage for by_stage in _kinds(model, recipe) if _removable(by_stage, recipe)]
+    fewest = [_passed(by_stage, _removable(by_stage, recipe)) for by_stage in kinds]
+    more = []
+    for chosen, by_stage in enumerate(kinds):
+        counts = _removable(by_stage, recipe)
+        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()})
+        parts = [one_more if number == chosen else passed for number, passed in enumerate(fewest)]
+        weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
+        more.append((Pruned(_merged(parts)), weights))
+    return Folding(Pruned(_merged(fewest)), tuple(more))
+
+
+class _ByStage(dict[int, list[str]]):
+    """Stage → blocks of one kind in it, in order; and the rank of the pipeline axis that each stage is on."""
+
+    def __init__(self, blocks: Mapping[int, list[str]], stage_rank: tuple[int, ...]) -> None:
+        super().__init__(blocks)
+        self.stage_rank = stage_rank
+
+
+def _removable(by_stage: _ByStage, recipe: Recipe) -> dict[int, int]:
+    """Rank of the pipeline axis → how many blocks each of its stages can do without: as many in each."""
+    counts: dict[int, int] = {}
+    for stage in range(len(by_stage.stage_rank)):
+        rank, blocks = by_stage.stage_rank[stage], by_stage.get(stage, [])
+        spare = len(blocks) - KEPT
+        if blocks:
+            counts[rank] = min(counts.get(rank, spare), spare)
+    return {rank: count for rank, count in counts.items() if count > 1}  # one would be rehearsed by "one more" anyway
+
+
+def _passed(by_stage: _ByStage, counts: Mapping[int, int]) -> dict[str, str]:
+    """The blocks that are passed through, if each stage does without so many."""
+    passed: dict[str, str] = {}
+    for stage, blocks in by_stage.items():
+        count = counts.get(by_stage.stage_rank[stage], 0)
+        passed |= dict.fromkeys(blocks[KEPT - 1 : KEPT - 1 + count], blocks[1])
+    return passed
+
+
+def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {block: pattern for part in parts for block, pattern in part.items()}
+
+
+# --- kinds of blocks --------------------------------------------------------------------------------------------------
+
+
+def _kinds(model: nn.Module, recipe: Recipe) -> list[_ByStage]:
+    """Blocks that are alike, by stage. Blocks within blocks are parts of those."""
+    kinds: list[_ByStage] = []
+    within: set[str] = set()
+    for name, module in model.named_modules():  # the outer ones come first
+        children = [(part, child) for part, child in module.named_children() if part.isdigit()]
+        if len(children) <= KEPT or any(name == w or name.startswith(w + ".") for w in within):
+            continue
+        found: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        told = _told([child for _, child in children])
+        for (part, child), plain in zip(children, told, strict=True):
+            block = f"{name}.{part}" if name else part
+            if (made_of := _made_of(block, child, recipe)) is not None:
+                stage, structure = made_of
+                found[structure, plain][stage].append(block)
+        alike = [by_stage for by_stage in found.values() if max(map(len, by_stage.values())) > KEPT]
+        kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
+        within |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
+    return kinds
+
+
+def _made_of(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:
+    """(its stage, what it is made of); None for what cannot be left out: no parameters, or some that others use too."""
+    lines: list[Hashable] = []
+    stages: set[int] = set()
+    parameters = list(block.named_parameters())
+    for own, _ in parameters:
+        line = recipe.by_name.get(f"{name}.{own}")
+        if line is None or line.aliases or len(line.stages) > 1 or line.name in recipe.kept:
+            return None
+        stages.add(line.stages[0])
+        lines.append((own, _layout(line, name)))
+    if len(stages) != 1:
+        return None
+    modules = tuple((own, type(m)) for own, m in block.named_modules())
+    buffers = tuple((own, tuple(b.shape), b.dtype) for own, b in block.named_buffers())
+    units = tuple((u.name.removeprefix(name), u.data, u.recompute) for u in recipe.units if _of(u.name, name))
+    others = tuple(n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _of(n, name))
+    return stages.pop(), (modules, tuple(lines), buffers, units, others)
+
+
+def _layout(line: ParameterRecipe, block: str) -> Hashable:
+    unit = line.unit.removeprefix(block) if _of(line.unit, block) else line.unit
+    return line.shape, line.dtype, line.requires_grad, str(line.tp), line.data, unit, line.places
+
+
+def _of(name: str, block: str) -> bool:
+    return name == block or name.startswith(block + ".")
+
+
+def _told(blocks: list[nn.Module]) -> list[Hashable]:
+    """For each block the numbers and words that its modules keep, but for those that count the blocks.
+
+    A number that goes up by one from block to block is its number; one that is another in each block (how often a path is
+    dropped) changes values, and not what runs.
+    """
+    kept = [_kept(block) for block in blocks]
+    return [
+        frozenset((key, repr(value)) for key, value in one.items() if not _counts([k.get(key) for k in kept]))
+        for one in kept
+    ]
+
+
+def _kept(block: nn.Module) -> dict[tuple[str, str], Any]:
+    return {
+        (name, key): value
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+    }
+
+
+def _counts(values: list[Any]) -> bool:
+    """Whether an attribute tells blocks apart by their number alone."""
+    if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        return all(v - values[0] == i for i, v in enumerate(values))
+    if all(isinstance(v, str) for v in values):
+        return len({re.sub(r"\d+", "", v) for v in values}) == 1
+    return all(isinstance(v, float) for v in values) and len(set(values)) == len(values)

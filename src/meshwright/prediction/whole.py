@@ -1,0 +1,238 @@
+"""``Whole``: what each role of a step takes, from as few rehearsals as can be.
+
+    role ──► of as few blocks as can be, and of one more      blocks.py, passing.py
+         ──► of three microbatches                            composition.py
+                 │ traces
+                 ▼
+         memory and seconds of all blocks                     extrapolation.py
+         ──► of all microbatches, in the order of the schedule
+
+Stages of a pipeline that do the same are rehearsed once. So 126 blocks in 16 stages, with 64 microbatches, cost what
+five do in three stages, with three. A model whose blocks cannot be told apart so is rehearsed whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwright.hardware.profile import Profile
+from meshwright.names import pattern
+from meshwright.prediction.allocations import CPU, GPU
+from meshwright.prediction.blocks import Folding, Pruned, folding_of
+from meshwright.prediction.clock import Clock, Phase, Spent
+from meshwright.prediction.composition import REHEARSED, Templates
+from meshwright.prediction.extrapolation import PhaseLevels, items_of, linear, phase_levels, phases_of
+from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, Levels, Memory, levels_of
+from meshwright.prediction.rehearsal import Rehearsal, rehearse
+from meshwright.prediction.roles import Role
+from meshwright.prediction.trace import Trace
+from meshwright.runtime.rows.batch import tensors_in
+from meshwright.runtime.rows.microbatches import rows_of_rank
+from meshwright.schedule import Action, make_schedule, with_transfers
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a role takes in a step.
+
+    Attributes:
+        phases: its actions and phases in order, in seconds.
+        assumed: see ``Trace``.
+    """
+
+    memory: Memory
+    phases: list[Phase]
+    assumed: tuple[tuple[str, str], ...] = ()
+
+
+def taken_by(roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> dict[int, Taken]:
+    """What each role takes, by its first rank. ``fold``: whether what does the same is rehearsed once."""
+    if not fold:
+        whole = Whole(rehearsal, profile, fold=False)
+        return {role.rank: whole.of(role) for role in roles}
+    folded = Whole(rehearsal, profile)
+    try:
+        return {role.rank: folded.of(role) for role in roles}
+    except Exception:  # whatever a model raises, some of whose blocks are passed through
+        if not folded.folds:
+            raise
+        return taken_by(roles, rehearsal, profile, fold=False)
+
+
+class Whole:
+    """What the roles of a step take.
+
+    Args:
+        rehearsal: of the whole model and all microbatches.
+        profile: the hardware's.
+        fold: whether blocks and microbatches that do the same are rehearsed once.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
+        self._rehearsal, self._profile = rehearsal, profile
+        self._short = rehearsal.shortened(REHEARSED) if fold else rehearsal
+        self._folding = folding_of(rehearsal.planned.model, rehearsal.recipe) if fold else Folding(Pruned({}))
+        self._traces: dict[Hashable, tuple[int, list[Trace]]] = {}
+
+    @property
+    def folds(self) -> bool:
+        """Whether something is left out of the rehearsals."""
+        return bool(self._folding.base.blocks) or self._short is not self._rehearsal
+
+    @cached_property
+    def _rehearsals(self) -> list[Rehearsal]:
+        return [self._short.of(blocks) for blocks in (self._folding.base, *(more for more, _ in self._folding.more))]
+
+    def of(self, role: Role) -> Taken:
+        """What a role takes."""
+        recipe = self._rehearsal.recipe
+        first, traces = self._rehearsed(role)
+        weights = [counts[role.stage] for _, counts in self._folding.more]
+        levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
+        seconds = phases_of([Clock(self._profile, recipe.mesh, first).phases(trace) for trace in traces], weights)
+        assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
+        phases = phase_levels(levels, weights)
+        if first == role.rank and self._short is self._rehearsal:
+            as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
+            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed)
+        actions = self._actions(role.stage, traces[0])
+        in_order = _in_order(phases, actions, self._more_rows(role.rank))
+        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed)
+
+    # --- rehearsals ---------------------------------------------------------------------------------------------------
+
+    def _rehearsed(self, role: Role) -> tuple[int, list[Trace]]:
+        """The rank that was rehearsed for a role, and its traces."""
+        kind = self._kind(role)
+        if kind not in self._traces:
+            traces = [rehearse(rehearsal, role.rank) for rehearsal in self._rehearsals]
+            self._traces[kind] = role.rank, traces
+            self._traces.setdefault(None, (role.rank, traces))  # the first, of which edges are known
+        return self._traces[kind]
+
+    def _kind(self, role: Role) -> Hashable:
+        """The same for roles whose stages do the same."""
+        recipe = self._rehearsal.recipe
+        if not recipe.stages or not self._traces or self._short is self._rehearsal:
+            return role.rank
+        edges = self._traces[None][1][0].edges
+        kinds = [
+            (
+                stage.flops, stage.moved, stage.sends, stage.parameters, tuple(map(pattern, stage.modules)),
+                tuple(sum(end == stage.index for end in ends) for way in edges for ends in zip(*way, strict=True)),
+            )
+            for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage
+        ]  # fmt: skip
+        tp = recipe.mesh.coordinate(role.rank).get("tp", 0)
+        return tuple(kinds), tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()
+
+    # --- all microbatches ---------------------------------------------------------------------------------------------
+
+    def _actions(self, stage: int, trace: Trace) -> tuple[Action, ...]:
+        """What a rank of the pipeline axis does in the whole step."""
+        recipe = self._rehearsal.recipe
+        ranks = recipe.mesh.axis_size("pp")
+        plain = make_schedule(recipe.schedule, ranks, len(recipe.stage_rank), recipe.microbatches)
+        return with_transfers(plain, *trace.edges).ranks[stage]
+
+    def _more_rows(self, rank: int) -> int:
+        """Bytes of this rank's rows that were not rehearsed."""
+        return self._rows_bytes(self._rehearsal, rank) - self._rows_bytes(self._short, rank)
+
+    def _rows_bytes(self, rehearsal: Rehearsal, rank: int) -> int:
+        rows = rows_of_rank(rehearsal.batch, rehearsal.recipe, rank)
+        return sum(t.nbytes for t in tensors_in(rows))
+
+    def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
+        most = max(phases, key=lambda phase: phase.highest)
+        items, sites = items_of(levels, most.levels.highest)
+        besides = {
+            "batch": most.rows,
+            ACTIVATIONS: most.in_flight + min(0, most.gradients),
+            _gradients(levels, phases): max(0, most.gradients),
+        }
+        for kind, nbytes in besides.items():
+            items[kind] = items.get(kind, 0) + nbytes
+        kept = round(linear(levels[0].kept, [other.kept for other in levels[1:]], weights)) + most.rows
+        return Memory(
+            most.highest, {kind: nbytes for kind, nbytes in items.items() if nbytes}, str(most.what), sites, kept,
+            self._profile.reserve,
+        )  # fmt: skip
+
+
+def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
+    """What gradients are that backwards add up: with FSDP2, not reduced before the last one."""
+    backwards = [phase.levels for phase in phases if isinstance(phase.what, Action) and phase.what.kind in ("B", "I")]
+    items = items_of(levels, backwards[-1].highest)[0] if backwards else {}
+    return max(("gradients", UNREDUCED), key=lambda kind: items.get(kind, 0))
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """An action or phase in the whole step.
+
+    Attributes:
+        levels: of the one that was rehearsed for it.
+        in_flight, gradients: bytes of activations and of other memory that live besides what lived in the rehearsal.
+        rows: bytes of the batch besides.
+    """
+
+    what: Action | str
+    levels: PhaseLevels
+    in_flight: int = 0
+    gradients: int = 0
+    rows: int = 0
+
+    @property
+    def highest(self) -> int:
+        return self.levels.highest.nbytes + self.in_flight + self.gradients + self.rows
+
+
+def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: int) -> list[_InOrder]:
+    """The last step, with all its microbatches."""
+    begun = max(i for i, phase in enumerate(phases) if str(phase.what).startswith("step"))
+    step = phases[begun:]
+    rehearsed = [(phase.what, phase) for phase in step if isinstance(phase.what, Action)]
+    before = {id(levels): (total, held) for (_, levels), (total, held) in zip(rehearsed, _live(rehearsed), strict=True)}
+    taken = Templates(rehearsed).of(actions)
+    whole = [(action, levels) for action, levels in zip(actions, taken, strict=True) if levels is not None]
+    placed = []
+    for (action, levels), (total, held) in zip(whole, _live(whole), strict=True):
+        total_then, held_then = before[id(levels)]
+        placed.append(_InOrder(action, levels, held - held_then, total - held - (total_then - held_then), rows))
+    return placed + [_InOrder(phase.what, phase, rows=rows) for phase in step if not isinstance(phase.what, Action)]
+
+
+def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:
+    """When each action begins: bytes that live besides those at the step's start, and of these, what forwards hold."""
+    total = held = 0
+    forwards: dict[tuple[int, int], int] = defaultdict(int)
+    added = [levels.end - levels.start for _, levels in actions]
+    least: dict[tuple[str, int], int] = {}  # the first forward also gathers parameters
+    for (action, _), nbytes in zip(actions, added, strict=True):
+        key = action.kind, action.stage
+        least[key] = min(least.get(key, nbytes), nbytes)
+    for (action, _), nbytes in zip(actions, added, strict=True):
+        yield total, held
+        total += nbytes
+        if action.kind in ("F", "SEND_F", "RECV_F"):
+            forwards[action.stage, action.microbatch] += least[action.kind, action.stage]
+            held += least[action.kind, action.stage]
+        elif action.kind in ("B", "W"):
+            held -= forwards.pop((action.stage, action.microbatch), 0)
+
+
+def _timed(phases: Sequence[Phase], actions: Sequence[Action]) -> list[Phase]:
+    """The step in time, with all its microbatches."""
+    rehearsed = [(phase.what, phase) for phase in phases if isinstance(phase.what, Action)]
+    taken = Templates(rehearsed).of(actions)
+    placed = [
+        replace(phase, what=action) if phase is not None else Phase(action, Spent())
+        for action, phase in zip(actions, taken, strict=True)
+    ]
+    first = next(i for i, phase in enumerate(phases) if isinstance(phase.what, Action))
+    last = max(i for i, phase in enumerate(phases) if isinstance(phase.what, Action))
+    return [*phases[:first], *placed, *phases[last + 1 :]]
