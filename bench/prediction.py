@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional
 
 import meshwright as mw
+from meshwright.amounts import size_text
 from meshwright.api import Planned
 from meshwright.plan import Plan
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import memory_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
-from meshwright.prediction.result import size
 from meshwright.prediction.roles import roles_of
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import output_loss
@@ -179,8 +179,8 @@ def _row(name: str, layout: str, workers: LocalWorkers) -> list[float]:
         one = measured[role.rank]
         memory = memory_of(rehearse(Rehearsal(model.build, planned, batch, model.loss), role.rank))
         errors.append(memory.peak / one.peak - 1)
-        print(f"| {name} | {layout} | {role.name} | {size(one.peak)} | {size(memory.peak)} | {errors[-1]:+.2%} "
-              f"| {size(one.peaks[0])} |", flush=True)  # fmt: skip
+        print(f"| {name} | {layout} | {role.name} | {size_text(one.peak)} | {size_text(memory.peak)} | {errors[-1]:+.2%} "
+              f"| {size_text(one.peaks[0])} |", flush=True)  # fmt: skip
     return errors
 
 

@@ -17,8 +17,8 @@ MODULES = {
 # A room imports from those of its own line and of the lines before it. A file may be a room.
 LADDER = (
     "meshwright",  # names, loaded when they are asked for
-    "private blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container chance "
-    "generators described evaluation",
+    "private amounts blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container "
+    "chance generators described evaluation",
     "spmd workers",
     "calls watch",
     "cost",

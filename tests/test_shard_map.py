@@ -14,11 +14,12 @@ from rich.console import Console
 
 import branching as models
 from branching import on
+from meshwright.amounts import count_text, size_text
 from meshwright.api import make_recipe
 from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, itemsize, shard_map
 from meshwright.draw.terminal import render
-from meshwright.draw.text import count_text, ranges_text, ranks_text, size_text
+from meshwright.draw.text import ranges_text, ranks_text
 from meshwright.layout import REPLICATE, even_shard
 from meshwright.mesh import Mesh
 from meshwright.recipe import ParameterRecipe, Recipe, Slices, Unit, place_slices, take_slices

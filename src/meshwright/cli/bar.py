@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from meshwright.amounts import count_text, size_text
 from meshwright.draw.console import console
-from meshwright.draw.text import count_text, size_text
 
 if TYPE_CHECKING:
     from meshwright.train import loop

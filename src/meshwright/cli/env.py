@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright import __version__
+from meshwright.amounts import size_text
 from meshwright.draw.console import console
-from meshwright.draw.text import size_text
 
 
 def env() -> None:

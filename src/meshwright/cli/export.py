@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from meshwright.amounts import size_text
 from meshwright.cli import processes
 from meshwright.draw.console import console
-from meshwright.draw.text import size_text
 
 
 def export(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from meshwright.amounts import duration_text, size_text
 from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR, Way
 from meshwright.hardware import Hardware
 
@@ -67,9 +68,10 @@ class Comparison:
             near = min((n for n in seconds if n != ONE), key=seconds.__getitem__)
             calls = sum(r[near].traffic.calls for r in self.regions)
             return (
-                f"distributing does not pay: {spell_time(one)} of work on one device, against {_calls(calls)} of "
-                f"{spell_time(self.hardware.latency)} and {spell_time(self._compute(near))} of work in the nearest ({near})"
-                + (f", and {spell_time(self.hardware.step)} that a job adds" if self.hardware.step else "")
+                f"distributing does not pay: {duration_text(one)} of work on one device, against {_calls(calls)} of "
+                f"{duration_text(self.hardware.latency)} and {duration_text(self._compute(near))} of work in the nearest "
+                f"({near})"
+                + (f", and {duration_text(self.hardware.step)} that a job adds" if self.hardware.step else "")
             )
         ways = [r[fastest] for r in self.regions]
         second = min((n for n in seconds if n not in (ONE, fastest, GIVEN, BEST)), key=seconds.__getitem__)
@@ -89,7 +91,7 @@ class Comparison:
         ways = [r[name] for r in self.regions]
         busy = sum(w.compute / w.imbalance for w in ways)  # if all ranks had as much to do, all the time
         rho = self._compute(name) / busy if busy else 1.0
-        return f"{spell_time(self._compute(name))} of work with {_calls(sum(w.traffic.calls for w in ways))}" + (
+        return f"{duration_text(self._compute(name))} of work with {_calls(sum(w.traffic.calls for w in ways))}" + (
             f" and rho {rho:.2f}" if rho > 1.005 else ""
         )
 
@@ -97,9 +99,9 @@ class Comparison:
         h = self.hardware
         lines = [
             f"{h.name}: {h.flops / 1e12:.3g} Tflop/s, memory {h.memory / 1e9:.3g} GB/s, links {h.link / 1e9:.3g} GB/s, "
-            f"{spell_time(h.latency)} a collective, {spell_time(h.operation)} an operation"
+            f"{duration_text(h.latency)} a collective, {duration_text(h.operation)} an operation"
             + (
-                f"; a job adds {spell_time(h.view)} to each and {spell_time(h.step)} to a step"
+                f"; a job adds {duration_text(h.view)} to each and {duration_text(h.step)} to a step"
                 if h.view or h.step
                 else ""
             ),
@@ -120,33 +122,17 @@ def _table(region: Compared, times: int) -> Iterator[str]:
     for way in region.ways:
         split = f" {'+'.join(map(str, way.split))}" if way.split else ""
         cells = (
-            spell_time(way.seconds), spell_time(way.compute), str(way.traffic.calls), spell_bytes(way.traffic.bytes),
+            duration_text(way.seconds), duration_text(way.compute), str(way.traffic.calls), size_text(way.traffic.bytes),
             f"{way.imbalance:.2f}",
         )  # fmt: skip
         yield f"  {way.name + split:24}" + "".join(f"{c:>11}" for c in cells) + (f"   {way.note}" if way.note else "")
     of_branch, whole = region.parameter_bytes
     if of_branch:
         yield (
-            f"  parameters that a rank gathers and reduces over data ranks: {spell_bytes(of_branch)}, against "
-            f"{spell_bytes(whole)} by FSDP of the whole: {whole / of_branch:.2f} times fewer"
+            f"  parameters that a rank gathers and reduces over data ranks: {size_text(of_branch)}, against "
+            f"{size_text(whole)} by FSDP of the whole: {whole / of_branch:.2f} times fewer"
         )
 
 
 def _calls(count: int) -> str:
     return f"{count} collective{'s' * (count != 1)}"
-
-
-def spell_time(seconds: float) -> str:
-    """Three digits at most: ``12 µs``, ``1.5 ms``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
-
-
-def spell_bytes(size: int) -> str:
-    """``12 B``, ``1.5 KiB``."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << bits:
-            return f"{size / (1 << bits):.4g} {unit}"
-    return f"{size} B"

@@ -18,8 +18,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.amounts import count_text
 from meshwright.draw.facts import BranchFacts, ShardMap
-from meshwright.draw.text import count_text, ranks_text
+from meshwright.draw.text import ranks_text
 from meshwright.names import few, fold_names
 from meshwright.recipe import Recipe
 from meshwright.submesh import Submeshes

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.draw.text import size_text
+from meshwright.amounts import size_text
 from meshwright.mesh import Mesh
 from meshwright.names import Folded, fold_names
 

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.draw.text import count_text, size_text
+from meshwright.amounts import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Curve, Link, Profile
@@ -36,8 +36,8 @@ def profile(profile: Profile) -> RenderableType:
                 table.add_row(f"{kind}, {dtype}", f"{count_text(peak)}flop/s", *ends, "", scatter)
     streams = f"{size_text(profile.bandwidth)}/s"
     table.add_row("memory", streams, *_ends(profile.streaming, "B"), "", scatter)
-    table.add_row("host, forward", "", "", "", f"{1e6 * profile.host:.3g} µs", scatter)
-    table.add_row("host, backward", "", "", "", f"{1e6 * profile.host_backward:.3g} µs", scatter)
+    table.add_row("host, forward", "", "", "", duration_text(profile.host), scatter)
+    table.add_row("host, backward", "", "", "", duration_text(profile.host_backward), scatter)
     for name, link in (("link", profile.node), ("network", profile.network)):
         if link is not None:
             _add(table, name, link)
@@ -46,7 +46,7 @@ def profile(profile: Profile) -> RenderableType:
 
 def _add(table: Table, name: str, link: Link) -> None:
     rate, ends = f"{size_text(link.bandwidth)}/s", _ends(link.efficiency, "B")
-    table.add_row(f"{name}, {link.name}", rate, *ends, f"{1e6 * link.latency:.3g} µs", _percent(link.scatter))
+    table.add_row(f"{name}, {link.name}", rate, *ends, duration_text(link.latency), _percent(link.scatter))
 
 
 def _ends(curve: Curve, unit: str) -> tuple[str, str]:

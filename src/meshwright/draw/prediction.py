@@ -19,7 +19,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.draw.text import count_text, ranks_text, size_text
+from meshwright.amounts import count_text, duration_text, size_text
+from meshwright.draw.text import ranks_text
 from meshwright.errors import source_place
 from meshwright.names import few, fold_names
 
@@ -65,7 +66,7 @@ def beside(predicted: Prediction, measured: Prediction) -> RenderableType:
     table = _table(("", "ranks"), ("predicted", "measured", "error"))
     errors = predicted - measured
     table.add_row(
-        "a step", "all", _duration(predicted.seconds.seconds), _duration(measured.seconds.seconds),
+        "a step", "all", duration_text(predicted.seconds.seconds), duration_text(measured.seconds.seconds),
         _signed(errors["seconds"]),
     )  # fmt: skip
     for role in measured.roles[:_MOST]:
@@ -230,10 +231,10 @@ def _waterfall(prediction: Prediction) -> Table:
     for term, took in seconds.waterfall.items():
         start, stop = (round(_WIDE * at / whole) for at in (done, done + took))
         bar = Text.assemble(" " * start, ("█" * (stop - start) or "▏", _style(term)))
-        table.add_row(term, _duration(took), f"{100 * took / whole:.0f} %", bar)
+        table.add_row(term, duration_text(took), f"{100 * took / whole:.0f} %", bar)
         done += took
     table.add_section()
-    table.add_row("a step", _duration(seconds.seconds), "", _between(seconds.low, seconds.high))
+    table.add_row("a step", duration_text(seconds.seconds), "", _between(seconds.low, seconds.high))
     return table
 
 
@@ -292,16 +293,8 @@ def _sizes(low: int, high: int) -> str:
     return f"{least}–{size_text(high)}" if unit == other else f"{size_text(low)} to {size_text(high)}"
 
 
-def _duration(seconds: float) -> str:
-    """Seconds, in a unit that leaves a small number."""
-    for unit, least in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= least:
-            return f"{seconds / least:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def _between(low: float, high: float) -> str:
-    return f"{_duration(low)} to {_duration(high)}"
+    return f"{duration_text(low)} to {duration_text(high)}"
 
 
 def _signed(error: float) -> str:

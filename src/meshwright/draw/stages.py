@@ -18,7 +18,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.draw.text import count_text, ranks_text, size_text
+from meshwright.amounts import count_text, size_text
+from meshwright.draw.text import ranks_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
 

@@ -17,11 +17,11 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from meshwright.amounts import count_text, size_text
 from meshwright.draw.branches import branches
 from meshwright.draw.facts import FEW_RANKS, Row, ShardMap
 from meshwright.draw.picture import picture
 from meshwright.draw.stages import stages
-from meshwright.draw.text import count_text, size_text
 from meshwright.draw.tree import Listing
 
 

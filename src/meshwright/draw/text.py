@@ -1,4 +1,4 @@
-"""Sizes, counts, ranks, layouts and slices as text."""
+"""Ranks, layouts and slices as text."""
 
 from __future__ import annotations
 
@@ -44,32 +44,6 @@ def ranges_text(ranges: Sequence[Interval], most: int = 4) -> str:
 
 def shape_text(facts: ParameterFacts) -> str:
     return "×".join(map(str, facts.shape)) or "scalar"
-
-
-def size_text(size: float) -> str:
-    """Bytes, in a unit that leaves a small number.
-
-    >>> size_text(26615936)
-    '25.4 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def count_text(count: float) -> str:
-    """A count, in a unit that leaves a small number.
-
-    >>> count_text(6738415616)
-    '6.74 G'
-    """
-    for unit in ("", " k", " M", " G"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g} T"
 
 
 def ranks_text(ranks: Sequence[int], most: int = 8) -> str:

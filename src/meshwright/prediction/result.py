@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.amounts import duration_text, size_text
 from meshwright.hardware.profile import Estimate
 from meshwright.prediction.memory import Memory
 from meshwright.prediction.roles import Role
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,13 @@ class Prediction:
         for role in self.roles:
             memory = self.memories[role.rank]
             lines.append(
-                f"  {role.name} ({role.count} rank{'s' * (role.count > 1)}): {size(memory.peak)} at {memory.when}"
+                f"  {role.name} ({role.count} rank{'s' * (role.count > 1)}): {size_text(memory.peak)} at {memory.when}"
             )
-            lines += [f"      {size(nbytes):>10}  {kind}" for kind, nbytes in sorted(memory.items.items(), key=_second)]
+            largest = sorted(memory.items.items(), key=lambda item: -item[1])
+            lines += [f"      {size_text(nbytes):>10}  {kind}" for kind, nbytes in largest]
         low, high = self.seconds.low, self.seconds.high
-        lines.append(f"  a step: {duration(self.seconds.seconds)} ({duration(low)} to {duration(high)})")
-        lines += [f"      {duration(seconds):>10}  {term}" for term, seconds in self.seconds.waterfall.items()]
+        lines.append(f"  a step: {duration_text(self.seconds.seconds)} ({duration_text(low)} to {duration_text(high)})")
+        lines += [f"      {duration_text(seconds):>10}  {term}" for term, seconds in self.seconds.waterfall.items()]
         return "\n".join(lines)
 
 
@@ -133,22 +133,5 @@ def memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _second(item: tuple[str, int]) -> int:
-    return -item[1]
-
-
 def _largest(memory: Memory, most: int = 10) -> list[tuple[tuple[str, str, str], int]]:
     return sorted(memory.sites.items(), key=lambda item: -item[1])[:most]
-
-
-def size(nbytes: float) -> str:
-    """Bytes for a person."""
-    for unit, least in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= least:
-            return f"{nbytes / least:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
