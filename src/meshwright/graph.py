@@ -338,8 +338,17 @@ class ModelGraph:
     @cached_property
     def written(self) -> frozenset[int]:
         """The memory (``Value.storage``) that events write."""
-        numbers = [n for e in self.events for n in (e.written, *(new for _, new in e.renamed)) if n is not None]
-        return frozenset(self.values[n].storage for n in numbers)
+        return frozenset(self.values[n].storage for p in range(len(self.events)) for n in self.writes(p))
+
+    @cached_property
+    def names_met(self) -> list[tuple[int, int]]:
+        """(position, memory) of each tensor that is met in memory which an event before has written, or that modules keep."""
+        return [(p, self.values[n].storage) for p, event in enumerate(self.events) for _, n in event.named]
+
+    def writes(self, position: int) -> list[int]:
+        """The values that an event writes: what its target has become, and other names of that memory."""
+        event = self.events[position]
+        return [n for n in (event.written, *(now for _, now in event.renamed)) if n is not None]
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:

@@ -86,6 +86,19 @@ KINDS: dict[str, list[Step]] = {
         ("block", 0, 0, 0, [LINEAR, ("read", 0, 0, 0), ("append", 0, 0, 0)]), LINEAR, ("gather", 0, 0, 0), LINEAR
     ],
     "chosen by a value that was read": [("block", 0, 1, 0, [LINEAR, ("read", 1, 0, 3)]), LINEAR, LINEAR],
+    "a buffer that is assigned, then written": [LINEAR, ("assign", 0, 0, 0), ("average", 0, 0, 0), LINEAR, LINEAR],
+    "an argument that a block hands on, and that is written then": [
+        LINEAR, LINEAR, ("block", 1, 0, 0, [("tanh", 1, 0, 0)]), ("copy_", 0, 0, 1), ("without_grad", 2, 0, 2), LINEAR
+    ],
+    "an argument that a block writes before it reads": [
+        LINEAR, ("scale", 2, 1, 0), ("block", 0, 0, 0, [("mul_", 0, 0, 0), ("read", 0, 2, 1)]), LINEAR
+    ],
+    "what follows from the batch, written in a block": [
+        ("assign", 0, 0, 2),
+        ("block", 1, 2, 0, [
+            ("buffer", 0, 2, 3), ("fresh", 2, 0, 1), ("linear", 1, 3, 0), ("write_first", 1, 0, 0), ("quietly_", 0, 2, 2)
+        ]),
+    ],
     "a list that grows after a call that hands its arguments on": [
         ("block", 2, 1, 0, [("assign", 1, 0, 1)]), ("block", 1, 0, 0, [("quietly_", 1, 1, 1), ("append", 0, 0, 1)]),
         ("gather", 0, 3, 2), LINEAR, ("linear", 2, 1, 2)
@@ -95,7 +108,7 @@ KINDS: dict[str, list[Step]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_a_program_of_this_kind_is_cut_it_is_that_of_one_device(kind: str) -> None:
-    found = [outcome(KINDS[kind], cut) for cut in range(3)]
+    found = [outcome(KINDS[kind], cut) for cut in range(7)]
     assert set(found) <= {"equal", "refused"}, found
 
 

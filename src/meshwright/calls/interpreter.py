@@ -339,7 +339,7 @@ class StageInterpreter(Tracer):
         parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
         for value, numbers in parts:
             for t, number in zip(tensors_of(value), numbers, strict=True):
-                if number is not None:
+                if number is not None and id(t) not in memo:  # (what it hands on as it was given stays the very thing)
                     memo[id(t)] = self._standing(number, t)
         lists = lists_in((args, kwargs)) if call.grown else []
         for grown in call.grown:

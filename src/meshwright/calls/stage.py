@@ -164,7 +164,8 @@ class StageProgram:
             and not call.visible
         ):
             kept = {*self.out, *self.joined} & set(made)
-            return OPEN if any(n not in seen for n in {*used_outside, *kept}) else RUN
+            untold = any(n not in seen for n in {*used_outside, *kept}) or self._met_later(inside)
+            return OPEN if untold else RUN
         if call.start == call.stop or ours or call.fresh:
             return OPEN
         if call.acts:  # what it reads is not here, so that it cannot be followed
@@ -178,6 +179,12 @@ class StageProgram:
             if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
                 return OPEN
         return STUB
+
+    def _met_later(self, inside: range) -> bool:
+        """Whether an event after a call meets memory that the call has written, by a name that was no value in it: what follows
+        from the batch, and was written there. Run unseen, the call would not tell that it is a value now."""
+        met = [memory for p, memory in self.graph.names_met if p >= inside.stop]
+        return bool(met) and any(self.graph.values[n].storage in met for p in inside for n in self.graph.writes(p))
 
     def _may_wait(self, call: Call) -> bool:
         """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""

@@ -126,12 +126,10 @@ def keep_together(
 def _written_before(graph: ModelGraph) -> Iterator[Span]:
     """What a checkpoint takes of a tensor that was written in place: the model hands it the tensor, which in another stage than
     that of the write stands for what it was before; and what the checkpoint computes again is not looked into."""
-    written = (
-        {n for e in graph.events for n in (e.written, *(now for _, now in e.renamed))} if graph.segments else set()
-    )
+    written = {n for p in range(len(graph.events)) for n in graph.writes(p)} if graph.segments else set()
     for start, stop in graph.segments.values():
         taken = written.intersection(n for event in graph.events[start:stop] for n in event.inputs)
-        for position in sorted({p for n in taken if n is not None and (p := graph.values[n].position) < start}):
+        for position in sorted({p for n in taken if (p := graph.values[n].position) < start}):
             yield _span(graph, [position, stop - 1], "a checkpoint takes a tensor that is written in place")
 
 
@@ -231,19 +229,21 @@ def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
 
 
 def _left_unseen(graph: ModelGraph) -> Iterator[Span]:
-    """Calls that read a value run unseen from there on: what they leave otherwise than by returning or appending it, by a
-    write in place say, is had by their stage alone."""
+    """Calls that read a value are not looked into by other stages, and run unseen from there on by their own: what they leave
+    otherwise than by returning or appending it, by a write in place say, is had by their stage alone."""
     for call in graph.calls.values():
         if not call.acts or call.path == ROOT:
             continue
         told = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        read = min(
-            p for p in range(call.start, call.stop) if graph.events[p].path == call.path and graph.events[p].reads
-        )
-        left = [n for p in range(read, call.stop) for n in graph.made(p) if n not in told]
-        uses = [p for n in left for p in graph.consumers.get(n, ()) if p >= call.stop]
+        left = {n: p for p in range(call.start, call.stop) for n in graph.made(p) if n not in told}
+        uses = [(left[n], p) for n in left for p in graph.consumers.get(n, ()) if p >= call.stop]
         if uses:
-            yield _span(graph, [read, *uses], f"what {spelled(call.path)} leaves follows from a value that it reads")
+            read = min(
+                p for p in range(call.start, call.stop) if graph.events[p].path == call.path and graph.events[p].reads
+            )
+            first = min(read, *(made for made, _ in uses))
+            last = max(use for _, use in uses)
+            yield _span(graph, [first, last], f"what {spelled(call.path)} leaves follows from a value that it reads")
 
 
 def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:
@@ -283,9 +283,9 @@ def _differentiated(graph: ModelGraph) -> Iterator[Span]:
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:
     """Where two names of a memory are in use at once, up to the last write to it."""
     writes: dict[int, int] = {}
-    for position, event in enumerate(graph.events):
-        for n in (event.written, *(new for _, new in event.renamed)):
-            if n is not None and graph.values[n].storage:
+    for position in range(len(graph.events)):
+        for n in graph.writes(position):
+            if graph.values[n].storage:
                 writes[graph.values[n].storage] = position
     lives: dict[int, dict[int, list[int]]] = defaultdict(dict)  # memory → name → the event that made it, its last use
     outputs = {*graph.returned, *graph.calls[ROOT].outputs, *at_end}

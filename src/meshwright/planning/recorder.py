@@ -527,6 +527,7 @@ class Recorder(Tracer):
             touches.changed += self._touched.get(memory, Touches()).changed
         if self._is_watched_tensor(slot):
             touches.changed += [max(0, use.events - 1) for use in uses if use.is_set]
+            touches.changed += self._writes_to(kept_in(self._model, [slot]))
         elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
             touches.used += [uses[0].events - 1]
             touches.changed += [uses[-1].events]
@@ -534,6 +535,12 @@ class Recorder(Tracer):
                 touches.changed += [self.graph.calls[use.path].stop for use in uses]
         touches.used = sorted({*touches.used, *touches.changed})
         return touches
+
+    def _writes_to(self, tensors: list[Tensor]) -> list[int]:
+        """The events that write to the memory of tensors: of another buffer that a forward has assigned, say."""
+        memories = {memory_of(t) for t in tensors} - {0}
+        numbers = {n for n, value in enumerate(self.graph.values) if value.storage in memories}
+        return [p for p in range(len(self.graph.events)) if numbers.intersection(self.graph.writes(p))]
 
     def _written_parameters(self) -> dict[str, Touches]:
         """The parameters that the forward wrote, with the events that use them."""
