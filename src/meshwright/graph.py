@@ -341,6 +341,14 @@ class ModelGraph:
         return frozenset(self.values[n].storage for p in range(len(self.events)) for n in self.writes(p))
 
     @cached_property
+    def outlasting(self) -> frozenset[int]:
+        """The memory, of values, that was there without an event that gave it: what modules keep, and what follows from the
+        batch. Every stage has its own."""
+        given = {n for event in self.events for n in event.outputs if n is not None and n != event.written}
+        names = {self.values[n].name for n in given}
+        return frozenset(value.storage for value in self.values if value.name not in names) - {0}
+
+    @cached_property
     def names_met(self) -> list[tuple[int, int]]:
         """(position, memory) of each tensor that is met in memory which an event before has written, or that modules keep."""
         return [(p, self.values[n].storage) for p, event in enumerate(self.events) for _, n in event.named]

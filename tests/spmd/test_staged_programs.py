@@ -93,6 +93,12 @@ KINDS: dict[str, list[Step]] = {
     "an argument that a block writes before it reads": [
         LINEAR, ("scale", 2, 1, 0), ("block", 0, 0, 0, [("mul_", 0, 0, 0), ("read", 0, 2, 1)]), LINEAR
     ],
+    "an argument that a block writes, reads and hands on": [
+        LINEAR, ("block", 0, 0, 0, [("add_", 0, 0, 3), ("read", 2, 2, 3)]), ("tanh", 1, 0, 0)
+    ],
+    "a buffer that is kept, and read after a value was read": [
+        LINEAR, ("learn_codes", 0, 0, 0), ("read", 0, 0, 3), ("codebook", 0, 0, 1)
+    ],
     "what follows from the batch, written in a block": [
         ("assign", 0, 0, 2),
         ("block", 1, 2, 0, [

@@ -45,6 +45,7 @@ class StageInterpreter(Tracer):
         _units       how many of FSDP's units are being looked into: the forward does not end within one.
         _handed      tensors that hooks handed to modules in place of values, by id: within the module each is itself.
         _hooking     whether torch makes a node for a module's backward hook.
+        _stale       whether some plain tensor here (a buffer, say) is what another stage has changed since. Grows only.
         closed       (of ``Tracer``) how many calls that are not looked into are running: while it is not 0, no event is met.
 
     Args:
@@ -79,7 +80,7 @@ class StageInterpreter(Tracer):
         self._started: list[tuple[int, Call, Started]] = []
         self._units = 0
         self._handed: dict[int, Tensor] = {}
-        self._hooking = False
+        self._hooking = self._stale = False
         for number, value in received.items():
             self.keep(value, number)
 
@@ -339,7 +340,11 @@ class StageInterpreter(Tracer):
         parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
         for value, numbers in parts:
             for t, number in zip(tensors_of(value), numbers, strict=True):
-                if number is not None and id(t) not in memo:  # (what it hands on as it was given stays the very thing)
+                if (
+                    number is not None and id(t) in memo
+                ):  # what it hands on as it was given, or written to, is the very thing
+                    self.name_value(memo[id(t)], number)
+                elif number is not None:
                     memo[id(t)] = self._standing(number, t)
         lists = lists_in((args, kwargs)) if call.grown else []
         for grown in call.grown:
@@ -380,6 +385,7 @@ class StageInterpreter(Tracer):
         for i, number in event.named:
             self.share(tensors[i])
             self.name_value(tensors[i], number)
+            self._stale |= not self.program.here(position)
             if self.program.here(position):
                 self._gave(tensors[i], number, position, place)
         result = self._answered(event, position, func, args, kwargs, tensors)
@@ -495,6 +501,7 @@ class StageInterpreter(Tracer):
                 )  # after ``unsqueeze_``, in the model's own hands
                 torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
             self.name_value(args[0], event.written)
+            self._stale |= not isinstance(args[0], Placeholder)
         numbers, given = iter(event.outputs), {self.number(t): t for t in tensors}
         # What a Function of the model's marks as dirty it gives as it took it, written to.
         given |= {now: given[before] for before, now in event.renamed if before in given}
@@ -529,7 +536,7 @@ class StageInterpreter(Tracer):
         return func(*args, **kwargs)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(issubclass(t, Placeholder) for t in types) and not is_fact(func):
+        if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwright.graph import Call, ModelGraph
 from meshwright.planning.draft import Draft
-from meshwright.planning.pipeline import parted_modules
+from meshwright.planning.pipeline import parted_modules, stage_of
 from meshwright.planning.units import called_modules
 
 
@@ -34,12 +36,30 @@ def recompute_in_stages(draft: Draft) -> Draft:
     run again is not looked into."""
     if draft.graph is None or not draft.stages:
         return draft
-    followed = {c.module for c in draft.graph.calls.values() if c.visible}
-    notes = (
-        f"{r} is not recomputed: its stage follows what it changes outside" for r in draft.recompute if r in followed
-    )
-    kept = followed | parted_modules(draft.graph, draft.stages)
+    graph = draft.graph
+    cuts = [graph.positions[s.first] for s in draft.stages[1:]]
+    followed = {c.module: "its stage follows what it changes outside" for c in graph.calls.values() if c.visible}
+    followed |= {
+        c.module: "it takes what an earlier stage changes"
+        for c in graph.calls.values()
+        if _changed_before(graph, c, cuts)
+    }
+    notes = (f"{r} is not recomputed: {followed[r]}" for r in draft.recompute if r in followed)
+    kept = followed.keys() | parted_modules(graph, draft.stages)
     return replace(draft, recompute=tuple(r for r in draft.recompute if r not in kept)).noted(notes)
+
+
+def _changed_before(graph: ModelGraph, call: Call, cuts: Sequence[int]) -> bool:
+    """Whether a call takes what an earlier stage has changed of what every stage has: a buffer of another module, say, whose
+    value is received for the forward."""
+    taken = {
+        n for p in range(call.start, call.stop) for n in graph.events[p].inputs if graph.values[n].position < call.start
+    }
+    return any(
+        graph.values[n].storage in graph.outlasting
+        and stage_of(cuts, graph.values[n].position) < stage_of(cuts, call.start)
+        for n in taken
+    )
 
 
 def recompute_in_branches(draft: Draft) -> Draft:
