@@ -34,7 +34,7 @@ def reduce(seconds, ranks=(0, 1)):
 
 def forward(events, *, mesh="dp_shard=2", kind="F", **options):
     trace = Trace([Began("step 0"), matmul(100.0), Began("step 1"), Began(Action(0, kind, 0)), *events])
-    begin, phase = Clock(profile(**options), Mesh.parse(mesh), 0).phases(trace)
+    begin, phase = Clock(profile(**options), Mesh.parse(mesh)).phases(trace)
     assert begin.spent.total.seconds == 0
     return phase.spent
 

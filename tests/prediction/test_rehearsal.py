@@ -14,7 +14,7 @@ from meshwright.plan import Plan
 from meshwright.prediction.memory import memory_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import roles_of
-from meshwright.prediction.trace import Collective, Op
+from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op
 from meshwright.runtime.rows.loss import output_loss
 from zoo import ZOO
 
@@ -97,6 +97,22 @@ def test_what_a_step_does_is_what_the_rank_of_a_run_does():
         8 * 128 * 128
     )  # of matrices; two steps of 16 / 4 rows of 64 tokens, half of each matrix
     assert products == 2 * 6 * parameters // 2 * (16 // 4 * 64)
+
+
+def test_rows_of_other_ranks_live_until_the_backward_has_ended():
+    batch = tokens()
+    planned = Planned(Tower, Plan.parse({"mesh": "dp_shard=2", "rows": "whole"}), batch, loss, whole_batch=True)
+    trace = rehearse(Rehearsal(Tower, planned, batch, loss), 0)
+    living, most, now = {}, {}, set()
+    for event in trace.events:
+        if isinstance(event, Began):
+            now = most[str(event.what)] = set()
+        elif isinstance(event, Allocated):
+            living[event.storage] = event.nbytes
+        elif isinstance(event, Freed):
+            living.pop(event.storage)
+        now.update(storage for storage in living if storage not in trace.kept and living[storage] == batch[0].nbytes)
+    assert most["0B0"] and not most["optimizer"]
 
 
 def test_a_rehearsal_leaves_nothing():

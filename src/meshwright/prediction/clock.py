@@ -14,7 +14,7 @@ FSDP2 prefetches one unit ahead, which is the second but last line (torch/distri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.hardware.collectives import Group, collective
@@ -58,15 +58,11 @@ class Phase:
 
 
 class Clock:
-    """Plays the trace of one rank.
+    """Plays traces of ranks of a mesh."""
 
-    Args:
-        queue: whether the device has a queue, which the host fills: then host and device work side by side.
-    """
-
-    def __init__(self, profile: Profile, mesh: Mesh, rank: int) -> None:
-        self._profile, self._mesh, self._rank = profile, mesh, rank
-        self._queue = profile.cores == 0
+    def __init__(self, profile: Profile, mesh: Mesh) -> None:
+        self._profile, self._mesh = profile, mesh
+        self._queue = profile.cores == 0  # which the host fills: host and device work side by side
         self._axes: dict[tuple[int, ...], tuple[str, Group]] = {}
 
     def phases(self, trace: Trace) -> list[Phase]:
@@ -119,7 +115,6 @@ class _Playing:
         self._spent = Spent()
         self._begun = 0.0  # of the unit that computes
         self._gathering = self._reducing = 0.0  # until when
-        self._gathers: dict[str, float] = {}
         self._reduces: tuple[str, Estimate] = ("", NOTHING)
 
     @property
@@ -169,8 +164,3 @@ def axes_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The axes along which ranks differ, joined by dots: ``dp_replicate·dp_shard``."""
     at = [mesh.coordinate(rank) for rank in ranks]
     return "·".join(axis for axis, _ in mesh.axes if len({where.get(axis, 0) for where in at}) > 1)
-
-
-def total(phases: Iterable[Phase]) -> Estimate:
-    """Seconds of phases, one after another."""
-    return Estimate.total(phase.spent.total for phase in phases)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.hardware.profile import NOTHING, Estimate
+from meshwright.hardware.profile import Estimate
 from meshwright.prediction.clock import Phase
 from meshwright.schedule import Action, Span
 
@@ -97,8 +97,3 @@ def _send(phase: Phase, start: float, transfer: Transfer, arrivals: dict[tuple[i
     if action.kind.startswith("SEND") and action.other is not None:
         seconds = transfer(action.stage, action.other, phase.sends).seconds
         arrivals[action.stage, action.kind[-1], action.microbatch, action.other] = start + seconds
-
-
-def waiting(seconds: float, of: Estimate) -> Estimate:
-    """What a rank waits for others, as uncertain as what they do."""
-    return Estimate(seconds, of.scatter) if seconds > 0 else NOTHING

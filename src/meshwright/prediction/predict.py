@@ -130,9 +130,7 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 
 def _step(recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]) -> StepSeconds:
     """Seconds of a step, and their terms on the rank that ends last."""
-    lines: dict[
-        int, Role
-    ] = {}  # of each rank of the pipeline axis the slowest role, for which others wait at their joins
+    lines: dict[int, Role] = {}  # stage → its slowest role, for which the others wait at their joins
     for role in sorted(roles, key=lambda role: -_work(phases[role.rank])):
         lines.setdefault(role.stage, role)
     played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile))

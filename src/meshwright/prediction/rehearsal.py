@@ -153,11 +153,12 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
     with fake, values, followed(tracker):
         tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.kept})
         optimizer = rehearsal.optimizer(job.parameters())
-        pieces = rows.pieces()
-        for number, those in enumerate((_first(pieces), pieces)):  # in the first, gradients and states come into being
+        for number, most in enumerate((1, None)):  # in the first, gradients and states come into being
             tracker.begin(f"step {number}")
-            _step(rehearsal, job, those, optimizer, tracker)
-        edges = job.runner.executor.edges(pieces.batches)
+            _losses(rehearsal, job, rows.pieces(most))
+            _update(rehearsal, job, optimizer, tracker)
+        with tracker.paused():
+            edges = job.runner.executor.edges(rows.pieces().batches)
         return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges)
 
 
@@ -187,24 +188,24 @@ class _Rows:
             self._all, self._own = (with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._own))
             self._row = mapped(hollow, self._row)
 
-    def pieces(self) -> Pieces:
-        """What the rank runs in a step."""
+    def pieces(self, most: int | None = None) -> Pieces:
+        """What the rank runs in a step; ``most``: of that, so many microbatches."""
         data, rows = self._recipe.mesh.data_size, rows_of(self._all)
         if self._whole:
             return Pieces([copied(self._all) if data > 1 else self._own], [1.0], [None], copies=data)
-        batches = list(microbatches(self._own, self._recipe.microbatches))
+        batches = list(microbatches(self._own, self._recipe.microbatches))[:most]
         return Pieces(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def _first(pieces: Pieces) -> Pieces:
-    return replace(pieces, batches=pieces.batches[:1], scale=pieces.scale[:1], shares=pieces.shares[:1])
-
-
-def _step(rehearsal: Rehearsal, job: Job, pieces: Pieces, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
-    """What ``Job.step`` does once it is known how rows combine, and what a training loop does after it."""
+def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
+    """What ``Job.step`` does once it is known how rows combine. The pieces go when it returns."""
     with one_process():
         job.runner.held.reshard()
         job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
+
+
+def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
+    """What a training loop does after it."""
     tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if rehearsal.max_norm is not None:
         tracker.begin("clip")

@@ -92,7 +92,7 @@ class Whole:
         first, traces = self._rehearsed(role)
         weights = [counts[role.stage] for _, counts in self._folding.more]
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
-        seconds = phases_of([Clock(self._profile, recipe.mesh, first).phases(trace) for trace in traces], weights)
+        seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
