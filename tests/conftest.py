@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
@@ -31,3 +32,14 @@ def workers(request: pytest.FixtureRequest) -> Iterator[LocalWorkers]:
     quick = request.config.option.markexpr == "not proof"
     with local_workers(8, start_method="fork" if quick else "spawn") as pool:
         yield pool
+
+
+@pytest.fixture
+def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the workers of the session."""
+
+    @contextmanager
+    def shared(given: object, *, threads: int = 1) -> Iterator[LocalWorkers]:
+        yield workers
+
+    monkeypatch.setattr("meshwright.cli.processes.workers", shared)

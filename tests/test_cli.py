@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,12 @@ from click.testing import Result
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
+from commands import meshwright
 from meshwright import cli
 from meshwright.cli import given, processes
 from meshwright.errors import Finding, PlanError
 from meshwright.plan import Plan
-from meshwright.workers.pool import LocalWorkers, WorkerError
+from meshwright.workers.pool import WorkerError
 
 FILE = """
 from types import SimpleNamespace
@@ -91,23 +90,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "tiny.py"
     path.write_text(FILE)
     return str(path)
-
-
-@pytest.fixture
-def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands use the workers of the session."""
-
-    @contextmanager
-    def shared(given: object, *, threads: int = 1) -> Iterator[LocalWorkers]:
-        yield workers
-
-    monkeypatch.setattr(processes, "workers", shared)
-
-
-def meshwright(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "100", "RANK": None})
-    assert result.exit_code == code, result.output
-    return result
 
 
 # --- help -------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -12,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from meshwright import cli
-from meshwright.cli import processes
+from commands import meshwright
 from meshwright.hardware import calibrated_file, measured_link, read_profile
 from meshwright.workers.pool import LocalWorkers
 
@@ -80,23 +75,6 @@ def calibrated(home: None) -> None:
     calibrated_file().parent.mkdir(parents=True)
     profile = replace(read_profile("v100"), name="cpu-local", cores=2, devices_per_node=4096)
     calibrated_file().write_text(profile.text())
-
-
-@pytest.fixture
-def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands use the workers of the session."""
-
-    @contextmanager
-    def shared(given: object, *, threads: int = 1) -> Iterator[LocalWorkers]:
-        yield workers
-
-    monkeypatch.setattr(processes, "workers", shared)
-
-
-def meshwright(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "100", "RANK": None})
-    assert result.exit_code == code, result.output
-    return result
 
 
 def data(*arguments: str) -> dict[str, Any]:

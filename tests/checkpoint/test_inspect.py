@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from torch import nn
-from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright import cli
+from commands import meshwright
 from meshwright.checkpoint.inspection import inspect
 from meshwright.checkpoint.jobs import save_checkpoint
 from meshwright.checkpoint.tensorfiles import open_folder
@@ -52,12 +50,6 @@ def original(workers, tmp_path_factory):
 @pytest.fixture
 def run(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "run"))
-
-
-def meshwright(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "100", "RANK": None})
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_what_a_checkpoint_holds(run):
