@@ -443,3 +443,26 @@ def test_an_interrupt_ends_all_ranks_at_once(launched, tmp_path):
     code, text = ended(process, timeout=20)
     assert code != 0, text
     assert checkpoints.complete(tmp_path / "run") == []
+
+
+class Weighed(nn.Module):
+    """Its classes have weights, as many as the batch has rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, x, labels, weight):
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x), labels, weight=weight))
+
+
+def trained_on_one_batch(plan):
+    batch = {"x": torch.linspace(-1, 1, 48).view(8, 6), "labels": torch.arange(8), "weight": torch.arange(1.0, 9.0)}
+    return loop.train(mw.parallelize(Weighed, plan, batch=batch), batch, steps=3, lr=1e-2)
+
+
+def test_what_all_rows_share_is_not_divided_in_a_run_over_one_batch(workers):
+    whole, divided = (
+        workers.run(trained_on_one_batch, plan, ranks=n)[0] for plan, n in (("tp=1", 1), ("dp_shard=2", 2))
+    )
+    assert divided == pytest.approx(whole, rel=1e-6)
