@@ -247,8 +247,9 @@ class Division:
         return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
 
     def _forwards(self) -> Forwards:
-        """What a trial runs. An error in one stage leaves the others waiting for what it would send."""
-        runner, fatal = self._runner, (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
+        """What a trial runs. An error in one stage, or branch, leaves the others waiting for what it would send."""
+        waiting = self._recipe.mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
+        runner, fatal = self._runner, (StageError,) if waiting else ()
         return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
