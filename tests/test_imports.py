@@ -34,6 +34,7 @@ LADDER = (
     "train",
     "api",
     "cost.compare draw parity target prediction",
+    "search",
     "cli __main__",
 )
 FACADES = {

@@ -283,3 +283,26 @@ def test_a_profile_is_written_where_one_says(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     text = meshwright("calibrate", "--out", str(tmp_path / "nowhere" / "lab.yaml"), code=2)
     assert "a folder that exists" in text.stderr and "measuring" not in text.stderr
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_plan_is_shown_written_and_resolves(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "plans" / "best.yaml"
+    arguments = ("plan", f"{file}:model", "--devices", 4, "--hardware", "h100", "--global-batch", 16)
+    shown = meshwright(*arguments, "--out", out).output
+    assert "plans on h100-sxm" in shown
+    assert "why the first" in shown
+    assert f"written to {out}" in shown.replace("\n", "")
+    meshwright("show", f"{file}:model", "--plan", out)
+    data = json.loads(meshwright(*arguments, "--json", "--top", 2).output)
+    assert len(data["plans"]) == 2
+    assert data["plans"][0]["seconds"] <= data["plans"][1]["seconds"]
+    assert data["plans"][0]["plan"] == out.read_text()
+
+
+def test_mistakes_of_a_search_are_told(file: str) -> None:
+    arguments = ("plan", f"{file}:model", "--hardware", "h100", "--global-batch", 16)
+    assert "as many devices on each node" in meshwright(*arguments, "--devices", 4, "--nodes", 3, code=2).output
+    assert "one of bfloat16" in meshwright(*arguments, "--devices", 4, "--precision", "int8", code=2).output

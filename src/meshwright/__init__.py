@@ -16,6 +16,7 @@
     workers.pool local_workers                 processes on this machine, started once
     parity      check, Report                  the same as one device?
     prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
+    search      find_plans, Found              the fastest plans that fit so many devices
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from meshwright.prediction.result import Prediction
     from meshwright.recipe import Recipe
     from meshwright.runtime.job import Job
+    from meshwright.search.find import Found, find_plans
     from meshwright.watch.watchdog import Watch
     from meshwright.workers.pool import local_workers
 
@@ -68,6 +70,7 @@ _HOME = {
     "local_workers": "workers.pool",
     "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
+    "find_plans": "search.find", "Found": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
@@ -80,6 +83,7 @@ __all__ = [
     "CheckpointError",
     "Comparison",
     "Finding",
+    "Found",
     "Hardware",
     "Job",
     "Loaded",
@@ -101,6 +105,7 @@ __all__ = [
     "Watch",
     "check",
     "compare_branches",
+    "find_plans",
     "load_checkpoint",
     "local_workers",
     "make_recipe",

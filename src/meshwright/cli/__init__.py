@@ -1,4 +1,4 @@
-"""The command line: ``meshwright show | check | predict | dryrun | calibrate | train | inspect | export | env``.
+"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | inspect | export | env``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
@@ -10,7 +10,7 @@
     subject      what predict and dryrun are asked about: a batch of so many rows, a profile
     processes    local workers; how a command ends
     help         help that teaches
-    show check predict dryrun calibrate train inspect export env    the commands, a file each; bar is the progress of one
+    show check plan predict dryrun calibrate train inspect export env    the commands, a file each; bar is the progress of one
 
 What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
 """
@@ -30,6 +30,7 @@ from meshwright.cli.env import env
 from meshwright.cli.export import export
 from meshwright.cli.help import Taught, TaughtGroup
 from meshwright.cli.inspect import inspect
+from meshwright.cli.plan import plan
 from meshwright.cli.predict import predict
 from meshwright.cli.show import show
 from meshwright.cli.train import train
@@ -140,6 +141,19 @@ END
 meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
 """,
 )(check)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# the fastest plans for 8 H100 that fit; the best one, in a file that train takes
+meshwright plan hf:gpt2 --devices 8 --hardware h100 --seq 1024 --global-batch 64 \\
+    --set vocab_size=50304 --out best.yaml
+
+# 64 devices of 8 nodes; the two best, rehearsed as predict does
+meshwright plan hf:gpt2 --devices 64 --nodes 8 --hardware a100-80 --global-batch 256 \\
+    --top 2 --verify --set vocab_size=50304,n_layer=4
+""",
+)(plan)
 
 app.command(
     cls=Taught,

@@ -31,7 +31,7 @@ from meshwright.prediction.roles import Role
 from meshwright.prediction.trace import Trace
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.runtime.rows.microbatches import rows_of_rank
-from meshwright.schedule import Action, make_schedule, with_transfers
+from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Whole:
         if first == role.rank and self._short is self._rehearsal:
             as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
             return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed)
-        actions = self._actions(role.stage, traces[0])
+        actions = self._schedule.ranks[role.stage]
         in_order = _in_order(phases, actions, self._more_rows(role.rank))
         return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed)
 
@@ -131,12 +131,13 @@ class Whole:
 
     # --- all microbatches ---------------------------------------------------------------------------------------------
 
-    def _actions(self, stage: int, trace: Trace) -> tuple[Action, ...]:
-        """What a rank of the pipeline axis does in the whole step."""
-        recipe = self._rehearsal.recipe
+    @cached_property
+    def _schedule(self) -> Schedule:
+        """The whole step. Asked for once a rank was rehearsed, which knows where values cross."""
+        recipe, edges = self._rehearsal.recipe, self._traces[None][1][0].edges
         ranks = recipe.mesh.axis_size("pp")
         plain = make_schedule(recipe.schedule, ranks, len(recipe.stage_rank), recipe.microbatches)
-        return with_transfers(plain, *trace.edges).ranks[stage]
+        return with_transfers(plain, edges.forward, edges.backward)
 
     def _more_rows(self, rank: int) -> int:
         """Bytes of this rank's rows that were not rehearsed."""

@@ -1,0 +1,141 @@
+"""``meshwright plan``: the best plans of a model for so many devices, found."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import processes
+from meshwright.cli.options import (
+    GlobalBatchOption,
+    HardwareOption,
+    JSONOption,
+    LossOption,
+    NetworkOption,
+    SeqOption,
+    SetOption,
+    TargetArgument,
+)  # fmt: skip
+from meshwright.cli.subject import Subject, quiet
+from meshwright.draw.console import console
+from meshwright.errors import Findings
+
+if TYPE_CHECKING:
+    from meshwright.search.find import Found
+
+
+def plan(
+    target: TargetArgument,
+    devices: Annotated[int, typer.Option(help="Devices to plan for: ranks of the mesh", min=1)],
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes that they stand on; default: as many as the profile's nodes take", min=1)
+    ] = None,
+    set_: SetOption = None,
+    hardware: HardwareOption = None,
+    network: NetworkOption = None,
+    global_batch: GlobalBatchOption = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bfloat16, float32 or float64; default: bfloat16, and float32 on a CPU")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many plans", min=1)] = 3,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Rehearse the plans that are found, as predict does: surer, and slower")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the best plan to this file, for train", show_default=False, dir_okay=False),
+    ] = None,
+    as_json: JSONOption = False,
+    loss: LossOption = None,
+    seq: SeqOption = None,
+) -> None:
+    """Find the fastest plans that fit: mesh, pipeline, microbatches, recompute.
+
+    A few blocks of the model are rehearsed with each size of tp; every plan is then
+    estimated by arithmetic. The best ones are shown, of one size of pp and tp each.
+    Starts no process and needs no GPU.
+    """
+    with processes.told():
+        subject = Subject.read(
+            target, "dp_shard=1", None, set_, loss,
+            hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=None,
+        )  # fmt: skip
+        _check_precision(precision)
+        with quiet(), console().status("reading the model", spinner="dots") as status:
+            found = _found(subject, devices, nodes, global_batch, precision, top, verify=verify, tell=status.update)
+        if out is not None:
+            _write(found, out)
+        if as_json:
+            print(json.dumps(_data(found)))
+        else:
+            from meshwright.draw.plans import drawn
+
+            console().print(drawn(found, subject.profile, str(out) if out is not None else None))
+
+
+def _found(
+    subject: Subject, devices: int, nodes: int | None, rows: int | None, precision: str | None, top: int, **how: Any
+) -> Found:
+    from meshwright.search.find import find_plans
+
+    given = subject.given
+    return find_plans(
+        given.target.build, subject.batch, devices=devices, nodes=nodes, global_batch=rows, hardware=subject.profile,
+        options={"precision": precision} if precision else None, loss=given.loss, top=top, **how,
+    )  # fmt: skip
+
+
+def _check_precision(precision: str | None) -> None:
+    findings, known = Findings("this command"), ("bfloat16", "float32", "float64")
+    if precision not in (None, *known):
+        findings.add(
+            where="--precision", given=str(precision), required=f"one of {', '.join(known)}", fix="--precision bfloat16"
+        )
+    findings.raise_if_any()
+
+
+def _write(found: Found, file: Path) -> None:
+    """The best plan, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".yaml")
+    with os.fdopen(handle, "w") as stream:
+        stream.write(found.plans[0].plan.dump())
+    os.replace(temporary, file)
+
+
+def _data(found: Found) -> dict[str, Any]:
+    """It as plain values."""
+    return {
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "plans": [
+            {
+                "plan": proposal.plan.dump(),
+                "seconds": proposal.seconds,
+                "bytes": proposal.nbytes,
+                "terms": dict(proposal.terms),
+                "estimated": {"seconds": proposal.estimate.seconds, "bytes": proposal.estimate.nbytes},
+                "prediction": proposal.prediction.json() if proposal.prediction is not None else None,
+            }
+            for proposal in found.plans
+        ],
+        "frontier": [{"seconds": e.seconds, "bytes": e.nbytes, "plan": e.candidate.plan({})} for e in found.frontier],
+        "rejected": [
+            {
+                "pp": r.pp,
+                "tp": r.tp,
+                "plans": r.count,
+                "bytes": r.nbytes,
+                "capacity": r.capacity,
+                "least": r.least.plan({}),
+            }
+            for r in found.rejected
+        ],
+        "why": list(found.why),
+        "notes": list(found.notes),
+    }

@@ -1,0 +1,196 @@
+"""``Estimator``: seconds and bytes of a candidate, by arithmetic, from the pieces of a model. Equations:
+
+| what | equation | function |
+| --- | --- | --- |
+| a forward of a stage | max(Σ device + Σ tp, calls · host) | `_Stage` |
+| a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
+| a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
+| gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._flat` |
+| what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
+| microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |
+
+Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2). It ranks; ``predict`` says what the
+best of them take (``find.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+
+from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.profile import Profile
+from meshwright.search.pieces import Calls, Pieces, Way, neighbours
+from meshwright.search.space import Candidate
+
+Spent = tuple[float, float, float]
+"""Seconds of one microbatch: (device, collectives of tp, host)."""
+REDUCED = 4  # bytes of an element of a gradient that is reduced: float32
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What a candidate is estimated to take.
+
+    Attributes:
+        seconds: of a step; ``terms``: what they are.
+        nbytes: that live on the fullest rank.
+    """
+
+    candidate: Candidate
+    seconds: float
+    nbytes: float
+    terms: Mapping[str, float]
+
+
+class Estimator:
+    """Seconds and bytes of candidates.
+
+    Args:
+        pieces: tp → what the model takes with so many ranks of it.
+        recomputed: bytes for a row that a block keeps if it is computed again, with one rank of tp.
+        sends: bytes between stages for a row.
+        itemsize: bytes of an element that is computed in.
+    """
+
+    def __init__(
+        self, profile: Profile, pieces: Mapping[int, Pieces], recomputed: float, sends: float, itemsize: int
+    ) -> None:
+        self._profile, self._pieces = profile, pieces
+        self._recomputed, self._sends, self._itemsize = recomputed, sends, itemsize
+        self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
+
+    def of(self, candidate: Candidate) -> Estimated:
+        """What a candidate takes."""
+        pieces = self._pieces[candidate.tp]
+        blocks = ceil(pieces.blocks / candidate.pp)
+        forward = self._way(candidate, pieces.forward, "F", blocks)
+        backward = self._way(candidate, pieces.backward, "B", blocks)
+        if candidate.recompute:
+            again = self._seconds(candidate.tp, "F", "block", candidate.rows)
+            backward = tuple(b + blocks * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
+        terms = (self._flat if candidate.pp == 1 else self._pipelined)(candidate, forward, backward, blocks)
+        terms["clip and optimizer"] = (
+            pieces.total_elements / candidate.pp * self._updates(candidate.tp, candidate.dp_shard)
+        )
+        return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _way(self, of: Candidate, way: Way, kind: str, blocks: int) -> Spent:
+        """(device, tp, host) seconds of one microbatch on the rank that has most to do."""
+        block = self._seconds(of.tp, kind, "block", of.rows)
+        first, last = (self._seconds(of.tp, kind, part, of.rows) for part in ("first", "last"))
+        if of.pp == 1:
+            ends = [a + b for a, b in zip(first, last, strict=True)]
+        else:
+            ends = list(max(first, last, key=sum))
+        return tuple(blocks * one + end for one, end in zip(block, ends, strict=True))  # type: ignore[return-value]
+
+    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> Spent:
+        pieces = self._pieces[tp]
+        calls: Calls = getattr(pieces.forward if kind == "F" else pieces.backward, part)
+        host = self._profile.host if kind == "F" else self._profile.host_backward
+        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.count * host
+
+    def _update_of(self, tp: int, shards: int) -> float:
+        """Seconds of clipping and the optimizer for an element."""
+        update = self._pieces[tp].update
+        device, host = update.device(self._profile, 1 / shards), update.count * self._profile.host
+        return device + host if self._profile.cores else max(device, host)
+
+    def _microbatch(self, *ways: Spent) -> dict[str, float]:
+        """A forward and a backward: the terms of one microbatch."""
+        device, tp = (sum(way[i] for way in ways) for i in (0, 1))
+        if self._profile.cores:
+            return {"compute": device, "tp": tp, "host": sum(way[2] for way in ways)}
+        return {"compute": device, "tp": tp, "host": sum(max(0.0, way[2] - way[0] - way[1]) for way in ways)}
+
+    def _flat(self, of: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
+        one = self._microbatch(forward, backward)
+        terms = {name: of.microbatches * seconds for name, seconds in one.items()}
+        if of.data > 1:
+            hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
+            terms["data"] = self._data(of, hiding[0], hiding[1], blocks)
+        return terms
+
+    def _data(self, of: Candidate, forward: float, backward: float, blocks: int) -> float:
+        """Seconds of gathers and reductions that nothing runs beside."""
+        block, first, last = self._pieces[of.tp].elements
+        gather, reduce = self._gather(of, block), self._reduce(of, block)
+        root = self._gather(of, first + last)
+        hides = 0.0 if self._profile.cores else 1.0
+        gathers = root + max(gather, blocks * gather - hides * forward) if of.dp_shard > 1 else 0.0
+        again = max(0.0, blocks * gather - hides * backward) if of.dp_shard > 1 and of.reshard else 0.0
+        times = of.microbatches if of.reshard else 1
+        late = max(reduce, blocks * (reduce + (gather if of.reshard else 0.0)) - hides * backward) - again
+        return times * (gathers + again) + max(0.0, late) + self._reduce(of, first + last)
+
+    def _pipelined(self, of: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
+        one = self._microbatch(forward, backward)
+        terms = {name: of.microbatches * seconds for name, seconds in one.items()}
+        apart = of.data * of.tp
+        send = collective(self._profile, "send", round(self._sends * of.rows), _pair(self._profile, apart)).seconds
+        terms["bubble"] = (of.pp - 1) / of.chunks * sum(one.values()) + 2 * (of.pp - 1) * of.chunks * send
+        if of.data > 1:
+            block, first, last = self._pieces[of.tp].elements
+            held = blocks * block + max(first, last)
+            terms["data"] = (self._gather(of, held) if of.dp_shard > 1 else 0.0) + self._reduce(of, held)
+        return terms
+
+    def _gather(self, of: Candidate, elements: float) -> float:
+        group = neighbours(self._profile, of.dp_shard, of.tp)
+        return collective(self._profile, "all_gather", round(elements * self._itemsize), group).seconds
+
+    def _reduce(self, of: Candidate, elements: float) -> float:
+        """Seconds of a reduction over the shards, and then over their replicas."""
+        seconds, nbytes = 0.0, elements * REDUCED
+        if of.dp_shard > 1:
+            group = neighbours(self._profile, of.dp_shard, of.tp)
+            seconds += collective(self._profile, "reduce_scatter", round(nbytes), group).seconds
+        if of.dp_replicate > 1:
+            group = neighbours(self._profile, of.dp_replicate, of.tp * of.dp_shard)
+            seconds += collective(self._profile, "all_reduce", round(nbytes / of.dp_shard), group).seconds
+        return seconds
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self, of: Candidate) -> float:
+        """Bytes that live on the fullest rank: the first of a pipeline, or the last."""
+        pieces = self._pieces[of.tp]
+        block, first, last = pieces.elements
+        held = pieces.held if not of.recompute else self._recomputed / (of.tp if pieces.sequence else 1)
+        blocks = ceil(pieces.blocks / of.pp)
+        within = pieces.held * of.rows if of.recompute else 0.0  # a block that is computed again
+        base, slope = pieces.other
+        other = base + slope * of.rows + within
+        adds_up = of.microbatches > 1 and of.data > 1
+        if of.pp == 1:
+            elements = pieces.total_elements
+            gathered = elements * self._itemsize if of.dp_shard > 1 and not of.reshard else 0.0
+            unreduced = elements * REDUCED if adds_up else 0.0
+            return pieces.kept * elements / of.dp_shard + gathered + unreduced + blocks * held * of.rows + other
+        return max(
+            self._stage(of, blocks * block + end, flight * blocks * held * of.rows + rest)
+            for end, flight, rest in (
+                (first, _in_flight(of), base + within),
+                (last, 1.0 if of.chunks == 1 else _in_flight(of) - of.pp + 1, other),
+            )
+        )
+
+    def _stage(self, of: Candidate, elements: float, activations: float) -> float:
+        gathered = elements * (self._itemsize + REDUCED) if of.data > 1 else 0.0
+        return self._pieces[of.tp].kept * elements / of.dp_shard + gathered + activations
+
+
+def _in_flight(of: Candidate) -> float:
+    """Microbatches whose activations the first stage holds."""
+    if of.chunks == 1:
+        return min(of.microbatches, of.pp)
+    return min(of.microbatches, ((of.chunks - 1) * of.pp + 2 * (of.pp - 1) + 1) / of.chunks)
+
+
+def _pair(profile: Profile, apart: int) -> Group:
+    return Group(2, 2 if apart < profile.devices_per_node else 1)

@@ -1,0 +1,288 @@
+"""``find_plans``: the best plans of a model for so many devices, with what they take, and why.
+
+    model ──► pieces at each size of tp          a few rehearsals each (pieces.py)
+          ──► every candidate, estimated         arithmetic (estimate.py, space.py)
+          ──► the best that fit, predicted       rehearsed as ``predict`` does
+          ──► sorted by what was predicted
+
+Deterministic: the same model and hardware give the same plans in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.amounts import duration_text
+from meshwright.errors import Findings, PlanError
+from meshwright.hardware.profile import Profile
+from meshwright.hardware.reader import read_profile
+from meshwright.plan import Plan
+from meshwright.prediction.predict import adamw_on, predict
+from meshwright.prediction.rehearsal import MakeOptimizer
+from meshwright.prediction.result import Prediction
+from meshwright.runtime.rows.batch import mapped, plain
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.search.estimate import Estimated, Estimator
+from meshwright.search.pieces import SHARD, Measured, Pieces
+from meshwright.search.space import Candidate, candidates, divisors
+
+Build = Callable[[], nn.Module]
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that was found.
+
+    Attributes:
+        plan: runs as it is.
+        estimate: what the search ranked it by.
+        prediction: what ``predict`` says of it; None if it was not asked.
+    """
+
+    plan: Plan
+    estimate: Estimated
+    prediction: Prediction | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted, or estimated."""
+        return self.prediction.seconds.seconds if self.prediction is not None else self.estimate.seconds
+
+    @property
+    def nbytes(self) -> float:
+        """That live on the fullest rank, as predicted, or estimated."""
+        return float(self.prediction.peak) if self.prediction is not None else self.estimate.nbytes
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """Of the seconds."""
+        return self.prediction.seconds.waterfall if self.prediction is not None else self.estimate.terms
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Plans of one family, sizes of pp and tp, of which none fits.
+
+    Attributes:
+        least: of its plans the one that needs least, and ``nbytes`` of memory it needs on a device, of ``capacity``.
+    """
+
+    pp: int
+    tp: int
+    count: int
+    least: Candidate
+    nbytes: float
+    capacity: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plans: the best ones, of one size of pp and tp each, best first.
+        considered: how many candidates were estimated; ``fitting``: how many of them fit.
+        frontier: of those that fit, those than which none is both faster and smaller, by their estimates; smallest first.
+        rejected: families of which none fits.
+        why: what makes the first faster than the next ones, in words.
+        notes: what a reader should know.
+    """
+
+    plans: tuple[Proposal, ...]
+    considered: int
+    fitting: int
+    frontier: tuple[Estimated, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    why: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def find_plans(
+    build: Build,
+    batch: Any,
+    *,
+    devices: int,
+    global_batch: int | None = None,
+    hardware: str | Profile = "h100",
+    nodes: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = 1.0,
+    top: int = 3,
+    verify: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """The best plans for a model on so many devices. From a plain process; it allocates no parameter.
+
+    Args:
+        build: makes the model.
+        batch: a sample; its rows are repeated to ``global_batch`` of them.
+        devices: ranks; ``nodes``: that they stand on, default as many as the profile's nodes take.
+        global_batch: rows of a step; default those of ``batch``.
+        hardware: a profile, its name, or the path of its YAML file.
+        options: what every plan has: ``precision``, entries of ``modules``. Default: ``bfloat16``, and ``float32`` on a CPU.
+        top: how many plans.
+        verify: whether ``predict`` rehearses them: surer than an estimate, and slower.
+        tell: is told what is done next.
+
+    Raises:
+        PlanError: wrong arguments, or no plan that fits.
+    """
+    profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
+    options = dict(options or {"precision": "float32" if profile.cores else "bfloat16"})
+    optimizer = optimizer or adamw_on(profile)
+    batch = plain(batch)
+    rows = global_batch or rows_of(batch)
+    per_node = _per_node(devices, nodes, profile)
+    measured = Measured(build, _repeated(batch, 2 * SHARD), options, loss, optimizer, max_norm)
+    pieces = _pieces(measured, devices, per_node, tell)
+    blocks = max(one.blocks for one in pieces.values())
+    sends = measured.sends() if blocks and devices > 1 else None
+    recomputed = measured.recomputed() if blocks else 0.0
+    estimator = Estimator(profile, pieces, recomputed, sends or 0.0, _ITEMSIZE[options.get("precision", "float32")])
+    staged = blocks if sends is not None else 0
+    estimates = [
+        estimator.of(candidate)
+        for candidate in candidates(devices, per_node, rows, [*pieces], staged, recompute=bool(recomputed))
+    ]
+    capacity = (profile.memory - profile.context) / (1 + profile.reserve)
+    fitting = sorted((e for e in estimates if e.nbytes <= capacity), key=_order)
+
+    def proposed(estimate: Estimated) -> Proposal | None:
+        plan = Plan.parse(estimate.candidate.plan(options))
+        if not verify:
+            return Proposal(plan, estimate)
+        tell(f"rehearsing {plan.mesh}")
+        try:
+            prediction = predict(
+                build, _repeated(batch, rows), plan, hardware=profile, loss=loss, optimizer=optimizer, max_norm=max_norm
+            )
+        except PlanError:
+            return None  # it cannot be cut so
+        return Proposal(plan, estimate, prediction) if prediction.fits else None
+
+    plans = _best(fitting, proposed, top)
+    rejected = _rejected(estimates, capacity)
+    if not plans:
+        raise _nothing(estimates, devices, rows, profile)
+    unstaged = "nothing is repeated, or nowhere can be cut: no pipelines were looked at"
+    return Found(
+        tuple(plans), len(estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
+        () if staged or devices == 1 else (unstaged,),
+    )  # fmt: skip
+
+
+def _order(estimate: Estimated) -> tuple[float, float, str]:
+    return estimate.seconds, estimate.nbytes, str(estimate.candidate)
+
+
+def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
+    findings = Findings("this search")
+    if devices < 1:
+        findings.add(where="devices", given=str(devices), required="at least 1", fix="devices=8")
+    elif nodes is not None and (nodes < 1 or devices % nodes):
+        findings.add(
+            where="nodes", given=f"{devices} devices on {nodes} nodes", required="as many devices on each node",
+            fix=f"nodes={max(1, devices // profile.devices_per_node)}",
+        )  # fmt: skip
+    findings.raise_if_any()
+    return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
+
+
+def _pieces(measured: Measured, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
+    found: dict[int, Pieces] = {}
+    for tp in divisors(devices):
+        if tp <= per_node:
+            tell(f"rehearsing a few blocks with tp={tp}")
+            try:
+                one = measured.pieces(tp)
+            except PlanError:
+                continue  # the model does not divide so
+            if one is not None:
+                found[tp] = one
+    return found
+
+
+def _repeated(batch: Any, rows: int) -> Any:
+    """A batch of so many rows: those of the sample, again and again."""
+    have = rows_of(batch)
+    if rows <= have:
+        return take_rows(batch, 0, rows)
+    index = torch.arange(rows) % have
+    return mapped(lambda t: t[index] if t.dim() and t.shape[0] == have else t, batch)
+
+
+def _best(fitting: Sequence[Estimated], proposed: Callable[[Estimated], Proposal | None], top: int) -> list[Proposal]:
+    """The fastest, of as many families: within one, plans differ little."""
+    plans: list[Proposal] = []
+    families: set[tuple[int, int]] = set()
+    tried = 0
+    for estimate in fitting:
+        if estimate.candidate.family in families:
+            continue
+        families.add(estimate.candidate.family)
+        tried += 1
+        if (proposal := proposed(estimate)) is not None:
+            plans.append(proposal)
+        if len(plans) == top or tried == 4 * top:
+            break
+    return sorted(plans, key=lambda proposal: proposal.seconds)
+
+
+def _frontier(fitting: Iterable[Estimated]) -> tuple[Estimated, ...]:
+    """Those than which none is both faster and smaller, smallest first."""
+    found: list[Estimated] = []
+    for estimate in sorted(fitting, key=lambda e: (e.nbytes, e.seconds)):
+        if not found or estimate.seconds < found[-1].seconds:
+            found.append(estimate)
+    return tuple(found)
+
+
+def _rejected(estimates: Sequence[Estimated], capacity: float) -> tuple[Rejected, ...]:
+    families: dict[tuple[int, int], list[Estimated]] = {}
+    for estimate in estimates:
+        families.setdefault(estimate.candidate.family, []).append(estimate)
+    rejected = []
+    for (pp, tp), those in sorted(families.items()):
+        least = min(those, key=lambda e: (e.nbytes, e.seconds))
+        if least.nbytes > capacity:
+            rejected.append(Rejected(pp, tp, len(those), least.candidate, least.nbytes, capacity))
+    return tuple(rejected)
+
+
+def _why(plans: Sequence[Proposal]) -> Iterable[str]:
+    """What the first has less of than each of the others: the largest difference of their terms."""
+    best, *others = plans
+    for other in others:
+        more = {term: other.terms.get(term, 0.0) - best.terms.get(term, 0.0) for term in {**best.terms, **other.terms}}
+        term, seconds = max(more.items(), key=lambda item: item[1])
+        yield f"{other.plan.mesh} takes {duration_text(other.seconds - best.seconds)} longer: {term} {seconds * 1e3:+,.1f} ms"
+        if best.prediction and other.prediction and best.prediction.seconds.high >= other.prediction.seconds.low:
+            yield f"{other.plan.mesh} is within the interval of the first: measure both to be sure"
+
+
+def _nothing(estimates: Sequence[Estimated], devices: int, rows: int, profile: Profile) -> PlanError:
+    findings = Findings("this search")
+    if not estimates:
+        findings.add(
+            where="global_batch", given=f"{rows} rows on {devices} devices",
+            required="rows that divide over the data ranks of some mesh", fix=f"global_batch={devices}",
+        )  # fmt: skip
+        return findings.error()
+    least = min(estimates, key=lambda e: e.nbytes)
+    findings.add(
+        where="devices",
+        given=f"{devices} of {profile.name}; of {len(estimates)} plans, the one that needs least needs"
+        f" {least.nbytes / 2**30:.1f} GiB on a device: {least.candidate}",
+        required=f"at most {(profile.memory - profile.context) / (1 + profile.reserve) / 2**30:.1f} GiB",
+        fix=f"devices={2 * devices}",
+    )  # fmt: skip
+    return findings.error()

@@ -1,0 +1,338 @@
+"""``Pieces``: what a block of a model takes, and what the rest takes, with so many ranks of tp; linear in a microbatch's rows.
+
+Three rehearsals say it: of few blocks with one row, of one block more, and of few blocks with two rows. So a search can tell
+thousands of plans apart by arithmetic alone (``estimate.py``).
+
+    few blocks, one row     first  b b b b    last        a = f(1) - (f(2) - f(1)),  b = f(2) - f(1)   of each function
+    one block more          first  b b b b b  last        the function list of a block is what is more here
+    few blocks, two rows    first  b b b b    last
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.hardware.collectives import CollectiveKind, Group, collective
+from meshwright.hardware.profile import Profile, Work
+from meshwright.plan import Plan
+from meshwright.prediction.blocks import KEPT, Folding, folding_of
+from meshwright.prediction.clock import last_step
+from meshwright.prediction.memory import Memory, memory_of
+from meshwright.prediction.passing import pruned
+from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
+from meshwright.prediction.trace import Collective, Event, Op, Trace
+from meshwright.recipe import Recipe
+from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.microbatches import take_rows
+from meshwright.schedule import Action
+
+SHARD = 2  # ranks of dp_shard in a rehearsal: as few as have something to gather
+Line = tuple[float, float]
+"""(a, b): a + b · rows"""
+OpKey = tuple[Work, str, Line, Line]
+"""(kind, dtype, operations, bytes)"""
+ExchangeKey = tuple[CollectiveKind, int, Line]
+"""(kind, ranks, bytes)"""
+K = TypeVar("K", OpKey, ExchangeKey)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Functions and collectives, counted: (what, its sizes as lines) → how often."""
+
+    ops: Mapping[OpKey, float]
+    exchanges: Mapping[ExchangeKey, float]
+
+    def __add__(self, other: Calls) -> Calls:
+        return Calls(_added(self.ops, other.ops, 1), _added(self.exchanges, other.exchanges, 1))
+
+    def __sub__(self, other: Calls) -> Calls:
+        return Calls(_added(self.ops, other.ops, -1), _added(self.exchanges, other.exchanges, -1))
+
+    def times(self, number: float) -> Calls:
+        """So many of these."""
+        nothing = NO_CALLS
+        return Calls(_added(nothing.ops, self.ops, number), _added(nothing.exchanges, self.exchanges, number))
+
+    @property
+    def count(self) -> float:
+        return sum(self.ops.values())
+
+    def device(self, profile: Profile, rows: float) -> float:
+        """Seconds on the device."""
+        return sum(
+            n * profile.compute(_at(flops, rows), _at(moved, rows), dtype, kind).seconds
+            for (kind, dtype, flops, moved), n in self.ops.items()
+        )
+
+    def exchange(self, profile: Profile, rows: float) -> float:
+        """Seconds of collectives over tp, whose ranks are neighbours."""
+        return sum(
+            n * collective(profile, kind, round(_at(nbytes, rows)), neighbours(profile, ranks)).seconds
+            for (kind, ranks, nbytes), n in self.exchanges.items()
+            if ranks > 1
+        )
+
+
+NO_CALLS = Calls({}, {})
+
+
+@dataclass(frozen=True)
+class Way:
+    """A forward, or a backward: what a block takes, what comes before all blocks in the forward's order, and after them."""
+
+    block: Calls
+    first: Calls
+    last: Calls
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a model takes at one size of tp.
+
+    Attributes:
+        tp: ranks; ``sequence``: whether sequence parallelism is on.
+        blocks: how many; 0: nothing is repeated, and ``forward.last`` is all.
+        elements: of parameters that one rank of tp holds: of a block, of what comes before, of what comes after.
+        kept: bytes that live between steps, for an element.
+        held: bytes for the backward, of a block, for a row.
+        other: bytes besides at the peak, as a line in the rows.
+        update: what clipping and the optimizer call, for an element; their sizes are for a rank that holds all of it.
+    """
+
+    tp: int
+    sequence: bool
+    blocks: int
+    elements: tuple[float, float, float]
+    forward: Way
+    backward: Way
+    kept: float
+    held: float
+    other: Line
+    update: Calls
+
+    @cached_property
+    def total_elements(self) -> float:
+        block, first, last = self.elements
+        return self.blocks * block + first + last
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rehearses a model for its pieces.
+
+    Args:
+        options: of every plan: precision, entries of modules.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Any
+    options: dict[str, Any]
+    loss: Loss | None
+    optimizer: MakeOptimizer
+    max_norm: float | None
+
+    def pieces(self, tp: int) -> Pieces | None:
+        """The model's pieces with so many ranks of tp; None if nothing of it is sharded over tp then."""
+        one = self._rehearsal(tp, 1)
+        two = replace(one, batch=take_rows(self.batch, 0, SHARD * 2))
+        recipe = one.recipe
+        if tp > 1 and all(p.local_shape(0) == p.shape for p in recipe.parameters):
+            return None
+        folding = folding_of(one.planned.model, recipe)
+        base, wide = rehearse(one.of(folding.base), 0), rehearse(two.of(folding.base), 0)
+        more = [rehearse(one.of(blocks), 0) for blocks, _ in folding.more]
+        return _pieces(recipe, folding, base, wide, more)
+
+    def sends(self) -> float | None:
+        """Bytes that go from one stage of a pipeline to the next, for a row; None if the model cannot be cut."""
+        one = self._rehearsal(1, 1)
+        few = pruned(self.build, folding_of(one.planned.model, one.recipe).base)
+        plan = Plan.parse({**self.options, "mesh": {"pp": 2}, "microbatches": 1})
+        try:
+            recipe = rehearsal_of(few, take_rows(self.batch, 0, 1), plan, self.loss, self.optimizer, None).recipe
+        except PlanError:
+            return None
+        return float(max(stage.sends for stage in recipe.stages))
+
+    def recomputed(self) -> float:
+        """Bytes for a row that a block keeps for its backward if it is computed again."""
+        one = self._rehearsal(1, 1, recompute="blocks")
+        folding = folding_of(one.planned.model, one.recipe)
+        if not folding.more:
+            return 0.0
+        base = memory_of(rehearse(one.of(folding.base), 0))
+        slopes = [(memory_of(rehearse(one.of(b), 0)), w[0]) for b, w in folding.more]
+        blocks = sum(weight + KEPT for _, weight in slopes)
+        return max(0.0, sum((weight + KEPT) * _held(base, more) for more, weight in slopes) / blocks)
+
+    def _rehearsal(self, tp: int, rows: int, **more: Any) -> Rehearsal:
+        plan = Plan.parse({**self.options, **more, **({"sequence_parallel": True} if tp > 1 else {}),
+                           "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
+        batch = take_rows(self.batch, 0, SHARD * rows)
+        return rehearsal_of(self.build, batch, plan, self.loss, self.optimizer, self.max_norm)
+
+
+def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
+    """Where the ranks of a group stand that are so far from each other."""
+    here = max(1, min(ranks, profile.devices_per_node // apart))
+    return Group(ranks, here)
+
+
+# --- from rehearsals --------------------------------------------------------------------------------------------------
+
+
+def _pieces(recipe: Recipe, folding: Folding, base: Trace, wide: Trace, more: Sequence[Trace]) -> Pieces:
+    weights = [counts[0] for _, counts in folding.more]
+    kinds = [weight + KEPT for weight in weights]
+    low, high = memory_of(base), memory_of(wide)
+    above = [memory_of(trace) for trace in more]
+    blocks = sum(kinds)
+    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(kinds, above, strict=True)) / max(blocks, 1)
+    spare = [memory.peak - memory.kept - KEPT * len(kinds) * held * rows for rows, memory in ((1, low), (2, high))]
+    elements = _elements(recipe, folding)
+    local = KEPT * len(kinds) * elements[0] + elements[1] + elements[2]
+    tp = recipe.mesh.axis_size("tp")
+    forward, backward = (_way(base, wide, more, weights, kind, tp) for kind in "FB")
+    return Pieces(
+        tp, bool(recipe.sequence), blocks, elements, forward, backward, low.kept / (local / SHARD), held,
+        _line(max(0.0, spare[0]), max(0.0, spare[1])), _update(base).times(1 / local),
+    )  # fmt: skip
+
+
+def _held(base: Memory, more: Memory) -> float:
+    return float((more.peak - more.kept) - (base.peak - base.kept))
+
+
+def _elements(recipe: Recipe, folding: Folding) -> tuple[float, float, float]:
+    """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after."""
+    names = {block for blocks, _ in folding.more for block in (*blocks.blocks, *blocks.blocks.values())}
+    prefixes = {name.rpartition(".")[0] + "." for name in names}
+    block = first = last = 0.0
+    for line in recipe.parameters:
+        size = 1.0
+        for n in line.local_shape(0):
+            size *= n
+        if any(line.name.startswith(prefix) for prefix in prefixes):
+            block += size
+        elif block:
+            last += size
+        else:
+            first += size
+            last += size if line.aliases and prefixes else 0.0  # a tied table is in the last stage as well
+    count = sum(counts[0] + KEPT for _, counts in folding.more)
+    return (block / count, first, last) if count else (0.0, 0.0, first)
+
+
+def _way(base: Trace, wide: Trace, more: Sequence[Trace], weights: Sequence[int], kind: str, tp: int) -> Way:
+    ops, wider = _events(base, kind), _events(wide, kind)
+    lined = _lined(ops, wider)
+    everything = _calls(lined, tp)
+    if not more:
+        return Way(NO_CALLS, NO_CALLS, everything)
+    chunks, rest, before = [], everything, 0
+    for trace in more:
+        longer = _events(trace, kind)
+        same = _common(ops, longer)
+        length = len(longer) - len(ops)
+        chunk = _calls(lined[max(0, same - length) : same], tp)
+        chunks.append(chunk)
+        rest = rest - chunk.times(KEPT)
+        before = same - KEPT * length
+    blocks = sum(weight + KEPT for weight in weights)
+    # On average: as many of each kind as there are, over all of them.
+    average = NO_CALLS
+    for chunk, weight in zip(chunks, weights, strict=True):
+        average = average + chunk.times((weight + KEPT) / blocks)
+    head = _calls(lined[: max(0, before)], tp) if len(more) == 1 else NO_CALLS
+    tail = rest - head
+    return Way(average, head, tail) if kind == "F" else Way(average, tail, head)
+
+
+def _events(trace: Trace, kind: str) -> list[Event]:
+    """Functions and collectives of the last step's forward, or backward."""
+    return [
+        event
+        for what, events in last_step(trace) if isinstance(what, Action) and what.kind == kind
+        for event in events if isinstance(event, (Op, Collective))
+    ]  # fmt: skip
+
+
+def _common(one: Sequence[Event], other: Sequence[Event]) -> int:
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if _name(a) != _name(b):
+            return i
+    return min(len(one), len(other))
+
+
+def _name(event: Event) -> tuple[str, ...]:
+    return (
+        (event.name, event.dtype) if isinstance(event, Op) else (event.kind,) if isinstance(event, Collective) else ()
+    )
+
+
+def _lined(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Each function with one row and with two; if another path is taken with two, as with one."""
+    if [_name(event) for event in ops] == [_name(event) for event in wider]:
+        return list(zip(ops, wider, strict=True))
+    return [(event, _doubled(event)) for event in ops]
+
+
+def _doubled(event: Event) -> Event:
+    if isinstance(event, Op):
+        return event._replace(flops=2 * event.flops, moved=2 * event.moved)
+    assert isinstance(event, Collective)
+    return event._replace(nbytes=2 * event.nbytes)
+
+
+def _calls(lined: Sequence[tuple[Event, Event]], tp: int) -> Calls:
+    ops: dict[OpKey, float] = defaultdict(float)
+    exchanges: dict[ExchangeKey, float] = defaultdict(float)
+    for one, two in lined:
+        if isinstance(one, Op) and isinstance(two, Op):
+            ops[one.kind, one.dtype, _line(one.flops, two.flops), _line(one.moved, two.moved)] += 1
+        elif isinstance(one, Collective) and isinstance(two, Collective) and _of_tp(one.ranks, tp):
+            exchanges[_kind(one), len(one.ranks), _line(one.nbytes, two.nbytes)] += 1
+    return Calls(ops, exchanges)
+
+
+def _of_tp(ranks: Sequence[int], tp: int) -> bool:
+    """Whether a group is one of tp: the innermost axis of a rehearsal's mesh."""
+    return tp > 1 and len(ranks) == tp and ranks[1] - ranks[0] == 1
+
+
+def _kind(event: Collective) -> CollectiveKind:
+    return cast(CollectiveKind, event.kind)
+
+
+def _update(trace: Trace) -> Calls:
+    """Functions of clipping and the optimizer. Their sizes are lines in the share of a parameter that a rank holds."""
+    ops: dict[OpKey, float] = defaultdict(float)
+    for what, events in last_step(trace):
+        for event in events if what in ("clip", "optimizer") else ():
+            if isinstance(event, Op):
+                ops[event.kind, event.dtype, (0.0, SHARD * event.flops), (0.0, SHARD * event.moved)] += 1
+    return Calls(ops, {})
+
+
+def _added(one: Mapping[K, float], other: Mapping[K, float], times: float) -> dict[K, float]:
+    """One and so many times the other; nothing below zero."""
+    found = dict(one)
+    for key, number in other.items():
+        found[key] = found.get(key, 0.0) + times * number
+    return {key: number for key, number in found.items() if number > 1e-9}
+
+
+def _line(one: float, two: float) -> Line:
+    return 2 * one - two, two - one
+
+
+def _at(line: Line, rows: float) -> float:
+    return max(0.0, line[0] + line[1] * rows)

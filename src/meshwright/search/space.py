@@ -1,0 +1,103 @@
+"""``candidates``: every plan that a search looks at: sizes of all axes, microbatches, schedule, recompute, resharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, as far as a search varies it.
+
+    Attributes:
+        rows: of one microbatch, on one data rank.
+        chunks: stages of a rank of the pipeline axis.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    microbatches: int
+    rows: int
+    chunks: int = 1
+    recompute: bool = False
+    reshard: bool = True
+
+    @property
+    def data(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def family(self) -> tuple[int, int]:
+        """(pp, tp): what decides most of memory and time."""
+        return self.pp, self.tp
+
+    def plan(self, options: dict[str, Any]) -> dict[str, Any]:
+        """It as a plan. ``options``: of every plan."""
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
+        plan: dict[str, Any] = {"mesh": mesh, **options, "microbatches": self.microbatches}
+        if self.tp > 1:
+            plan["sequence_parallel"] = True
+        if self.recompute:
+            plan["recompute"] = "blocks"
+        if self.pp > 1 and self.chunks > 1:
+            plan |= {"schedule": "interleaved", "stages_per_rank": self.chunks}
+        if self.pp == 1 and self.dp_shard > 1 and not self.reshard:
+            plan["reshard_after_forward"] = False
+        return plan
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def candidates(
+    devices: int, per_node: int, global_batch: int, tps: list[int], blocks: int, *, recompute: bool
+) -> Iterator[Candidate]:
+    """All plans of so many devices.
+
+    Args:
+        per_node: devices of a node; tp stays within one.
+        tps: sizes of tp that the model takes.
+        blocks: that are repeated: a pipeline has at most as many stages.
+        recompute: whether blocks may be computed again.
+    """
+    for tp in tps:
+        for pp in divisors(devices // tp) if devices % tp == 0 else []:
+            if pp > min(blocks or 1, LARGEST_STAGES) or tp > per_node:
+                continue
+            data = devices // (tp * pp)
+            if global_batch % data:
+                continue
+            for shard in divisors(data):
+                for microbatches in divisors(global_batch // data):
+                    yield from _ways(
+                        Candidate(pp, data // shard, shard, tp, microbatches, global_batch // data // microbatches),
+                        blocks, recompute=recompute,
+                    )  # fmt: skip
+
+
+def _ways(of: Candidate, blocks: int, *, recompute: bool) -> Iterator[Candidate]:
+    if of.pp > 1 and of.microbatches < of.pp:
+        return  # stages would stand idle
+    chunks = (
+        [n for n in (1, 2, 4) if n == 1 or (of.pp * n <= blocks and of.microbatches % of.pp == 0)] if of.pp > 1 else [1]
+    )
+    for number in chunks:
+        for again in (False, True) if recompute else (False,):
+            for reshard in (True, False) if of.pp == 1 and of.dp_shard > 1 else (True,):
+                yield Candidate(
+                    of.pp, of.dp_replicate, of.dp_shard, of.tp, of.microbatches, of.rows, number, again, reshard
+                )

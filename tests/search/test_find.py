@@ -1,0 +1,126 @@
+"""Plans that are found: they run, they fit, what is estimated of them is what is predicted, and the best is the best."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import PlanError, find_plans, make_recipe, predict
+from meshwright.hardware.reader import read_profile
+from meshwright.search.space import Candidate, candidates, divisors
+
+WIDTH, WORDS = 256, 1024
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, h):
+        return h + self.down(nn.functional.gelu(self.up(self.norm(h))))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int = 16) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids):
+        h = self.table(ids)
+        for block in self.blocks:
+            h = block(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())
+
+
+def loss(output):
+    return output
+
+
+def tokens(rows=4, length=512):
+    return (torch.arange(rows * length).remainder(WORDS).view(rows, length),)
+
+
+GPU = replace(read_profile("h100"), context=0, reserve=0.0, host=0.0, host_backward=0.0)
+
+
+def find(**options):
+    arguments = {"devices": 8, "global_batch": 64, "hardware": GPU, "verify": False} | options
+    return find_plans(Tower, tokens(), loss=loss, **arguments)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return find(top=4)
+
+
+def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found):
+    whole = tokens(64)
+    assert len({proposal.estimate.candidate.family for proposal in found.plans}) == 4
+    for proposal in found.plans:
+        prediction = predict(Tower, whole, proposal.plan, hardware=GPU, loss=loss)
+        assert proposal.estimate.nbytes == pytest.approx(prediction.peak, rel=0.25)
+        assert proposal.estimate.seconds == pytest.approx(prediction.seconds.seconds, rel=0.3)
+
+
+def test_all_candidates_use_all_devices_and_all_rows():
+    for of in candidates(8, 4, 64, [1, 2, 4, 8], 16, recompute=True):
+        assert of.pp * of.data * of.tp == 8
+        assert of.data * of.microbatches * of.rows == 64
+        assert of.tp <= 4
+    sample = [*candidates(8, 8, 64, [1, 2], 16, recompute=True)][::40]
+    for of in sample:
+        assert make_recipe(Tower, of.plan({}), tokens(64), loss).mesh.size == 8
+
+
+def test_the_frontier_gets_faster_as_it_gets_larger(found):
+    sizes = [estimate.nbytes for estimate in found.frontier]
+    times = [estimate.seconds for estimate in found.frontier]
+    assert sizes == sorted(sizes)
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == min(times)
+
+
+def test_a_search_is_deterministic(found):
+    again = find(top=4)
+    assert [p.plan.dump() for p in again.plans] == [p.plan.dump() for p in found.plans]
+
+
+def test_with_less_memory_it_takes_another_plan_or_says_what_does_not_fit(found):
+    fastest = found.plans[0].estimate
+    less = int(0.5 * fastest.nbytes)
+    small = find(hardware=replace(GPU, memory=less))
+    assert all(proposal.nbytes <= less for proposal in small.plans)
+    assert small.plans[0].seconds > fastest.seconds
+    with pytest.raises(PlanError, match="needs least needs"):
+        find(hardware=replace(GPU, memory=1 << 20))
+
+
+def test_what_is_verified_is_what_predict_says():
+    (proposal,) = find(devices=2, top=1, verify=True).plans
+    same = predict(Tower, tokens(64), proposal.plan, hardware=GPU, loss=loss, fold=True)
+    assert proposal.prediction is not None
+    assert proposal.prediction.peak == same.peak
+
+
+def test_wrong_arguments_are_told_at_once():
+    with pytest.raises(PlanError, match="as many devices on each node"):
+        find(devices=8, nodes=3)
+    with pytest.raises(PlanError, match="rows that divide"):
+        find(devices=7, nodes=7, global_batch=2)
+
+
+def test_divisors_are_those_that_divide():
+    assert all(24 % n == 0 for n in divisors(24))
+    assert len(divisors(24)) == 8
+
+
+def test_a_candidate_as_a_plan():
+    plan = Candidate(2, 1, 2, 2, microbatches=4, rows=2, chunks=2, recompute=True).plan({"precision": "bfloat16"})
+    assert plan["mesh"] == {"pp": 2, "dp_shard": 2, "tp": 2}
+    assert plan["schedule"] == "interleaved"
+    assert plan["recompute"] == "blocks"
