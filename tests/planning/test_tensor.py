@@ -167,11 +167,24 @@ class Dropped(nn.Module):
         return self.down(h * torch.rand_like(h)).square().mean()
 
 
-def test_planning_takes_no_memory_for_random_numbers() -> None:
-    recipe = mw.make_recipe(Dropped, "tp=2", batch())
-    assert recipe.notes == () and {line.name for line in recipe if isinstance(line.tp, mw.Shard)} == {
-        "up.weight", "up.bias", "down.weight"
-    }  # fmt: skip
+class DroppedAttention(nn.Module):
+    """Weights of attention that no machine has the memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.up(x[:, None].expand(-1, 2**20, -1)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        return self.down(h.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("build", [Dropped, DroppedAttention])
+def test_planning_takes_no_memory_for_random_numbers(build: Any) -> None:
+    recipe = mw.make_recipe(build, "tp=2", batch())
+    cut = {line.name for line in recipe if isinstance(line.tp, mw.Shard)}
+    assert recipe.notes == () and cut == {"up.weight", "up.bias", "down.weight"}
 
 
 def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:

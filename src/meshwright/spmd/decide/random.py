@@ -96,7 +96,7 @@ def attention_with_dropout(
     query, key, value, mask = map(as_autocast, (query, key, value, mask))
     with torch.autocast("cpu", enabled=False):
         weights, v = _attention_weights(query, key, value, mask, shape, options)
-        drawn = functional.dropout(torch.ones(shape, dtype=weights.dtype), options["dropout_p"])
+        drawn = functional.dropout(weights.new_ones(shape), options["dropout_p"])
         return ((weights * redistribute.keep_slice(drawn, axis, layout)) @ v).to(query.dtype)
 
 
@@ -109,7 +109,7 @@ def _attention_weights(
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
     scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)
     if options.get("is_causal"):
-        mask = torch.ones(shape[-2:], dtype=torch.bool).tril()
+        mask = query.new_ones(shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries to which no key is shown get zeros
