@@ -18,7 +18,7 @@ import meshwright as mw
 from branching import beside, on
 from meshwright import private
 from meshwright.private import TorchDispatchMode
-from meshwright.workers.pool import LocalWorkers
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 CLOSE = 1e-12  # relative, in float64, over five steps of the optimizer
 
@@ -289,6 +289,49 @@ def test_units_of_branches_are_freed_after_their_forward(workers: LocalWorkers) 
     once = workers.run(gathers, {**plan, "reshard_after_forward": False}, ranks=4)
     again = workers.run(gathers, plan, ranks=4)
     assert once == [2] * 4 and again == [3] * 4  # the root, which stays, and the branch's own unit
+
+
+class Refusing(models.Toy):
+    """One of its branches refuses values that are larger than they are at its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_b.up.register_forward_pre_hook(_refuses)
+        for p in (self.stem.weight, self.stem.bias):
+            torch.nn.init.zeros_(p)
+
+
+def _refuses(module: Any, args: tuple[Tensor]) -> None:
+    if not args[0].is_meta and bool((args[0] != 0).any()):
+        raise ValueError("too large")
+
+
+class Meeting(models.Toy):
+    """Its rows meet in a term that float32 takes for rounding."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, y)
+        return {**found, "loss": found["loss"] + 1e-5 * found["out"].mean(0).square().sum()}
+
+
+def rows_of_first_step(build: Any, plan: Any, dtype: torch.dtype) -> str:
+    batch = {name: t.to(dtype) for name, t in models.rows(8).items()}
+    job = mw.parallelize(build, plan, batch=batch, dtype=dtype)
+    first = 4 * job.recipe.mesh.data_index(job.rank)
+    job.step({name: t[first : first + 4] for name, t in batch.items()})
+    return job.rows
+
+
+@pytest.mark.parametrize(("build", "rows"), [(models.Toy, "mean"), (Meeting, "coupled")])
+def test_a_trial_over_branches_computes_in_float64(build: Any, rows: str, workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}}
+    assert workers.run(rows_of_first_step, build, plan, torch.float32, ranks=4) == [rows] * 4
+
+
+def test_an_error_of_one_branch_in_a_trial_leaves_nobody_waiting(workers: LocalWorkers) -> None:
+    plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}}
+    with pytest.raises(WorkerError, match=r"StageError.*ValueError: too large"):
+        workers.run(rows_of_first_step, Refusing, plan, torch.float32, ranks=4, timeout=60)
 
 
 def dropped(steps: int) -> tuple[list[Tensor], list[Any]]:

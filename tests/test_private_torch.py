@@ -46,6 +46,7 @@ from meshwright.private import (
     bases_of,
     collectives_entered,
     compiles,
+    has_gradient,
     held_of,
     hooked,
     in_backward,
@@ -579,6 +580,18 @@ def test_nothing_is_compiled_under_a_mode_of_ours_by_the_compilers_stance() -> N
     assert not compilations
     function(torch.ones(2))
     assert len(compilations) == 1
+
+
+def test_whether_a_gradient_goes_through_a_tensor_is_known_within_transforms() -> None:
+    x, seen = torch.ones(2, 3, requires_grad=True) * 2, list[bool]()
+
+    def look(t: Tensor) -> Tensor:
+        seen.extend(map(has_gradient, (t, t.detach(), x, x.detach())))
+        return t.sum()
+
+    torch.vmap(look)(x)
+    torch.vmap(torch.func.grad(look))(x.detach())
+    assert seen == [True, False, True, False] * 2 and has_gradient(x)
 
 
 def test_a_tensor_with_hooks_is_known() -> None:

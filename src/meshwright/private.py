@@ -154,6 +154,15 @@ def held_of(p: Any) -> Tensor:
     return held
 
 
+def has_gradient(t: Tensor) -> bool:
+    """Whether a gradient goes through a tensor. Within transforms of ``torch.func`` a tensor tells only of the innermost, and
+    there is no public way to what it wraps."""
+    functorch = torch._C._functorch
+    while not t.requires_grad and functorch.is_functorch_wrapped_tensor(t):
+        t = functorch.get_unwrapped(t)
+    return t.requires_grad
+
+
 def hooked(p: Tensor) -> bool:
     """Whether a tensor has hooks of autograd's, which there is no public way to ask. Itself: a mode may have what stands for
     it in its place."""

@@ -55,6 +55,7 @@ class Builder:
         self.members: list[Member] = []
         self.body: list[Statement] = []
         self.kinds: set[str] = set()
+        self.hooked_views: list[Tensor] = []
         self.depth = 0
         self._count = 0
 
@@ -185,8 +186,8 @@ class Builder:
         return Class(name, tuple(self.inputs), tuple(self.members), tuple(self.body), result)
 
     def safe_to_write(self, t: Tensor) -> bool:
-        """Whether a write changes no leaf, and nothing that came with the batch unless that is allowed."""
-        kept = [*self.module.parameters(), *self.module.buffers()]
+        """Whether a write changes no leaf, no view with a hook, and nothing that came with the batch unless that is allowed."""
+        kept = [*self.module.parameters(), *self.module.buffers(), *self.hooked_views]
         if "input writes" not in self.allowed:
             kept += self.inputs.values()
         return not self.shares(t, kept) and not (t.is_leaf and t.requires_grad)
@@ -865,8 +866,14 @@ def parameter_hook(b: Builder) -> None:
 
 @operation("gradients", 2)
 def value_hook(b: Builder) -> None:
-    x = b.value(lambda t: t.requires_grad and whole(t))
+    """No hook is put on a view of memory that is written: torch ends the process then. (What a block is given may be one.)"""
+
+    def safe(t: Tensor) -> bool:
+        return t._base is None or (t._version == 0 and not b.shares(t, b.inputs.values()))
+
+    x = b.value(lambda t: t.requires_grad and whole(t) and safe(t))
     b.do(f"{{0}}.register_hook({b.pick(HOOKS)})", x)
+    b.hooked_views += [b.get(x)] if b.get(x)._base is not None else []
 
 
 @operation("gradients", 1)

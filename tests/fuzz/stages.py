@@ -33,6 +33,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parity.sides import perturbed
+from meshwright.private import hooked
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spmd"))
 
@@ -62,6 +63,8 @@ def _judged(run: Run, cuts: int | None) -> Verdict:
         facts = one_device(run)
     except Exception as error:
         return Verdict(SKIPPED, "one device", f"{type(error).__name__}: {error}".split("\n", 1)[0])
+    if any(map(hooked, _built(run).parameters())):
+        return Verdict(SKIPPED, "a job's", "hooks of a constructor are called by a job, at the end of a step")
     try:
         with cutting(run, cuts):
             staged = Staged(lambda: _built(run), dict(run.plan), sample(run, run.rows[0][0], 1))
@@ -140,7 +143,7 @@ class _Compared(Differences):
 # What the trial of rows finds to couple them, or may: such programs run in one microbatch here.
 _COUPLES = frozenset([
     "coupled", "unused", "buffers", "counter dropout", "assigned buffers", "input writes", "masked mean", "dropout",
-    "of all rows", "gradients",
+    "of all rows", "gradients", "picked",
 ])  # fmt: skip
 
 

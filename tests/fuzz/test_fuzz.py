@@ -10,9 +10,10 @@ import random
 from pathlib import Path
 
 import pytest
+from grammar import KINDS, Builder, value_hook
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge import ERROR, REFUSED, RIGHT, SKIPPED, WRONG, Tally, Verdict, judge
+from judge import ERROR, REFUSED, RIGHT, SKIPPED, WRONG, Tally, Verdict, judge, sample
 from layouts import LAYOUTS, OPTIONS, case, kinds_for, random_cases
 from program import Run, read
 from shrink import shrink
@@ -100,6 +101,20 @@ def test_a_case_is_what_its_seed_says_and_reads_back(layout, seed):
     assert first == again
     ast.parse(first.run.printed())
     assert read(first.run.printed()) == first.run
+
+
+def test_no_hook_is_put_on_a_view_of_what_is_written():
+    """Torch ends the process where one is put on such a view after the write."""
+    for seed in range(20):
+        b = Builder(random.Random(seed), KINDS, sample(Run("", {}), 4, 1), [])
+        whole = b.new(f"x * {b.parameter()}")
+        view = b.new("{0}[:, :2]", whole)
+        if seed % 2:
+            b.do("{0}.mul_(2)", whole)
+        value_hook(b)
+        hooked = [s.of[0] for s in b.body if "register_hook" in s.text]
+        assert hooked == [whole] or not seed % 2
+        assert b.safe_to_write(b.get(whole)) == (view not in hooked)
 
 
 def test_every_kind_is_drawn():

@@ -197,6 +197,41 @@ def test_paths_that_do_no_harm_may_differ(plan, workers):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+class RowsWithout(Tokens):
+    """A mean over the rows that have one; ``nowhere``: no batch has a finite loss."""
+
+    nowhere = False
+
+    def forward(self, ids, labels):
+        x, kept = self.table(ids).square().mean(-1), (ids[:, :1] < 9).to(torch.float32)
+        of_rows = (x * kept).sum(1) / (kept.sum(1) * 6)  # 0/0 for a row without any
+        loss = torch.nanmean(of_rows)
+        return SimpleNamespace(loss=loss / kept.amin() if self.nowhere else loss)
+
+
+class Nowhere(RowsWithout):
+    nowhere = True
+
+
+def without(rows):
+    batch = tokens()
+    batch["ids"][rows, 0] = 10
+    return batch
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_part_without_a_finite_loss_is_an_error_if_all_rows_have_one(plan, workers):
+    with pytest.raises(WorkerError, match=r"is not finite, and that of its rows and others at once is.*rows: whole"):
+        workers.run(steps, RowsWithout, PLANS[plan], [tokens(), without(slice(4, 8))], ranks=2)
+    found, _, _ = workers.run(steps, RowsWithout, {**PLANS[plan], "rows": "whole"}, [without(slice(4, 8))], ranks=2)[0]
+    assert found == pytest.approx([workers.run(one_device, RowsWithout, without(slice(4, 8)), ranks=1)[0]], rel=1e-6)
+
+
+def test_a_loss_that_is_no_number_anywhere_is_given(workers):
+    found, _, _ = workers.run(steps, Nowhere, PLANS["dp_shard=2"], [tokens(), without(slice(4, 8))], ranks=2)[0]
+    assert not torch.tensor(found[1]).isfinite()
+
+
 def one_row(plan, batch):
     """The loss of one row, which the first data rank has, after a loss of ordinary rows."""
     torch.manual_seed(0)

@@ -79,6 +79,7 @@ KINDS: dict[str, list[Step]] = {
     "a number that is counted": [LINEAR, ("number", 0, 0, 1), LINEAR, ("number", 0, 0, 0), LINEAR],
     "the batch times a number that is counted": [("number", 3, 0, 3), LINEAR, LINEAR],
     "a tensor that is kept": [("recall", 0, 0, 0), LINEAR, LINEAR, ("keep", 0, 0, 0), LINEAR],
+    "a tensor that is kept, in another shape": [LINEAR, ("recall", 1, 0, 3), ("half", 0, 0, 1), ("keep", 1, 1, 3), LINEAR],
     "no gradient before a detach": [LINEAR, ("codebook", 0, 0, 0), ("fresh", 0, 1, 2), ("sin", 0, 1, 2), ("tanh", 0, 2, 0)],
     "attention of a value and the batch": [LINEAR, ("attention", 1, 0, 0), LINEAR],
     "a list that blocks append to": [("block", 0, 0, 0, [LINEAR, ("append", 0, 0, 0)]), LINEAR, ("gather", 0, 0, 0), LINEAR],

@@ -49,12 +49,14 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     changed = kept.changed(recorder.memory.written) if staged or follow else []
     draws = host_drawn(held) != numbers
     kept.put_back()
+    reshaped: list[Slot] = []
     followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
         recorder, shadow = record(changed, draws=draws)
+        reshaped = recorder.reshaped()
         kept.put_back()
-    if staged and (acted_on := kept.by_python(changed)):
+    if staged and (acted_on := [*kept.by_python(changed), *reshaped]):
         recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, kept, draws)
     if staged and shadow.sized:
         recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)

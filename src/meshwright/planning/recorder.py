@@ -15,11 +15,11 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import as_it_is, holds_code, is_constant, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
-from meshwright.described import nbytes_of, tensors_among
+from meshwright.described import laid, nbytes_of, tensors_among
 from meshwright.errors import Findings
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses, Use
-from meshwright.planning.kept import contents
+from meshwright.planning.kept import contents, has_memory
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
@@ -107,6 +107,7 @@ class Recorder(Tracer):
         self._numbers = drawn_from(self._held)
         self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
         self._kept = {slot: held_in(model, slot) for slot in changed}
+        self._laid = {slot: laid(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)}
         self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._changed_in: dict[Path, list[Slot]] = {}  # call → what it changed of what modules keep
@@ -453,6 +454,11 @@ class Recorder(Tracer):
         graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}
         keep_together(graph, foreign, slots, parameters, at_end)
         told_in_backward(self._model, graph)
+
+    def reshaped(self) -> list[Slot]:
+        """The slots whose tensor has another shape or type after the forward: Python may act on that in the next."""
+        after = {slot: held_in(self._model, slot) for slot in self._laid}
+        return [slot for slot, t in after.items() if isinstance(t, Tensor) and laid(t) != self._laid[slot]]
 
     def _is_repeated(self, slot: Slot) -> bool:
         """Whether a slot holds a constant of Python's, and no call that changes it acts on a value: each stage can change its

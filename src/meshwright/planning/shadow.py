@@ -135,7 +135,8 @@ class Shadow(TorchDispatchMode):
             gives = func in INDEXED  # something of as many elements
             args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
-        return _by_shapes(func, args, kwargs)
+        out = _by_shapes(func, args, kwargs)
+        return out if func is not aten.native_batch_norm.default else (_as_suggested(args[0], out[0]), *out[1:])
 
     def noted(self) -> tuple[int, ...]:
         """Is another after an op that read or wrote something, drew, or gave a size that follows from values."""
@@ -230,6 +231,17 @@ def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | t
 
 def is_plain_meta(t: Any) -> bool:
     return type(t) in (Tensor, Parameter) and t.is_meta and t.layout is torch.strided and not t.is_complex()
+
+
+def _as_suggested(x: Tensor, out: Tensor) -> Tensor:
+    """What a batch norm gives, as it lies in memory: contiguous, or with channels last. On meta, torch gives it the strides of
+    what was normed, transposed perhaps; by these, a later stage would take a copy for a view."""
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        if x.dim() == (4 if memory_format is torch.channels_last else 5) and x.is_contiguous(
+            memory_format=memory_format
+        ):
+            return out
+    return out if out.is_contiguous() else out.new_empty(out.size())
 
 
 def _to_meta(t: Tensor) -> Tensor:

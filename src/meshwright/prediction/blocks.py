@@ -59,12 +59,14 @@ class Folding:
 
     Attributes:
         base: of all kinds, as few blocks as can be.
-        more: of each kind that was folded, one more block in each stage than the base; and for each rank of the pipeline axis
+        kinds: the blocks of each kind that was folded, in order.
+        more: of each kind, one more block in each stage than the base; and for each rank of the pipeline axis
             how often the difference between the two counts.
     """
 
     base: Pruned
     more: tuple[tuple[Pruned, tuple[int, ...]], ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
 
 
 def folding_of(model: nn.Module, recipe: Recipe) -> Folding:
@@ -80,7 +82,8 @@ def folding_of(model: nn.Module, recipe: Recipe) -> Folding:
         parts = [one_more if number == chosen else passed for number, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
         more.append((Pruned(_merged(parts)), weights))
-    return Folding(Pruned(_merged(fewest)), tuple(more))
+    blocks = tuple(tuple(block for those in by_stage.values() for block in those) for by_stage in kinds)
+    return Folding(Pruned(_merged(fewest)), tuple(more), blocks)
 
 
 class _ByStage(dict[int, list[str]]):

@@ -50,8 +50,10 @@ def _in_place_of(forward: Callable[..., Any], other: Callable[..., Any]) -> Call
 def _empty(block: nn.Module) -> None:
     """Takes all parameters and buffers away; their names stay, and are None."""
     for module in block.modules():
-        for names in (module._parameters, module._buffers):
-            names.update(dict.fromkeys(names))
+        for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, None)
+        for name, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            module.register_buffer(name, None)
 
 
 class _Pattern:

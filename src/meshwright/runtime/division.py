@@ -33,6 +33,7 @@ from meshwright.runtime.coupling.trial import (
     Trial,
     Verdict,
     combine_as,
+    finite_together_alone,
     how_rows_combine,
     notes,
 )
@@ -246,8 +247,9 @@ class Division:
         return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
 
     def _forwards(self) -> Forwards:
-        """What a trial runs. An error in one stage leaves the others waiting for what it would send."""
-        runner, fatal = self._runner, (StageError,) if self._recipe.mesh.axis_size("pp") > 1 else ()
+        """What a trial runs. An error in one stage, or branch, leaves the others waiting for what it would send."""
+        waiting = self._recipe.mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
+        runner, fatal = self._runner, (StageError,) if waiting else ()
         return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
@@ -297,11 +299,34 @@ class Division:
         if sums[4]:
             raise UnfrozenError(unfrozen)
         _refuse_uncounted(shares, sums[2])
+        if self._divided and not torch.isfinite(sums[0]):
+            self._refuse_parts_not_finite(losses, pieces)
         if paths.watching and paths.differ(sums[_SUMS:].tolist()):
             self._try_paths(pieces)
         elif sums[3]:
             self._try_what_is_new()
         return sums[0].to(torch.float64 if sums[1] else torch.float32)
+
+    def _refuse_parts_not_finite(self, losses: list[Tensor], pieces: Pieces) -> None:
+        """The loss of the step is not finite, as that of a piece is not: is that of its rows and others at once? Else it is not
+        on one device, either.
+
+        Raises:
+            RowsError: on every rank: it is.
+        """
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, [bool(torch.isfinite(loss)) for loss in losses])
+        of = [(rank, m, finite) for rank, own in enumerate(everywhere) for m, finite in enumerate(own)]
+        two = [next(((rank, m) for rank, m, finite in of if finite == wanted), None) for wanted in (False, True)]
+        rows = [self._rows_of_piece(pieces, *piece) for piece in two if piece is not None]
+        both = joined(rows) if len(rows) == 2 else None
+        if both is None or not finite_together_alone(self._kind, both, rows_of(rows[0]), self._forwards()):
+            return
+        (rank, microbatch), *_ = (piece for piece in two if piece is not None)
+        raise RowsError(
+            f"the loss of microbatch {microbatch} of rank {rank} is not finite, and that of its rows and others at once is: "
+            "the model takes a mean over nothing (0/0), say, which no weight makes right"
+        )
 
     def _does_what_is_new(self) -> bool:
         """Whether no step has taken this one's paths before, nor had a batch of this form."""

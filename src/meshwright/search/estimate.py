@@ -22,7 +22,7 @@ from math import ceil
 
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import Profile
-from meshwright.search.pieces import Calls, Pieces, Way, neighbours
+from meshwright.search.pieces import Calls, Pieces, Way, at, neighbours
 from meshwright.search.space import Candidate
 
 Spent = tuple[float, float, float]
@@ -72,9 +72,7 @@ class Estimator:
             again = self._seconds(candidate.tp, "F", "block", candidate.rows)
             backward = tuple(b + blocks * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
         terms = (self._flat if candidate.pp == 1 else self._pipelined)(candidate, forward, backward, blocks)
-        terms["clip and optimizer"] = (
-            pieces.total_elements / candidate.pp * self._updates(candidate.tp, candidate.dp_shard)
-        )
+        terms["clip and optimizer"] = self._update(candidate, blocks)
         return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -95,11 +93,16 @@ class Estimator:
         host = self._profile.host if kind == "F" else self._profile.host_backward
         return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.count * host
 
-    def _update_of(self, tp: int, shards: int) -> float:
-        """Seconds of clipping and the optimizer for an element."""
-        update = self._pieces[tp].update
-        device, host = update.device(self._profile, 1 / shards), update.count * self._profile.host
+    def _update(self, of: Candidate, blocks: int) -> float:
+        """Seconds of clipping and the optimizer."""
+        pieces = self._pieces[of.tp]
+        device = pieces.total_elements / of.pp * self._updates(of.tp, of.dp_shard)
+        host = at(pieces.updates, blocks) * self._profile.host
         return device + host if self._profile.cores else max(device, host)
+
+    def _update_of(self, tp: int, shards: int) -> float:
+        """Seconds of clipping and the optimizer on the device, for an element."""
+        return self._pieces[tp].update.device(self._profile, 1 / shards)
 
     def _microbatch(self, *ways: Spent) -> dict[str, float]:
         """A forward and a backward: the terms of one microbatch."""

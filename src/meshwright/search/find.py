@@ -29,7 +29,7 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import SHARD, Measured, Pieces
+from meshwright.search.pieces import MANY, SHARD, Measured, Pieces
 from meshwright.search.space import Candidate, candidates, divisors
 
 Build = Callable[[], nn.Module]
@@ -142,7 +142,7 @@ def find_plans(
     batch = plain(batch)
     rows = global_batch or rows_of(batch)
     per_node = _per_node(devices, nodes, profile)
-    measured = Measured(build, _repeated(batch, 2 * SHARD), options, loss, optimizer, max_norm)
+    measured = Measured(build, _repeated(batch, MANY * SHARD), options, loss, optimizer, max_norm)
     pieces = _pieces(measured, devices, per_node, tell)
     blocks = max(one.blocks for one in pieces.values())
     sends = measured.sends() if blocks and devices > 1 else None

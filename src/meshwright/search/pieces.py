@@ -1,16 +1,18 @@
 """``Pieces``: what a block of a model takes, and what the rest takes, with so many ranks of tp; linear in a microbatch's rows.
 
-Three rehearsals say it: of few blocks with one row, of one block more, and of few blocks with two rows. So a search can tell
+Three rehearsals say it: of few blocks with two rows, of one block more, and of few blocks with four rows. So a search can tell
 thousands of plans apart by arithmetic alone (``estimate.py``).
 
-    few blocks, one row     first  b b b b    last        a = f(1) - (f(2) - f(1)),  b = f(2) - f(1)   of each function
-    one block more          first  b b b b b  last        the function list of a block is what is more here
-    few blocks, two rows    first  b b b b    last
+    few blocks, two rows     first  b b b b    last       b = (f(4) - f(2)) / 2,  a = f(2) - 2 b   of each function
+    one block more           first  b b b b b  last       the function list of a block is what is more here
+    few blocks, four rows    first  b b b b    last
+
+Not one row: a dim of size 1 needs no copy, where one of another size does.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +36,7 @@ from meshwright.runtime.rows.microbatches import take_rows
 from meshwright.schedule import Action
 
 SHARD = 2  # ranks of dp_shard in a rehearsal: as few as have something to gather
+FEW, MANY = 2, 4  # rows of a rank
 Line = tuple[float, float]
 """(a, b): a + b · rows"""
 OpKey = tuple[Work, str, Line, Line]
@@ -68,14 +71,14 @@ class Calls:
     def device(self, profile: Profile, rows: float) -> float:
         """Seconds on the device."""
         return sum(
-            n * profile.compute(_at(flops, rows), _at(moved, rows), dtype, kind).seconds
+            n * profile.compute(at(flops, rows), at(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
         )
 
     def exchange(self, profile: Profile, rows: float) -> float:
         """Seconds of collectives over tp, whose ranks are neighbours."""
         return sum(
-            n * collective(profile, kind, round(_at(nbytes, rows)), neighbours(profile, ranks)).seconds
+            n * collective(profile, kind, round(at(nbytes, rows)), neighbours(profile, ranks)).seconds
             for (kind, ranks, nbytes), n in self.exchanges.items()
             if ranks > 1
         )
@@ -105,6 +108,7 @@ class Pieces:
         held: bytes for the backward, of a block, for a row.
         other: bytes besides at the peak, as a line in the rows.
         update: what clipping and the optimizer call, for an element; their sizes are for a rank that holds all of it.
+        updates: how many functions they call, as a line in the blocks of a rank.
     """
 
     tp: int
@@ -117,6 +121,7 @@ class Pieces:
     held: float
     other: Line
     update: Calls
+    updates: Line
 
     @cached_property
     def total_elements(self) -> float:
@@ -141,19 +146,19 @@ class Measured:
 
     def pieces(self, tp: int) -> Pieces | None:
         """The model's pieces with so many ranks of tp; None if nothing of it is sharded over tp then."""
-        one = self._rehearsal(tp, 1)
-        two = replace(one, batch=take_rows(self.batch, 0, SHARD * 2))
-        recipe = one.recipe
+        few = self._rehearsal(tp)
+        many = replace(few, batch=take_rows(self.batch, 0, SHARD * MANY))
+        recipe = few.recipe
         if tp > 1 and all(p.local_shape(0) == p.shape for p in recipe.parameters):
             return None
-        folding = folding_of(one.planned.model, recipe)
-        base, wide = rehearse(one.of(folding.base), 0), rehearse(two.of(folding.base), 0)
-        more = [rehearse(one.of(blocks), 0) for blocks, _ in folding.more]
+        folding = folding_of(few.planned.model, recipe)
+        base, wide = rehearse(few.of(folding.base), 0), rehearse(many.of(folding.base), 0)
+        more = [rehearse(few.of(blocks), 0) for blocks, _ in folding.more]
         return _pieces(recipe, folding, base, wide, more)
 
     def sends(self) -> float | None:
         """Bytes that go from one stage of a pipeline to the next, for a row; None if the model cannot be cut."""
-        one = self._rehearsal(1, 1)
+        one = self._rehearsal(1)
         few = pruned(self.build, folding_of(one.planned.model, one.recipe).base)
         plan = Plan.parse({**self.options, "mesh": {"pp": 2}, "microbatches": 1})
         try:
@@ -164,19 +169,19 @@ class Measured:
 
     def recomputed(self) -> float:
         """Bytes for a row that a block keeps for its backward if it is computed again."""
-        one = self._rehearsal(1, 1, recompute="blocks")
+        one = self._rehearsal(1, recompute="blocks")
         folding = folding_of(one.planned.model, one.recipe)
         if not folding.more:
             return 0.0
         base = memory_of(rehearse(one.of(folding.base), 0))
         slopes = [(memory_of(rehearse(one.of(b), 0)), w[0]) for b, w in folding.more]
         blocks = sum(weight + KEPT for _, weight in slopes)
-        return max(0.0, sum((weight + KEPT) * _held(base, more) for more, weight in slopes) / blocks)
+        return max(0.0, sum((weight + KEPT) * _held(base, more) for more, weight in slopes) / blocks) / FEW
 
-    def _rehearsal(self, tp: int, rows: int, **more: Any) -> Rehearsal:
+    def _rehearsal(self, tp: int, **more: Any) -> Rehearsal:
         plan = Plan.parse({**self.options, **more, **({"sequence_parallel": True} if tp > 1 else {}),
                            "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
-        batch = take_rows(self.batch, 0, SHARD * rows)
+        batch = take_rows(self.batch, 0, SHARD * FEW)
         return rehearsal_of(self.build, batch, plan, self.loss, self.optimizer, self.max_norm)
 
 
@@ -195,8 +200,8 @@ def _pieces(recipe: Recipe, folding: Folding, base: Trace, wide: Trace, more: Se
     low, high = memory_of(base), memory_of(wide)
     above = [memory_of(trace) for trace in more]
     blocks = sum(kinds)
-    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(kinds, above, strict=True)) / max(blocks, 1)
-    spare = [memory.peak - memory.kept - KEPT * len(kinds) * held * rows for rows, memory in ((1, low), (2, high))]
+    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(kinds, above, strict=True)) / max(blocks, 1) / FEW
+    spare = [memory.peak - memory.kept - KEPT * len(kinds) * held * rows for rows, memory in ((FEW, low), (MANY, high))]
     elements = _elements(recipe, folding)
     local = KEPT * len(kinds) * elements[0] + elements[1] + elements[2]
     tp = recipe.mesh.axis_size("tp")
@@ -204,6 +209,7 @@ def _pieces(recipe: Recipe, folding: Folding, base: Trace, wide: Trace, more: Se
     return Pieces(
         tp, bool(recipe.sequence), blocks, elements, forward, backward, low.kept / (local / SHARD), held,
         _line(max(0.0, spare[0]), max(0.0, spare[1])), _update(base).times(1 / local),
+        _updates(base, more),
     )  # fmt: skip
 
 
@@ -213,8 +219,7 @@ def _held(base: Memory, more: Memory) -> float:
 
 def _elements(recipe: Recipe, folding: Folding) -> tuple[float, float, float]:
     """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after."""
-    names = {block for blocks, _ in folding.more for block in (*blocks.blocks, *blocks.blocks.values())}
-    prefixes = {name.rpartition(".")[0] + "." for name in names}
+    prefixes = {block + "." for kind in folding.kinds for block in kind}
     block = first = last = 0.0
     for line in recipe.parameters:
         size = 1.0
@@ -232,28 +237,27 @@ def _elements(recipe: Recipe, folding: Folding) -> tuple[float, float, float]:
 
 
 def _way(base: Trace, wide: Trace, more: Sequence[Trace], weights: Sequence[int], kind: str, tp: int) -> Way:
-    ops, wider = _events(base, kind), _events(wide, kind)
-    lined = _lined(ops, wider)
-    everything = _calls(lined, tp)
+    """What the functions of a block are is what a rehearsal with one block more has more of, wherever they stand."""
+    ops = _events(base, kind)
+    lined = _lined(ops, _events(wide, kind))
+    rest = _calls(lined, tp)
     if not more:
-        return Way(NO_CALLS, NO_CALLS, everything)
-    chunks, rest, before = [], everything, 0
-    for trace in more:
-        longer = _events(trace, kind)
-        same = _common(ops, longer)
-        length = len(longer) - len(ops)
-        chunk = _calls(lined[max(0, same - length) : same], tp)
+        return Way(NO_CALLS, NO_CALLS, rest)
+    wider = dict(reversed(lined))
+    longer = [_events(trace, kind) for trace in more]
+    chunks = []
+    for events in longer:
+        block = (Counter(events) - Counter(ops)).elements()
+        chunk = _calls([(event, wider.get(event, _doubled(event))) for event in block], tp)
         chunks.append(chunk)
         rest = rest - chunk.times(KEPT)
-        before = same - KEPT * length
     blocks = sum(weight + KEPT for weight in weights)
-    # On average: as many of each kind as there are, over all of them.
-    average = NO_CALLS
+    average = NO_CALLS  # as many of each kind as there are, over all of them
     for chunk, weight in zip(chunks, weights, strict=True):
         average = average + chunk.times((weight + KEPT) / blocks)
-    head = _calls(lined[: max(0, before)], tp) if len(more) == 1 else NO_CALLS
-    tail = rest - head
-    return Way(average, head, tail) if kind == "F" else Way(average, tail, head)
+    before = _common(ops, longer[0]) - KEPT * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
+    head = _calls(lined[: max(0, before)], tp)
+    return Way(average, head, rest - head)
 
 
 def _events(trace: Trace, kind: str) -> list[Event]:
@@ -279,7 +283,7 @@ def _name(event: Event) -> tuple[str, ...]:
 
 
 def _lined(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Each function with one row and with two; if another path is taken with two, as with one."""
+    """Each function with few rows and with many; if another path is taken with many, as with few."""
     if [_name(event) for event in ops] == [_name(event) for event in wider]:
         return list(zip(ops, wider, strict=True))
     return [(event, _doubled(event)) for event in ops]
@@ -287,9 +291,9 @@ def _lined(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Ev
 
 def _doubled(event: Event) -> Event:
     if isinstance(event, Op):
-        return event._replace(flops=2 * event.flops, moved=2 * event.moved)
+        return Op(event.name, event.kind, 2 * event.flops, 2 * event.moved, event.dtype, event.workspace)
     assert isinstance(event, Collective)
-    return event._replace(nbytes=2 * event.nbytes)
+    return Collective(event.kind, 2 * event.nbytes, event.ranks)
 
 
 def _calls(lined: Sequence[tuple[Event, Event]], tp: int) -> Calls:
@@ -322,6 +326,13 @@ def _update(trace: Trace) -> Calls:
     return Calls(ops, {})
 
 
+def _updates(base: Trace, more: Sequence[Trace]) -> Line:
+    """How many functions clipping and the optimizer call: as a line in the blocks."""
+    few = _update(base).count
+    slope = sum(_update(trace).count - few for trace in more) / max(1, len(more))
+    return few - KEPT * len(more) * slope, slope
+
+
 def _added(one: Mapping[K, float], other: Mapping[K, float], times: float) -> dict[K, float]:
     """One and so many times the other; nothing below zero."""
     found = dict(one)
@@ -330,9 +341,11 @@ def _added(one: Mapping[K, float], other: Mapping[K, float], times: float) -> di
     return {key: number for key, number in found.items() if number > 1e-9}
 
 
-def _line(one: float, two: float) -> Line:
-    return 2 * one - two, two - one
+def _line(few: float, many: float) -> Line:
+    slope = (many - few) / (MANY - FEW)
+    return few - FEW * slope, slope
 
 
-def _at(line: Line, rows: float) -> float:
-    return max(0.0, line[0] + line[1] * rows)
+def at(line: Line, number: float) -> float:
+    """The line's value, not below zero."""
+    return max(0.0, line[0] + line[1] * number)

@@ -270,6 +270,7 @@ class Branching:
             for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
         ]
 
+    @locally  # a trial tells another type than a tensor has (runtime/coupling/float64.py)
     def _check(self, mine: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
         for n, t in mine.items():
             value = graph.values[n]

@@ -134,6 +134,11 @@ class Attempt:
         self._without_gradients(self._try_whole)
         return self._whole.losses[0]
 
+    def finite_together_alone(self, way: str) -> bool:
+        """Whether the loss of all rows is finite, and that of a part is not."""
+        self._without_gradients(partial(self._try, way))
+        return all(map(isfinite, self._whole.losses)) and not all(map(isfinite, self._parts[way].losses))
+
     def like(self, computing: Computing) -> Attempt:
         """The same rows with the same random numbers, computed otherwise."""
         whole = Whole(Outcome(), self._numbers)

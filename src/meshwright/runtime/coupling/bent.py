@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import model_line
-from meshwright.private import pytree, without_modes
+from meshwright.private import has_gradient, pytree, without_modes
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
@@ -130,6 +130,10 @@ class Bent(FunctionMode):
             return func(*args, **kwargs)
         if transforming():
             self._in_transform = self._in_transform or any(map(self._follows, tensors))
+            if (
+                self._in_transform
+            ):  # the tensors in it are other ones than those outside: all of them may follow from these
+                args, kwargs = self._without_stops(args, kwargs, written=writes(func, args, kwargs))
             return func(*args, **kwargs)
         told = self._read_of(func, name, args, tensors)
         if not any(map(self._follows, tensors)):
@@ -229,7 +233,7 @@ class Bent(FunctionMode):
         return (*kept, *more), named
 
     def _unstopped(self, x: Any) -> Any:
-        if not _is_bendable(x) or x.requires_grad or is_parameter(x) or not self._follows(x):
+        if not _is_bendable(x) or has_gradient(x) or is_parameter(x) or not (transforming() or self._follows(x)):
             return x
         bent_value = _bend_stop(x)
         self._trained.note([bent_value], True)

@@ -231,6 +231,18 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     return True
 
 
+def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
+    """Whether all rows have a finite loss, and the first of them, or the rest, have none; the same on every rank."""
+    attempt = Attempt(rows, forwards, Computing(torch.float64, partial(wide, perturbed=False), wide=True), first=first)
+    try:
+        together = attempt.finite_together_alone(way)
+    except forwards.fatal:
+        raise
+    except Exception:  # rows that cannot be run so
+        together = False
+    return bool(forwards.agreed(together)[0])
+
+
 def _with_what_is_kept(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict:
     """The verdict on rows whose losses combine, by what they leave in attributes of modules."""
     kept = attempt.kept_otherwise(kind)
@@ -293,6 +305,7 @@ __all__ = [
     "Trial",
     "Verdict",
     "combine_as",
+    "finite_together_alone",
     "how_rows_combine",
     "notes",
 ]
