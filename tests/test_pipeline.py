@@ -92,6 +92,20 @@ def test_schedules_and_settings(name, setting, workers):
     checked(name, SETTINGS[setting], workers)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+def test_a_schedule_without_a_pipeline_has_no_effect_and_is_noted(mesh, schedule, workers):
+    plan = {"mesh": mesh, "schedule": schedule, "stages_per_rank": 1, "microbatches": 2}
+    report = checked("nanogpt", plan, workers)
+    (note,) = [note for note in report.recipe.notes if "without effect" in note]
+    assert schedule in note and "stages_per_rank" in note and "no pipeline" in note
+    entry = ZOO["nanogpt"]
+    same = {"mesh": mesh, "microbatches": 2}
+    predicted, plain = (mw.predict(entry.build, entry.batch(), p) for p in (plan, same))
+    assert predicted.seconds.seconds == plain.seconds.seconds and predicted.peak == plain.peak
+    assert not any("without effect" in note for note in plain.notes)
+
+
 # Tied across stages, U-Net skips, stashes, an in-place residual, branches on values, statistics of the batch, experts,
 # outputs of any structure, shared layers.
 ODD = ["unet", "stash", "in_place", "branch_on_activation", "branch_on_parameter", "batchnorm", "experts", "structures", "albert",

@@ -57,6 +57,7 @@ class Plan:
         microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
             pipeline twice as many as it has ranks, or as many as there are rows.
         schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``.
+            Without effect, which is noted, on a mesh without a pipeline.
         stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.

@@ -110,12 +110,23 @@ def _beside(name: str, graph: ModelGraph, running: Mapping[str, set[int]]) -> tu
 
 
 def choose_schedule(draft: Draft) -> Draft:
-    """The plan's schedule, or another if the forward takes gradients itself."""
+    """The plan's schedule, or another if the forward takes gradients itself; without a pipeline 1F1B, which is F, B then."""
+    if not draft.stages:
+        return _without_pipeline(draft)
     inner = [e for e in draft.graph.events if e.function in ("grad", "backward")] if draft.graph is not None else []
-    if not draft.stages or draft.plan.schedule != "zero_bubble" or not inner:
+    if draft.plan.schedule != "zero_bubble" or not inner:
         return replace(draft, schedule=draft.plan.schedule)
     why = f"the forward takes gradients itself ({inner[0].line}), which cannot wait"
     return replace(draft, schedule="1f1b").noted([f"schedule: 1f1b, not zero_bubble: {why}"])
+
+
+def _without_pipeline(draft: Draft) -> Draft:
+    """A plan may have meshes with a pipeline and meshes without: what is said of pipelines waits until there is one."""
+    plan, mesh = draft.plan, draft.plan.mesh
+    said = [f"schedule: {plan.schedule}"] if plan.schedule != "1f1b" else []
+    said += [f"stages_per_rank: {plan.stages_per_rank}"] if plan.stages_per_rank is not None else []
+    note = f"{' and '.join(said)}: without effect, as the mesh {mesh} has no pipeline (pp of at least 2)"
+    return replace(draft, schedule="1f1b").noted([note] if said else [])
 
 
 def tell_shared(draft: Draft) -> Draft:
