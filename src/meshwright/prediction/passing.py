@@ -48,12 +48,13 @@ def _in_place_of(forward: Callable[..., Any], other: Callable[..., Any]) -> Call
 
 
 def _empty(block: nn.Module) -> None:
-    """Takes all parameters and buffers away; their names stay, and are None."""
-    for module in block.modules():
-        for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            module.register_parameter(name, None)
-        for name, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            module.register_buffer(name, None)
+    """Takes its modules, parameters and buffers away; their names stay, and are None."""
+    for name in block._modules:
+        block.register_module(name, None)
+    for name in block._parameters:
+        block.register_parameter(name, None)
+    for name in block._buffers:
+        block.register_buffer(name, None)
 
 
 class _Pattern:

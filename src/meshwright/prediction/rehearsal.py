@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.api import Planned
 from meshwright.plan import Plan
 from meshwright.prediction.blocks import Pruned
+from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.trace import Trace
 from meshwright.prediction.tracker import Tracker, followed
@@ -102,6 +103,7 @@ def rehearsal_of(
     dtype = torch.float64 if plan.precision == "float64" else None
     if dtype is not None:
         batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
+    build = copies_of(build, plan.seed)
     planned = Planned(build, plan, batch, loss, dtype, whole_batch=True)
     return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
 

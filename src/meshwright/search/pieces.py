@@ -3,15 +3,16 @@
 Three rehearsals say it: of few blocks with two rows, of one block more, and of few blocks with four rows. So a search can tell
 thousands of plans apart by arithmetic alone (``estimate.py``).
 
-    few blocks, two rows     first  b b b b    last       b = (f(4) - f(2)) / 2,  a = f(2) - 2 b   of each function
-    one block more           first  b b b b b  last       the function list of a block is what is more here
-    few blocks, four rows    first  b b b b    last
+    few blocks, two rows     first  b b    last       b = (f(4) - f(2)) / 2,  a = f(2) - 2 b   of each function
+    one block more           first  b b b  last       the function list of a block is what is more here
+    few blocks, four rows    first  b b    last
 
 Not one row: a dim of size 1 needs no copy, where one of another size does.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from meshwright.errors import PlanError
 from meshwright.hardware.collectives import CollectiveKind, Group, collective
 from meshwright.hardware.profile import Profile, Work
 from meshwright.plan import Plan
-from meshwright.prediction.blocks import KEPT, Folding, folding_of
+from meshwright.prediction.blocks import Folding, folding_of
 from meshwright.prediction.clock import last_step
+from meshwright.prediction.copies import copies_of
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
@@ -37,6 +39,8 @@ from meshwright.schedule import Action
 
 SHARD = 2  # ranks of dp_shard in a rehearsal: as few as have something to gather
 FEW, MANY = 2, 4  # rows of a rank
+KEPT = 2  # blocks of a kind: the first is computed with others' parameters on their way, the last without
+Build = Callable[[], nn.Module]
 Line = tuple[float, float]
 """(a, b): a + b · rows"""
 OpKey = tuple[Work, str, Line, Line]
@@ -130,6 +134,34 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class Few:
+    """A model with few blocks of each kind.
+
+    Attributes:
+        base: makes it, with ``KEPT`` blocks of each kind.
+        more: of each kind, makes it with one more of that kind.
+        kinds: of each kind, the names of all its blocks in the whole model.
+    """
+
+    base: Build
+    more: tuple[Build, ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(cls, build: Build, folding: Folding, seed: int) -> Few:
+        """What a folding keeps."""
+        base, *more = (
+            copies_of(pruned(build, blocks), seed) for blocks in (folding.base, *(more for more, _ in folding.more))
+        )
+        return cls(base, tuple(more), folding.kinds)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of each kind, how many blocks the whole model has."""
+        return [len(blocks) for blocks in self.kinds]
+
+
+@dataclass(frozen=True)
 class Measured:
     """Rehearses a model for its pieces.
 
@@ -137,7 +169,7 @@ class Measured:
         options: of every plan: precision, entries of modules.
     """
 
-    build: Callable[[], nn.Module]
+    build: Build
     batch: Any
     options: dict[str, Any]
     loss: Loss | None
@@ -146,43 +178,74 @@ class Measured:
 
     def pieces(self, tp: int) -> Pieces | None:
         """The model's pieces with so many ranks of tp; None if nothing of it is sharded over tp then."""
-        few = self._rehearsal(tp)
-        many = replace(few, batch=take_rows(self.batch, 0, SHARD * MANY))
-        recipe = few.recipe
-        if tp > 1 and all(p.local_shape(0) == p.shape for p in recipe.parameters):
-            return None
-        folding = folding_of(few.planned.model, recipe)
-        base, wide = rehearse(few.of(folding.base), 0), rehearse(many.of(folding.base), 0)
-        more = [rehearse(few.of(blocks), 0) for blocks, _ in folding.more]
-        return _pieces(recipe, folding, base, wide, more)
+        return self._alone[1] if tp == 1 else self._pieces(self._few, tp)
 
     def sends(self) -> float | None:
         """Bytes that go from one stage of a pipeline to the next, for a row; None if the model cannot be cut."""
-        one = self._rehearsal(1)
-        few = pruned(self.build, folding_of(one.planned.model, one.recipe).base)
         plan = Plan.parse({**self.options, "mesh": {"pp": 2}, "microbatches": 1})
+        batch = take_rows(self.batch, 0, 1)
         try:
-            recipe = rehearsal_of(few, take_rows(self.batch, 0, 1), plan, self.loss, self.optimizer, None).recipe
+            recipe = rehearsal_of(self._few.base, batch, plan, self.loss, self.optimizer, None).recipe
         except PlanError:
             return None
         return float(max(stage.sends for stage in recipe.stages))
 
     def recomputed(self) -> float:
         """Bytes for a row that a block keeps for its backward if it is computed again."""
-        one = self._rehearsal(1, recompute="blocks")
-        folding = folding_of(one.planned.model, one.recipe)
-        if not folding.more:
+        few = self._few
+        if not few.more:
             return 0.0
-        base = memory_of(rehearse(one.of(folding.base), 0))
-        slopes = [(memory_of(rehearse(one.of(b), 0)), w[0]) for b, w in folding.more]
-        blocks = sum(weight + KEPT for _, weight in slopes)
-        return max(0.0, sum((weight + KEPT) * _held(base, more) for more, weight in slopes) / blocks) / FEW
+        base, *more = (
+            memory_of(rehearse(self._rehearsal(build, 1, recompute="blocks"), 0)) for build in (few.base, *few.more)
+        )
+        held = sum(number * _held(base, one) for number, one in zip(few.numbers, more, strict=True))
+        return max(0.0, held / sum(few.numbers)) / FEW
 
-    def _rehearsal(self, tp: int, **more: Any) -> Rehearsal:
+    @property
+    def _few(self) -> Few:
+        return self._alone[0]
+
+    @cached_property
+    def _alone(self) -> tuple[Few, Pieces]:
+        """The few blocks that stand for all, and the pieces without tp. If blocks cannot be passed through, all stand there."""
+        seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
+        build = copies_of(self.build, seed)
+        few = Few.of(build, self._folding(build), seed)
+        try:
+            return few, _some(self._pieces(few, 1))
+        except PlanError:
+            raise
+        except Exception:  # whatever a model raises, some of whose blocks are passed through
+            if not few.more:
+                raise
+            every = Few(build)
+            return every, _some(self._pieces(every, 1))
+
+    def _folding(self, build: Build) -> Folding:
+        """Blocks are alike if they are so without tp and, where entries may shard some of them, with it."""
+        sizes = (1, 2) if self.options.get("modules") else (1,)
+        wholes = [self._rehearsal(build, tp) for tp in sizes]
+        foldings = [folding_of(whole.planned.model, whole.recipe, KEPT) for whole in wholes]
+        return min(foldings, key=lambda folding: len(folding.base.blocks))
+
+    def _pieces(self, few: Few, tp: int) -> Pieces | None:
+        base = self._rehearsal(few.base, tp)
+        if tp > 1 and all(p.local_shape(0) == p.shape for p in base.recipe.parameters):
+            return None
+        wide = replace(base, batch=take_rows(self.batch, 0, SHARD * MANY))
+        more = [rehearse(self._rehearsal(build, tp), 0) for build in few.more]
+        return _pieces(base.recipe, few, rehearse(base, 0), rehearse(wide, 0), more)
+
+    def _rehearsal(self, build: Build, tp: int, **more: Any) -> Rehearsal:
         plan = Plan.parse({**self.options, **more, **({"sequence_parallel": True} if tp > 1 else {}),
                            "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
         batch = take_rows(self.batch, 0, SHARD * FEW)
-        return rehearsal_of(self.build, batch, plan, self.loss, self.optimizer, self.max_norm)
+        return rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
+
+
+def _some(pieces: Pieces | None) -> Pieces:
+    assert pieces is not None  # only with tp is there nothing to be found
+    return pieces
 
 
 def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
@@ -194,20 +257,19 @@ def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
 # --- from rehearsals --------------------------------------------------------------------------------------------------
 
 
-def _pieces(recipe: Recipe, folding: Folding, base: Trace, wide: Trace, more: Sequence[Trace]) -> Pieces:
-    weights = [counts[0] for _, counts in folding.more]
-    kinds = [weight + KEPT for weight in weights]
+def _pieces(recipe: Recipe, few: Few, base: Trace, wide: Trace, more: Sequence[Trace]) -> Pieces:
+    numbers = few.numbers
     low, high = memory_of(base), memory_of(wide)
     above = [memory_of(trace) for trace in more]
-    blocks = sum(kinds)
-    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(kinds, above, strict=True)) / max(blocks, 1) / FEW
-    spare = [memory.peak - memory.kept - KEPT * len(kinds) * held * rows for rows, memory in ((FEW, low), (MANY, high))]
-    elements = _elements(recipe, folding)
-    local = KEPT * len(kinds) * elements[0] + elements[1] + elements[2]
+    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
+    kept = KEPT * len(numbers)
+    spare = [memory.peak - memory.kept - kept * held * rows for rows, memory in ((FEW, low), (MANY, high))]
+    elements = _elements(recipe, few)
+    local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
-    forward, backward = (_way(base, wide, more, weights, kind, tp) for kind in "FB")
+    forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
-        tp, bool(recipe.sequence), blocks, elements, forward, backward, low.kept / (local / SHARD), held,
+        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.kept / (local / SHARD), held,
         _line(max(0.0, spare[0]), max(0.0, spare[1])), _update(base).times(1 / local),
         _updates(base, more),
     )  # fmt: skip
@@ -217,26 +279,25 @@ def _held(base: Memory, more: Memory) -> float:
     return float((more.peak - more.kept) - (base.peak - base.kept))
 
 
-def _elements(recipe: Recipe, folding: Folding) -> tuple[float, float, float]:
+def _elements(recipe: Recipe, few: Few) -> tuple[float, float, float]:
     """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after."""
-    prefixes = {block + "." for kind in folding.kinds for block in kind}
-    block = first = last = 0.0
+    often = {block: len(blocks) / KEPT for blocks in few.kinds for block in blocks}
+    blocks = first = last = 0.0
     for line in recipe.parameters:
-        size = 1.0
-        for n in line.local_shape(0):
-            size *= n
-        if any(line.name.startswith(prefix) for prefix in prefixes):
-            block += size
-        elif block:
+        size = float(math.prod(line.local_shape(0)))
+        kind = next((block for block in often if line.name.startswith(block + ".")), None)
+        if kind is not None:
+            blocks += often[kind] * size
+        elif blocks:
             last += size
         else:
             first += size
-            last += size if line.aliases and prefixes else 0.0  # a tied table is in the last stage as well
-    count = sum(counts[0] + KEPT for _, counts in folding.more)
-    return (block / count, first, last) if count else (0.0, 0.0, first)
+            last += size if line.aliases and few.kinds else 0.0  # a tied table is in the last stage as well
+    count = sum(few.numbers)
+    return (blocks / count, first, last) if count else (0.0, 0.0, first)
 
 
-def _way(base: Trace, wide: Trace, more: Sequence[Trace], weights: Sequence[int], kind: str, tp: int) -> Way:
+def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int) -> Way:
     """What the functions of a block are is what a rehearsal with one block more has more of, wherever they stand."""
     ops = _events(base, kind)
     lined = _lined(ops, _events(wide, kind))
@@ -251,10 +312,10 @@ def _way(base: Trace, wide: Trace, more: Sequence[Trace], weights: Sequence[int]
         chunk = _calls([(event, wider.get(event, _doubled(event))) for event in block], tp)
         chunks.append(chunk)
         rest = rest - chunk.times(KEPT)
-    blocks = sum(weight + KEPT for weight in weights)
+    blocks = sum(numbers)
     average = NO_CALLS  # as many of each kind as there are, over all of them
-    for chunk, weight in zip(chunks, weights, strict=True):
-        average = average + chunk.times((weight + KEPT) / blocks)
+    for chunk, number in zip(chunks, numbers, strict=True):
+        average = average + chunk.times(number / blocks)
     before = _common(ops, longer[0]) - KEPT * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
     head = _calls(lined[: max(0, before)], tp)
     return Way(average, head, rest - head)
