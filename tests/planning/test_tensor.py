@@ -187,6 +187,11 @@ def test_planning_takes_no_memory_for_random_numbers(build: Any) -> None:
     assert recipe.notes == () and cut == {"up.weight", "up.bias", "down.weight"}
 
 
+def test_planning_a_pipeline_makes_no_mask_for_causal_attention() -> None:
+    recipe = mw.make_recipe(DroppedAttention, "pp=2", batch())  # a mask would take 2⁴⁰ bytes
+    assert len(recipe.stages) == 2
+
+
 def test_what_cannot_be_cut_as_the_plan_says_is_an_error() -> None:
     with pytest.raises(mw.PlanError) as raised:
         mw.make_recipe(partial(Derived, "sorted"), plan(10, up={"tp": "row"}, down={"tp": "row"}), batch())

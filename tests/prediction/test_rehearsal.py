@@ -1,6 +1,7 @@
 """A rank's step without values: memory as a run has it, and a world that is gone afterwards."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -118,14 +119,38 @@ def test_rows_of_other_ranks_live_until_the_backward_has_ended():
 def test_a_rehearsal_leaves_nothing():
     models = []
 
+    class Watched(Tower):  # each copy runs its own forward
+        def forward(self, ids):
+            models.append(weakref.ref(self))
+            return super().forward(ids)
+
     def build():
-        model = Tower(width=16, depth=1)
-        models.append(weakref.ref(model))
-        return model
+        return Watched(width=16, depth=1)
 
     predict(build, tokens(rows=4), "dp_shard=2,tp=2", loss=loss)
     gc.collect()
     assert len(models) > 1 and all(model() is None for model in models)
+
+
+def test_a_model_that_cannot_be_copied_is_rehearsed():
+    class Closed(Tower):
+        def __init__(self):
+            super().__init__(width=16, depth=1)
+            table = self.table
+            self.look_up = lambda ids: table(ids)  # of a copy, this would be the original's
+
+        def forward(self, ids):
+            return super().forward(ids) + 0 * self.look_up(ids).sum()
+
+    class Locked(Tower):
+        def __init__(self):
+            super().__init__(width=16, depth=1)
+            self.lock = threading.Lock()  # cannot be copied
+
+    batch, plan = tokens(rows=4), "dp_shard=2"
+    plain = predict(lambda: Tower(width=16, depth=1), batch, plan, loss=loss)
+    assert predict(Closed, batch, plan, loss=loss).peak > 0
+    assert predict(Locked, batch, plan, loss=loss).peak == plain.peak
 
 
 def test_a_world_of_thousands_of_ranks():
