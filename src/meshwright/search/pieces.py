@@ -261,7 +261,9 @@ def _pieces(recipe: Recipe, few: Few, base: Trace, wide: Trace, more: Sequence[T
     numbers = few.numbers
     low, high = memory_of(base), memory_of(wide)
     above = [memory_of(trace) for trace in more]
-    held = sum(n * max(0.0, _held(low, one)) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
+    held = (
+        sum(n * max(0.0, _held(low, one)) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
+    )
     kept = KEPT * len(numbers)
     spare = [memory.peak - memory.kept - kept * held * rows for rows, memory in ((FEW, low), (MANY, high))]
     elements = _elements(recipe, few)
