@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
+from meshwright.amounts import count_text, size_text
 from meshwright.draw import console as consoles
 from meshwright.draw.terminal import render
-from meshwright.draw.text import count_text, size_text
 from meshwright.train import loop
 from meshwright.workers.pool import LocalWorkers, report
 

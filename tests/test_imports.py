@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import meshwright
 
@@ -90,3 +93,22 @@ def test_no_room_imports_one_above_it() -> None:
 
 def test_every_module_has_a_room() -> None:
     assert {m for m in MODULES if room(m) == "meshwright"} == {"meshwright"}
+
+
+@pytest.mark.parametrize("folder", ["examples", "bench"])
+def test_examples_and_benchmarks_import_what_there_is(folder: str) -> None:
+    """Most of them run for minutes, and no test runs these: a name that moved would be missed."""
+    taken = [
+        (file.name, node.module, name.name)
+        for file in sorted((ROOT.parents[1] / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshwright"
+        for name in node.names
+    ]
+    assert len(taken) > 5
+    missing = [
+        (file, module, name)
+        for file, module, name in taken
+        if f"{module}.{name}" not in MODULES and not hasattr(importlib.import_module(str(module)), name)
+    ]
+    assert not missing
