@@ -35,6 +35,7 @@ LADDER = (
     "watch.watchdog",
     "checkpoint",
     "train",
+    "auto",
     "api",
     "cost.compare draw parity target prediction",
     "search",

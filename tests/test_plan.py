@@ -387,9 +387,26 @@ def test_the_first_mesh_with_as_many_ranks_as_processes_is_taken() -> None:
     assert Plan.from_yaml(finding.fix).at(3) == Plan("dp_shard=3")
 
 
-def test_auto_is_dp_shard_over_all_processes() -> None:
-    assert Plan.parse("auto").at(6) == Plan("dp_shard=6")
+def test_auto_is_found_for_several_processes() -> None:
     assert Plan.from_command(mesh="auto", settings=["seed=3"]).at(1) == Plan("dp_shard=1", seed=3)
+    plan = Plan.parse("auto")
+    assert plan.at(6) is plan and plan.auto and not plan.at(1).auto
+
+
+def test_an_auto_plan_knows_what_was_said_also_if_it_is_the_default() -> None:
+    assert Plan("auto").said == frozenset()
+    said = Plan("auto", recompute="none", schedule="gpipe", precision="float32")
+    assert said.said == {"recompute", "schedule"} and said.precision == "float32"
+    for back in (
+        Plan.from_yaml(said.dump()),
+        Plan.from_dict(said.settings()),
+        pickle.loads(pickle.dumps(said)),
+        said.replace(seed=3),
+        said.with_settings(["seed=3"]),
+        Plan.from_command(mesh="auto", settings=["recompute=none", "schedule=gpipe"]),
+    ):
+        assert back.said == said.said
+    assert said == Plan("auto", schedule="gpipe"), "both mean the same once a mesh is there"
 
 
 def test_a_plan_of_one_mesh_is_that_plan_at_any_size() -> None:

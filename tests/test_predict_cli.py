@@ -147,6 +147,29 @@ def test_what_is_predicted_is_measured_beside_it(file: str) -> None:
     assert "predicted and measured" in text and "predicted interval" in text
 
 
+@pytest.mark.usefixtures("calibrated", "pooled")
+def test_auto_is_found_by_every_command(file: str, tmp_path: Path) -> None:
+    """What was found is told beside the output, so that JSON stays JSON."""
+    given = (f"{file}:model", "--mesh", "auto", "--ranks", "2")
+    shown = meshwright("show", *given)
+    assert "found by mesh: auto for 2 ranks of cpu-local and 8 rows a step" in shown.stderr
+    mesh = shown.stderr.split(",")[0].removeprefix("mesh: ")
+    predicted = meshwright("predict", *given, "--json")
+    assert json.loads(predicted.stdout)["mesh"] == mesh and f"mesh: {mesh}" in predicted.stderr
+    assert "h100-sxm" in meshwright("predict", *given, "--hardware", "h100").stderr
+    assert f"PASSED  {mesh}" in meshwright("check", *given).stdout
+    out = str(tmp_path / "run")
+    text = meshwright("train", *given, "--steps", "1", "--out", out, "--set", "microbatches=2").output
+    assert "step 1/1" in text and "microbatches" not in text.split(": found")[0]
+
+
+@pytest.mark.parametrize("command", ["show", "check", "train", "predict"])
+def test_auto_without_a_profile_is_told(file: str, command: str) -> None:
+    assert (
+        "meshwright calibrate" in meshwright(command, f"{file}:model", "--mesh", "auto", "--ranks", "2", code=2).stderr
+    )
+
+
 # --- dryrun -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.auto import agreed_plan
 from meshwright.deferred import record
 from meshwright.errors import Findings
 from meshwright.evaluation import Evaluating, in_evaluation
@@ -57,8 +58,10 @@ def parallelize(
         build: makes the model; called on every rank, under the plan's seed. The weights are those of
             ``torch.manual_seed(seed); build()`` in one process, in every layout, and no rank ever holds them all.
         plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file. Of several meshes, the
-            first that has as many ranks as there are processes is taken.
-        batch: a sample, of which shapes and types count: a dict or another mapping of keyword arguments, or a tuple.
+            first that has as many ranks as there are processes is taken. For ``auto``, rank 0 has the fastest found by a
+            process beside it, which takes as long as ``meshwright plan``; ``job.notes`` say what was chosen, and why.
+        batch: a sample, of which shapes and types count: a dict or another mapping of keyword arguments, or a tuple. For
+            ``auto``, its rows are those of a step of all ranks.
         loss: the loss of the model's output; default ``output.loss``.
         device: ``cpu`` or ``cuda``; default CUDA where there is one.
         timeout: seconds that a collective waits for other ranks.
@@ -71,11 +74,13 @@ def parallelize(
     plan = Plan.parse(plan)
     loss = loss or output_loss
     place = ensure_world(device, timeout)
-    plan = plan.at(dist.get_world_size())
+    plan, found = plan.at(dist.get_world_size()), tuple[str, ...]()
+    if plan.auto:
+        plan, found = agreed_plan(build, plan, batch, loss, place, timeout)
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
-    planned = planned.under(_agreed(planned.recipe))
+    planned = planned.under(_agreed(replace(planned.recipe, notes=(*found, *planned.recipe.notes))))
     groups = make_groups(planned.recipe, place, timeout)
     return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
 
@@ -106,6 +111,7 @@ class Planned:
         whole_batch: bool = False,
     ) -> None:
         check_loss(loss)
+        plan.check_mesh()
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             cast(self._model, dtype)

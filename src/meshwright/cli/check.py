@@ -49,6 +49,7 @@ def check(
             ranks=ranks,
             rows=lambda pieces: max(2 * pieces, 4),
         )
+        processes.tell_found(given)
         from meshwright.parity import check as compare
 
         with processes.workers(given) as workers:

@@ -53,6 +53,7 @@ def dryrun(
             hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
             check=lambda plan, profile: check_rank(plan.mesh, rank),
         )  # fmt: skip
+        processes.tell_found(subject.given)
         from meshwright.draw.prediction import rehearsed
         from meshwright.prediction.dryrun import dry_run
         from meshwright.prediction.host_reads import check_host_reads

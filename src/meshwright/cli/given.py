@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -15,12 +17,19 @@ from meshwright.mesh import Mesh
 from meshwright.plan import KEYS, Plan
 from meshwright.target import HF, Target, TargetLoss, check_target, load_target
 
+if TYPE_CHECKING:
+    from meshwright.hardware.profile import Profile
+
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line names: the target, the plan, the loss of the output (None: its own), the device."""
+    """What a command line names: the target, the plan, the loss of the output (None: its own), the device.
+
+    Attributes:
+        searched: of a plan whose mesh was found, the rows of the step that it was found for, and what was chosen and why.
+    """
 
     target: Target
     plan: Plan
@@ -29,6 +38,7 @@ class Given:
     settings: Mapping[str, Any]
     rows: int
     length: int
+    searched: Searched | None = None
 
     @staticmethod
     def read(
@@ -45,6 +55,8 @@ class Given:
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
         check: Callable[[Plan], None] = lambda plan: None,
         beside: Callable[[], object] = lambda: None,
+        profile: Callable[[], Profile] | None = None,
+        whole: Whole = lambda target, settings, pieces: None,
     ) -> Given:
         """Raises PlanError with every problem of all of them; but if any can be told before the target is imported, which
         takes seconds for a model of transformers, these alone.
@@ -52,15 +64,21 @@ class Given:
         Args:
             check: raises PlanError if the command does not fit the plan.
             beside: raises PlanError with what is wrong with what else the command line names.
+            profile: of the devices for which ``mesh: auto`` is found; it has been tried by ``beside``. Default: those of this
+                machine.
+            whole: (target, its settings, data ranks at most) → rows of a step for which it is found. None: the batch's.
         """
         ours, others = _divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
         resolved, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
+        found, size = resolved is not None and resolved.auto and "RANK" not in os.environ, ranks or _gpus()
         if resolved is not None:
-            count = rows(_pieces(resolved))
-            problems.of(lambda: check(resolved))
+            count = rows(_pieces(resolved.replace(mesh={"dp_shard": size}) if found else resolved))
+            if not found:
+                problems.of(partial(check, resolved))
         problems.of(beside)
+        here = problems.of(lambda: _profile_of(device)) if found and profile is None else None
         problems.of(lambda: check_target(target, settings))
         if target.startswith(HF):
             problems.raise_if_any()
@@ -69,7 +87,14 @@ class Given:
         problems.of(lambda: _check_device(device))
         problems.raise_if_any()
         assert resolved is not None and loaded is not None
-        return Given(loaded, resolved, loss_of, device, settings, count, length)
+        searched = None
+        if found:
+            hardware = profile() if profile is not None else here
+            assert hardware is not None
+            step = whole(loaded, settings, size)
+            resolved, searched = _searched(loaded, resolved, loss_of, size, step, hardware)
+            check(resolved)
+        return Given(loaded, resolved, loss_of, device, settings, count, length, searched)
 
     @staticmethod
     def from_names(
@@ -88,6 +113,32 @@ class Given:
     def pieces(self) -> int:
         """Into how many pieces a batch is divided: data ranks, those within a branch too, × microbatches."""
         return _pieces(self.plan)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What ``mesh: auto`` was found for: rows of a step; and what was chosen, and why."""
+
+    rows: int
+    notes: tuple[str, ...]
+
+
+Whole: TypeAlias = Callable[[Target, Mapping[str, Any], int], int | None]
+
+
+def _searched(
+    target: Target, plan: Plan, loss: TargetLoss | None, ranks: int, rows: int | None, hardware: Profile
+) -> tuple[Plan, Searched]:
+    """The plan that ``mesh: auto`` stands for. Raises PlanError if none fits."""
+    from meshwright.runtime.rows.microbatches import rows_of
+    from meshwright.search.choice import chosen_plan
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run would tell
+        chosen, notes = chosen_plan(
+            target.build, target.batch, plan, devices=ranks, hardware=hardware, global_batch=rows, loss=loss
+        )
+    return chosen, Searched(rows or rows_of(target.batch), notes)
 
 
 class Problems:
@@ -112,13 +163,13 @@ class Problems:
 
 def _at(plan: Plan, ranks: int | None) -> Plan:
     """The plan with its mesh chosen: for as many processes as a launcher has started, or ``ranks``; where neither is said,
-    for auto as many as there are GPUs, and of several meshes the first."""
+    for auto as many as there are GPUs, and of several meshes the first. Auto stays auto for several processes."""
     if "RANK" in os.environ:
         return plan.at(int(os.environ.get("WORLD_SIZE", 1)))
     if ranks is None:
         return plan.at(plan.mesh.size if plan.meshes else _gpus())
     plan = plan.at(ranks)
-    if plan.mesh.size != ranks:
+    if not plan.auto and plan.mesh.size != ranks:
         findings = Findings("this command")
         required = f"the ranks of the mesh {plan.mesh}: {plan.mesh.size}"
         findings.add(where="--ranks", given=str(ranks), required=required, fix=f"--ranks {plan.mesh.size}")
@@ -133,6 +184,15 @@ def check_rank(mesh: Mesh, rank: int | None) -> None:
         required = f"a rank of {mesh}: 0 to {mesh.size - 1}"
         findings.add(where="--rank", given=str(rank), required=required, fix=f"--rank {mesh.size - 1}")
     findings.raise_if_any()
+
+
+def _profile_of(device: str | None) -> Profile:
+    """The profile of this machine's devices. Raises PlanError if there is none."""
+    import torch
+
+    from meshwright.hardware.here import profile_here
+
+    return profile_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _gpus() -> int:

@@ -13,7 +13,11 @@ _LOSS = "file.py:function or package.module:function, called with the model's ou
 
 TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET, show_default=False)]
 MeshOption = Annotated[
-    str | None, typer.Option("--mesh", help="Axes of the mesh and their sizes, such as dp_shard=2,tp=2")
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Axes of the mesh and their sizes, such as dp_shard=2,tp=2; auto: the fastest that is found for --ranks",
+    ),
 ]
 PlanOption = Annotated[str | None, typer.Option("--plan", help="A YAML file with a plan")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help=_SET)]

@@ -60,6 +60,7 @@ def predict(
             hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
             check=_check_measurable if measure else lambda plan, profile: None,
         )  # fmt: skip
+        processes.tell_found(subject.given)
         with quiet():
             predicted = _predicted(subject)
         measured = _measured(subject) if measure else None

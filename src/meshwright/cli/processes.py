@@ -94,6 +94,12 @@ def workers(given: Given, *, threads: int | None = None) -> Iterator[LocalWorker
         yield pool
 
 
+def tell_found(given: Given) -> None:
+    """What was found for ``mesh: auto``, and why, beside the command's own output."""
+    for note in given.searched.notes if given.searched is not None else ():
+        console(stderr=True).print(Text(note, style="dim"), soft_wrap=True)
+
+
 def cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -61,6 +61,7 @@ def show(
             ranks=ranks,
             check=lambda plan: check_rank(plan.mesh, rank),
         )
+        processes.tell_found(given)
         from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.given import Given
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import Plan
-from meshwright.target import HF, with_rows
+from meshwright.target import HF, Target, with_rows
 
 if TYPE_CHECKING:  # hardware is read by the commands that need it
     from meshwright.hardware.profile import Profile
@@ -65,13 +65,17 @@ class Subject:
             _check_nodes(plan, profile)
             check(plan, profile)
 
+        def whole(target: Target, settings: Mapping[str, Any], pieces: int) -> int | None:
+            made_up = target.spec.startswith(HF) and "batch_size" not in settings
+            return global_batch or (_rows(pieces) if made_up else None)
+
         given = Given.read(
             target, mesh, plan, sets, loss, "cpu",
             seq=seq, length=LENGTH, ranks=ranks, rows=lambda pieces: min(_FEW, global_batch or _rows(pieces)),
-            check=fits, beside=lambda: named_profile(hardware, network),
+            check=fits, beside=lambda: named_profile(hardware, network), profile=lambda: named_profile(hardware, network),
+            whole=whole,
         )  # fmt: skip
-        made_up = given.target.spec.startswith(HF) and "batch_size" not in given.settings
-        rows = global_batch or (_rows(given.pieces) if made_up else None)
+        rows = given.searched.rows if given.searched else whole(given.target, given.settings, given.pieces)
         batch = _batch(given.target.batch, rows, given.pieces)
         return Subject(given, batch, named_profile(hardware, network))
 

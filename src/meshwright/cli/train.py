@@ -125,8 +125,11 @@ def train(
             target, mesh, plan, set_, loss, device,
             seq=seq, length=128, ranks=ranks, rows=lambda pieces: rows or _rows(pieces),
             check=lambda plan: _check_rows(plan, global_batch, before),
+            whole=lambda target, settings, pieces: None if target.dataset is None else rows or _rows(pieces),
         )  # fmt: skip
-        same = Same(target, given.settings, loss, rows or _rows(given.pieces), lr, given.plan.seed)
+        processes.tell_found(given)
+        rows = rows or (given.searched.rows if given.searched else _rows(given.pieces))
+        same = Same(target, given.settings, loss, rows, lr, given.plan.seed)
         course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers)
         _check_course(given, course, global_batch, before)
         if rank <= 0:
@@ -186,7 +189,8 @@ def _check_course(given: Given, course: Course, global_batch: int | None, before
         where, fix = "--global-batch", "return model, batch, dataset"
         findings.add(where=where, given=f"{global_batch}, and a target without a dataset", required=required, fix=fix)
         findings.raise_if_any()
-    make_recipe(given.target.build, given.plan, given.target.batch, given.loss)
+    if not given.plan.auto:  # a rank of torchrun: it is found when all ranks have met
+        make_recipe(given.target.build, given.plan, given.target.batch, given.loss)
 
 
 def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:

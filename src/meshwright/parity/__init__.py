@@ -87,6 +87,7 @@ def check(
         PlanError: every problem of the plan, or of what cannot be sent to a worker.
     """
     started, plan, batch = time.monotonic(), Plan.parse(plan), plain(batch)
+    plan.check_mesh()
     case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed)
     _refuse(case, plan, workers)
     with ExitStack() as stack:

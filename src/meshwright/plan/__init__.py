@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.plan.entry import Entries, Entry
-from meshwright.plan.keys import KEYS, PLAN
+from meshwright.plan.keys import FOUND, KEYS, PLAN
 from meshwright.plan.meshes import AUTO, MeshesLike, chosen, in_order
 from meshwright.plan.reader import Reader
 from meshwright.plan.settings import put_setting
@@ -47,17 +48,19 @@ class Plan:
 
     Args:
         mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``. Several, in a list:
-            the first that has as many ranks as there are processes (so a run goes on when a machine is gone); ``auto``:
-            dp_shard over all processes that there are. ``mesh`` is then the first of them, until ``at`` has chosen.
+            the first that has as many ranks as there are processes (so a run goes on when a machine is gone). ``mesh`` is
+            then the first of them, until ``at`` has chosen. ``auto``: the fastest that is found for the processes that there
+            are (``find_plans``), with what the plan leaves out of sequence_parallel, recompute, microbatches, schedule,
+            stages_per_rank and reshard_after_forward; ``mesh`` is then one device, until one is found.
         modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later
             wins, key by key.
         parameters: another place to write entries of ``modules``; they come after those.
-        sequence_parallel: keep activations between tensor-parallel regions cut along the sequence.
-        recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations.
+        sequence_parallel: keep activations between tensor-parallel regions cut along the sequence; left out: false.
+        recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations; left out: none.
         microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
             pipeline twice as many as it has ranks, or as many as there are rows.
-        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``.
-            Without effect, which is noted, on a mesh without a pipeline.
+        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``;
+            left out: 1f1b. Without effect, which is noted, on a mesh without a pipeline.
         stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
         precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
             ``float64``: everything in it.
@@ -76,6 +79,7 @@ class Plan:
 
     Attributes:
         meshes: what it may be laid over, in order; empty for ``auto``.
+        said: settings that a person gave, of those that are found with a mesh.
 
     Raises:
         PlanError: with every problem of the arguments.
@@ -103,6 +107,7 @@ class Plan:
     seed: int
     nonfinite: str
     verify: int
+    said: frozenset[str] = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -110,10 +115,10 @@ class Plan:
         modules: Mapping[str, Entry | Mapping[str, object]] | None = None,
         *,
         parameters: Mapping[str, Entry | Mapping[str, object]] | None = None,
-        sequence_parallel: bool = False,
-        recompute: str = "none",
+        sequence_parallel: bool | None = None,
+        recompute: str | None = None,
         microbatches: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         stages_per_rank: int | None = None,
         precision: str = "float32",
         reshard_after_forward: bool | None = None,
@@ -140,18 +145,39 @@ class Plan:
             "nonfinite": nonfinite,
             "verify": verify,
         }
-        fields = _DEFAULTS | Reader(Source(values)).plan()
-        meshes = in_order(fields["mesh"])
-        for name, value in {**fields, "mesh": meshes[0] if meshes else _ALONE, "meshes": meshes}.items():
+        given = Reader(Source(values)).plan()
+        fields, meshes = _DEFAULTS | given, in_order(given["mesh"])
+        fields |= {"mesh": meshes[0] if meshes else _ALONE, "meshes": meshes, "said": frozenset(given) & {*FOUND}}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def at(self, processes: int) -> Plan:
         """This plan with the mesh chosen for so many processes: the first of its meshes that has as many ranks.
 
         Raises PlanError where none has, with all of them. A plan of one mesh is given back as it is, whatever its size:
-        who starts it says what is missing.
+        who starts it says what is missing. A plan with ``mesh: auto`` stays so for more than one process: a search finds
+        its mesh.
         """
-        return self if len(self.meshes) == 1 else self.replace(mesh=chosen(self.meshes, processes))
+        if len(self.meshes) == 1 or (self.auto and processes > 1):
+            return self
+        return self.replace(mesh=chosen(self.meshes, processes))
+
+    @property
+    def auto(self) -> bool:
+        """Whether its mesh is still to be found."""
+        return not self.meshes
+
+    def check_mesh(self) -> None:
+        """Raises PlanError if the mesh is still to be found: for what needs one, and knows no number of processes."""
+        findings = Findings()
+        if self.auto:
+            findings.add(
+                where="mesh",
+                given=AUTO,
+                required="a mesh: it is not known here how many processes there will be",
+                fix="mw.find_plans(build, batch, devices=8).plans[0].plan",
+            )
+        findings.raise_if_any()
 
     @property
     def pieces(self) -> int:
@@ -220,7 +246,8 @@ class Plan:
         """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
         meshes = [dict(mesh.axes) for mesh in self.meshes]
         said: dict[str, Any] = {"mesh": (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO}
-        said |= {name: getattr(self, name) for name in PLAN if getattr(self, name) != _DEFAULTS[name]}
+        kept = self.said if self.auto else ()  # what is said is not found, also if it is the default
+        said |= {name: getattr(self, name) for name in PLAN if name in kept or getattr(self, name) != _DEFAULTS[name]}
         if self.modules:
             said["modules"] = {glob: entry.settings() for glob, entry in self.modules.items()}
         return said
@@ -256,4 +283,5 @@ class Plan:
 PlanLike: TypeAlias = Plan | Mesh | Mapping[str, Any] | str | os.PathLike[str]
 
 _ALONE = Mesh((("dp_shard", 1),))
-_DEFAULTS = {name: signature(Plan).parameters[name].default for name in PLAN}
+_DEFAULTS: dict[str, Any] = {name: signature(Plan).parameters[name].default for name in PLAN}
+_DEFAULTS |= {"sequence_parallel": False, "recompute": "none", "schedule": "1f1b"}

@@ -94,6 +94,11 @@ ENTRY = {
     "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
 }
 
+FOUND = (
+    "sequence_parallel", "recompute", "microbatches", "schedule", "stages_per_rank", "reshard_after_forward",
+)  # fmt: skip
+"""What a search varies beside the mesh, where a plan leaves it out."""
+
 SECTIONS = ("modules", "parameters")
 KEYS = ("mesh", *SECTIONS, *PLAN)
 """The keys of a plan, as a command line may need to tell them from others."""

@@ -2,7 +2,7 @@
 
 mesh: {pp: 2, dp_shard: 2}                          one: as many processes are needed
 mesh: [{pp: 2, dp_shard: 2}, {dp_shard: 2}]         4 processes: the first; 2: the second
-mesh: auto                                          dp_shard over all processes that there are
+mesh: auto                                          the fastest that a search finds for the processes that there are
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def in_order(read: Mesh | tuple[Mesh, ...] | str) -> tuple[Mesh, ...]:
 
 
 def chosen(meshes: tuple[Mesh, ...], processes: int) -> Mesh:
-    """The mesh for so many processes. Raises PlanError, with all meshes, where none has as many ranks."""
+    """The mesh for so many processes. Raises PlanError, with all meshes, where none has as many ranks.
+
+    ``meshes``: none for ``auto``, which for one process is one device.
+    """
     if not meshes:
         return Mesh((("dp_shard", processes),))
     for mesh in meshes:

@@ -99,6 +99,7 @@ def measure(
     The other arguments are those of ``predict``.
     """
     plan = Plan.parse(plan)
+    plan.check_mesh()
     with ExitStack() as stack:
         pool = workers or stack.enter_context(local_workers(plan.mesh.size))
         measured = pool.run(

@@ -6,6 +6,7 @@
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
 | a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._flat` |
+| processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
 | microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |
 
@@ -73,6 +74,8 @@ class Estimator:
             backward = tuple(b + blocks * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
         terms = (self._flat if candidate.pp == 1 else self._pipelined)(candidate, forward, backward, blocks)
         terms["clip and optimizer"] = self._update(candidate, blocks)
+        if shared := self._shared_cores(candidate, terms):
+            terms["shared cores"] = shared
         return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -103,6 +106,12 @@ class Estimator:
     def _update_of(self, tp: int, shards: int) -> float:
         """Seconds of clipping and the optimizer on the device, for an element."""
         return self._pieces[tp].update.device(self._profile, 1 / shards)
+
+    def _shared_cores(self, of: Candidate, terms: Mapping[str, float]) -> float:
+        """Seconds by which all ranks' work on the cores of one machine exceeds a step of one."""
+        work = sum(seconds for term, seconds in terms.items() if term != "bubble")
+        cores = self._profile.cores
+        return max(0.0, of.pp * of.data * of.tp * work / cores - sum(terms.values())) if cores else 0.0
 
     def _microbatch(self, *ways: Spent) -> dict[str, float]:
         """A forward and a backward: the terms of one microbatch."""

@@ -10,7 +10,7 @@ Deterministic: the same model and hardware give the same plans in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshwright.errors import Findings, PlanError
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
+from meshwright.plan.keys import FOUND
 from meshwright.prediction.predict import adamw_on, predict
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.prediction.result import Prediction
@@ -128,7 +129,8 @@ def find_plans(
         devices: ranks; ``nodes``: that they stand on, default as many as the profile's nodes take.
         global_batch: rows of a step; default those of ``batch``.
         hardware: a profile, its name, or the path of its YAML file.
-        options: what every plan has: ``precision``, entries of ``modules``. Default: ``bfloat16``, and ``float32`` on a CPU.
+        options: what every plan has: ``precision``, entries of ``modules``, and any other setting but the mesh; what is said
+            there is not varied. Default: ``bfloat16``, and ``float32`` on a CPU.
         top: how many plans.
         verify: whether ``predict`` rehearses them: surer than an estimate, and slower.
         tell: is told what is done next.
@@ -142,16 +144,18 @@ def find_plans(
     batch = plain(batch)
     rows = global_batch or rows_of(batch)
     per_node = _per_node(devices, nodes, profile)
-    measured = Measured(build, _repeated(batch, MANY * SHARD), options, loss, optimizer, max_norm)
+    fixed = {key: value for key, value in options.items() if key not in FOUND}
+    measured = Measured(build, repeated(batch, MANY * SHARD), fixed, loss, optimizer, max_norm)
     pieces = _pieces(measured, devices, per_node, tell)
     blocks = max(one.blocks for one in pieces.values())
-    sends = measured.sends() if blocks and devices > 1 else None
-    recomputed = measured.recomputed() if blocks else 0.0
+    alone = blocks and 1 in pieces  # a plan may ask for slices of tp
+    sends = measured.sends() if alone and devices > 1 else None
+    recomputed = measured.recomputed() if alone and options.get("recompute") != "none" else 0.0
     estimator = Estimator(profile, pieces, recomputed, sends or 0.0, _ITEMSIZE[options.get("precision", "float32")])
     staged = blocks if sends is not None else 0
     estimates = [
         estimator.of(candidate)
-        for candidate in candidates(devices, per_node, rows, [*pieces], staged, recompute=bool(recomputed))
+        for candidate in candidates(devices, per_node, rows, [*pieces], staged, options, recompute=bool(recomputed))
     ]
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
     fitting = sorted((e for e in estimates if e.nbytes <= capacity), key=_order)
@@ -163,7 +167,7 @@ def find_plans(
         tell(f"rehearsing {plan.mesh}")
         try:
             prediction = predict(
-                build, _repeated(batch, rows), plan, hardware=profile, loss=loss, optimizer=optimizer, max_norm=max_norm
+                build, repeated(batch, rows), plan, hardware=profile, loss=loss, optimizer=optimizer, max_norm=max_norm
             )
         except PlanError:
             return None  # it cannot be cut so
@@ -172,12 +176,20 @@ def find_plans(
     plans = _best(fitting, proposed, top)
     rejected = _rejected(estimates, capacity)
     if not plans:
-        raise _nothing(estimates, devices, rows, profile)
-    unstaged = "nothing is repeated, or nowhere can be cut: no pipelines were looked at"
+        raise _nothing(estimates, devices, rows, profile, options)
     return Found(
         tuple(plans), len(estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
-        () if staged or devices == 1 else (unstaged,),
+        tuple(_notes(options, pipelines=bool(staged) or devices == 1)),
     )  # fmt: skip
+
+
+def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
+    if not pipelines:
+        yield "nothing is repeated, or nowhere can be cut: no pipelines were looked at"
+    if options.get("sequence_parallel") is False:
+        yield "sequence_parallel: false: plans with tp were estimated as if it were true"
+    if options.get("schedule") in ("gpipe", "zero_bubble"):
+        yield f"schedule: {options['schedule']}: pipelines were estimated as 1f1b"
 
 
 def _order(estimate: Estimated) -> tuple[float, float, str]:
@@ -198,20 +210,25 @@ def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
 
 
 def _pieces(measured: Measured, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
+    """Raises PlanError if the model takes no size of tp under these settings: the first one's."""
     found: dict[int, Pieces] = {}
+    problems: list[PlanError] = []
     for tp in divisors(devices):
         if tp <= per_node:
             tell(f"rehearsing a few blocks with tp={tp}")
             try:
                 one = measured.pieces(tp)
-            except PlanError:
-                continue  # the model does not divide so
+            except PlanError as problem:
+                problems.append(problem)  # the model does not divide so
+                continue
             if one is not None:
                 found[tp] = one
+    if not found:
+        raise problems[0]
     return found
 
 
-def _repeated(batch: Any, rows: int) -> Any:
+def repeated(batch: Any, rows: int) -> Any:
     """A batch of so many rows: those of the sample, again and again."""
     have = rows_of(batch)
     if rows <= have:
@@ -269,12 +286,16 @@ def _why(plans: Sequence[Proposal]) -> Iterable[str]:
             yield f"{other.plan.mesh} is within the interval of the first: measure both to be sure"
 
 
-def _nothing(estimates: Sequence[Estimated], devices: int, rows: int, profile: Profile) -> PlanError:
+def _nothing(
+    estimates: Sequence[Estimated], devices: int, rows: int, profile: Profile, options: Mapping[str, Any]
+) -> PlanError:
     findings = Findings("this search")
     if not estimates:
+        pieces = options.get("microbatches") or 1
+        divided = f" and {pieces} microbatches" if pieces > 1 else ""
         findings.add(
             where="global_batch", given=f"{rows} rows on {devices} devices",
-            required="rows that divide over the data ranks of some mesh", fix=f"global_batch={devices}",
+            required=f"rows that divide over the data ranks{divided} of some mesh", fix=f"global_batch={devices * pieces}",
         )  # fmt: skip
         return findings.error()
     least = min(estimates, key=lambda e: e.nbytes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.plan.keys import FOUND
+
 LARGEST_STAGES = 64
+CHUNKS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,11 @@ class Candidate:
         """(pp, tp): what decides most of memory and time."""
         return self.pp, self.tp
 
-    def plan(self, options: dict[str, Any]) -> dict[str, Any]:
-        """It as a plan. ``options``: of every plan."""
+    def plan(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """It as a plan. ``options``: of every plan; they win."""
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
-        plan: dict[str, Any] = {"mesh": mesh, **options, "microbatches": self.microbatches}
+        plan: dict[str, Any] = {"mesh": mesh, "microbatches": self.microbatches}
         if self.tp > 1:
             plan["sequence_parallel"] = True
         if self.recompute:
@@ -50,7 +53,33 @@ class Candidate:
             plan |= {"schedule": "interleaved", "stages_per_rank": self.chunks}
         if self.pp == 1 and self.dp_shard > 1 and not self.reshard:
             plan["reshard_after_forward"] = False
-        return plan
+        return {**plan, **options}
+
+    def agrees(self, options: Mapping[str, Any]) -> bool:
+        """Whether it is a plan with these settings, as far as they say anything of it."""
+        flat, gathered = self.pp == 1, self.pp == 1 and self.dp_shard > 1
+        return (
+            options.get("microbatches", self.microbatches) == self.microbatches
+            and options.get("recompute", _RECOMPUTE[self.recompute]) == _RECOMPUTE[self.recompute]
+            and (flat or self.chunks in (chunks_of(options) or CHUNKS))
+            and (not gathered or options.get("reshard_after_forward", self.reshard) == self.reshard)
+        )
+
+
+_RECOMPUTE = {True: "blocks", False: "none"}
+
+
+def chunks_of(options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """How many stages of a rank of the pipeline axis settings allow; None if they say nothing of it."""
+    if (said := options.get("stages_per_rank")) is not None:
+        return (said,)
+    schedule = options.get("schedule")
+    return None if schedule is None else tuple(n for n in CHUNKS if (n > 1) == (schedule == "interleaved"))
+
+
+def varied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings which a search would vary otherwise."""
+    return {key: value for key, value in options.items() if key in FOUND and value is not None}
 
 
 def divisors(number: int) -> list[int]:
@@ -64,9 +93,16 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(
-    devices: int, per_node: int, global_batch: int, tps: list[int], blocks: int, *, recompute: bool
+    devices: int,
+    per_node: int,
+    global_batch: int,
+    tps: list[int],
+    blocks: int,
+    options: Mapping[str, Any] | None = None,
+    *,
+    recompute: bool,
 ) -> Iterator[Candidate]:
-    """All plans of so many devices.
+    """All plans of so many devices, with these settings.
 
     Args:
         per_node: devices of a node; tp stays within one.
@@ -74,6 +110,23 @@ def candidates(
         blocks: that are repeated: a pipeline has at most as many stages.
         recompute: whether blocks may be computed again.
     """
+    said = varied(options or {})
+    if not recompute:
+        said.pop("recompute", None)  # nothing is repeated: it makes no difference
+    every = _all(devices, per_node, global_batch, tps, blocks, chunks_of(said) or CHUNKS, recompute=recompute)
+    yield from (candidate for candidate in every if candidate.agrees(said))
+
+
+def _all(
+    devices: int,
+    per_node: int,
+    global_batch: int,
+    tps: list[int],
+    blocks: int,
+    chunks: tuple[int, ...],
+    *,
+    recompute: bool,
+) -> Iterator[Candidate]:
     for tp in tps:
         for pp in divisors(devices // tp) if devices % tp == 0 else []:
             if pp > min(blocks or 1, LARGEST_STAGES) or tp > per_node:
@@ -85,17 +138,15 @@ def candidates(
                 for microbatches in divisors(global_batch // data):
                     yield from _ways(
                         Candidate(pp, data // shard, shard, tp, microbatches, global_batch // data // microbatches),
-                        blocks, recompute=recompute,
+                        blocks, chunks, recompute=recompute,
                     )  # fmt: skip
 
 
-def _ways(of: Candidate, blocks: int, *, recompute: bool) -> Iterator[Candidate]:
+def _ways(of: Candidate, blocks: int, chunks: tuple[int, ...], *, recompute: bool) -> Iterator[Candidate]:
     if of.pp > 1 and of.microbatches < of.pp:
         return  # stages would stand idle
-    chunks = (
-        [n for n in (1, 2, 4) if n == 1 or (of.pp * n <= blocks and of.microbatches % of.pp == 0)] if of.pp > 1 else [1]
-    )
-    for number in chunks:
+    numbers = [n for n in chunks if n == 1 or (of.pp * n <= blocks and of.microbatches % of.pp == 0)]
+    for number in numbers if of.pp > 1 else [1]:
         for again in (False, True) if recompute else (False,):
             for reshard in (True, False) if of.pp == 1 and of.dp_shard > 1 else (True,):
                 yield Candidate(

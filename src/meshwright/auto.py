@@ -1,0 +1,92 @@
+"""``mesh: auto`` in a run: rank 0 has a plan found by a process beside it, and all ranks take that.
+
+    rank 0   a process of its own ── search ──► plan, notes ──┐
+    rank 1   ················································ ├─ broadcast ─► all ranks alike
+    ...                                                       ┘
+
+A search rehearses ranks of other worlds, which a process that is a rank of a run cannot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.errors import Findings, PlanError
+from meshwright.hardware.here import profile_here
+from meshwright.hardware.profile import Profile
+from meshwright.plan import Plan
+from meshwright.runtime.rows.batch import mapped, plain
+from meshwright.runtime.rows.loss import Loss
+from meshwright.workers.pool import WorkerError, local_workers, report
+
+Build = Callable[[], nn.Module]
+Chosen: TypeAlias = tuple[Plan, tuple[str, ...]]
+"""A plan, and what a reader should know of how it was found."""
+
+
+def agreed_plan(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
+    """The plan that is found for the ranks of this run. Collective: every rank calls it alike.
+
+    Args:
+        plan: with ``mesh: auto``.
+        batch: its rows are those of a step of all ranks.
+        timeout: seconds that the search may go without a word.
+
+    Raises:
+        PlanError: on every rank: no profile of these devices, no plan that fits, or wrong settings.
+        WorkerError: on every rank: the search failed.
+    """
+    answer: list[Chosen | Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = _found(build, plan, batch, loss, device, timeout)
+        except PlanError as problem:
+            answer[0] = problem
+        except WorkerError as failure:
+            answer[0] = failure.plan_error or failure
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    assert answer[0] is not None
+    return answer[0]
+
+
+def _found(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
+    profile, ranks = profile_here(device.type), dist.get_world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    nodes = ranks // here if device.type == "cuda" and ranks % here == 0 else None
+    rows = mapped(lambda t: t.detach().cpu(), plain(batch))
+    with local_workers(1, start_method="spawn") as beside:
+        try:
+            found: Chosen = beside.run(_search, build, plan, rows, loss, profile, ranks, nodes, timeout=timeout)[0]
+        except TypeError as error:  # what cannot be pickled
+            raise _not_sent(error) from None
+    return found
+
+
+def _search(
+    build: Build, plan: Plan, batch: Any, loss: Loss, profile: Profile, ranks: int, nodes: int | None
+) -> Chosen:
+    """In a process that is a rank of no run."""
+    dist.destroy_process_group()
+    # By its name: a search is built on predictions, and these on ``parallelize``, which is built on this.
+    chosen: Callable[..., Chosen] = import_module("meshwright.search.choice").chosen_plan
+    return chosen(build, batch, plan, devices=ranks, nodes=nodes, hardware=profile, loss=loss, tell=report)
+
+
+def _not_sent(error: TypeError) -> PlanError:
+    findings = Findings("this run")
+    findings.add(
+        where="mesh",
+        given=f"auto, and a model, loss or batch that {error}",
+        required="what can be sent to the process that searches; or a mesh",
+        fix="mw.parallelize(build, mw.find_plans(build, batch, devices=8).plans[0].plan, batch=batch)",
+    )
+    return findings.error()

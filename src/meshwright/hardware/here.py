@@ -1,0 +1,60 @@
+"""The profile of the devices of this machine: of a GPU by its name, of the CPU as ``meshwright calibrate`` measured it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from meshwright.errors import Findings
+from meshwright.hardware.local import CPU_LOCAL, calibrated_file
+from meshwright.hardware.profile import Profile
+from meshwright.hardware.reader import profiles, read_profile
+
+GPUS = {
+    "a100-40": r"A100-SXM4-40GB",
+    "a100-80": r"A100-SXM4-80GB",
+    "b200-sxm": r"\bB200$",
+    "h100-sxm": r"H100 80GB HBM3$",
+    "h200-sxm": r"\bH200$",
+    "mi300x": r"MI300X$",
+    "v100": r"V100-SXM[23]",
+}
+"""Name of a profile that ships → the names that torch has for its GPUs. Cards of other forms have other links."""
+
+
+def profile_here(device: str) -> Profile:
+    """The profile of this machine's devices of a type, ``cpu`` or ``cuda``; of a GPU with the memory that it has.
+
+    Raises:
+        PlanError: the CPU has not been measured, or no profile ships for the GPU.
+    """
+    if device == "cuda":
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return replace(profile_of_gpu(properties.name), memory=properties.total_memory)
+    findings = Findings("this search")
+    if not calibrated_file().is_file():
+        findings.add(
+            where="mesh",
+            given=f"auto, and no profile of this machine ({calibrated_file()})",
+            required="a profile of the devices, by which plans are compared; or a mesh",
+            fix="meshwright calibrate",
+        )
+    findings.raise_if_any()
+    return read_profile(CPU_LOCAL)
+
+
+def profile_of_gpu(name: str) -> Profile:
+    """The profile of a GPU by torch's name for it, such as ``NVIDIA H100 80GB HBM3``. Raises PlanError if none ships."""
+    for profile, pattern in GPUS.items():
+        if re.search(pattern, name):
+            return read_profile(profile)
+    findings = Findings("this search")
+    findings.add(
+        where="mesh",
+        given=f"auto, on {name}",
+        required=f"a GPU whose profile ships ({', '.join(profiles())}); or a mesh",
+        fix="mesh: {dp_shard: 2}",
+    )
+    raise findings.error()
