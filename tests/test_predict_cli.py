@@ -170,6 +170,68 @@ def test_auto_without_a_profile_is_told(file: str, command: str) -> None:
     )
 
 
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> tuple[str, str]:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("mesh: {tp: 2}\n")
+    second.write_text("mesh: {pp: 2}\nmicrobatches: 2\n")
+    return str(first), str(second)
+
+
+def test_two_plans_are_compared(file: str, plans: tuple[str, str]) -> None:
+    given = ("plan", f"{file}:model", "--compare", *plans, "--hardware", "h100", "--set", "recompute=blocks")
+    found = data(*given)
+    assert found["settings"] == {"mesh": [{"tp": 2}, {"pp": 2}], "microbatches": [None, 2]}, "--set is of both"
+    assert found["seconds"]["waiting for other stages"]["first"] == 0
+    one = data("predict", f"{file}:model", "--plan", plans[0], "--hardware", "h100", "--set", "recompute=blocks")
+    assert found["predictions"][0] == {key: one[key] for key in found["predictions"][0]}
+    text = meshwright(*given).stdout
+    assert "communication over tp" in text and "difference" in text and "second.yaml" in text
+
+
+def test_what_is_wrong_with_both_plans_and_all_else_is_told_at_once(file: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("mesh: {tpp: 2}\nrecompute: blox\n")
+    auto = tmp_path / "auto.yaml"
+    auto.write_text("mesh: auto\n")
+    given = ("plan", f"{file}:modle", "--compare", str(bad), str(auto), "--hardware", "h10O", "--devices", "3")
+    text = meshwright(*given, code=2).stderr
+    assert "6 problems" in text and "Traceback" not in text
+    assert all(
+        said in text for said in ("bad.yaml:1:", "bad.yaml:2:", "how many processes", "h10O", "modle", "--devices")
+    )
+
+
+def test_rows_that_divide_over_one_of_the_plans_alone_are_told(file: str, plans: tuple[str, str]) -> None:
+    given = ("plan", f"{file}:model", "--compare", *plans, "--hardware", "h100", "--global-batch", "5")
+    assert "a multiple of 2" in meshwright(*given, code=2).stderr
+
+
+@pytest.mark.usefixtures("calibrated", "pooled")
+def test_plans_that_are_found_are_measured_and_sorted_by_that(file: str) -> None:
+    given = ("plan", f"{file}:model", "--devices", "2", "--top", "2", "--measure", "2")
+    found = data(*given)["plans"]
+    assert len(found) == 2
+    seconds = [one["measured"]["seconds"]["mean"] for one in found]
+    assert seconds == sorted(seconds)
+    for one in found:
+        assert one["measured"]["source"] == "measured" and len(one["measured"]["memory"]) == 2
+        assert one["errors"]["seconds"] == pytest.approx(
+            one["prediction"]["seconds"]["mean"] / one["measured"]["seconds"]["mean"] - 1
+        )
+    text = meshwright(*given).stdout
+    assert "predicted and measured" in text and "longer, measured" in text
+
+
+def test_a_search_needs_to_know_for_how_many_devices_and_measures_this_machine_alone(file: str) -> None:
+    given = ("plan", f"{file}:model", "--hardware", "h100", "--measure", "2")
+    assert "--devices 8" in meshwright(*given, code=2).stderr
+    assert "--hardware cpu-local" in meshwright(*given, "--devices", "2", code=2).stderr
+
+
 # --- dryrun -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@
     workers.pool local_workers                 processes on this machine, started once
     parity      check, Report                  the same as one device?
     prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
+                compare, Difference            what one plan takes more or less than another
     search      find_plans, Found              the fastest plans that fit so many devices
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
     from meshwright.plan import Plan
+    from meshwright.prediction.difference import Difference, compare
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
     from meshwright.recipe import Recipe
@@ -72,6 +74,7 @@ _HOME = {
     "check": "parity", "Report": "parity",
     "find_plans": "search.find", "Found": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
+    "compare": "prediction.difference", "Difference": "prediction.difference",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts",
@@ -82,6 +85,7 @@ __all__ = [
     "Branches",
     "CheckpointError",
     "Comparison",
+    "Difference",
     "Finding",
     "Found",
     "Hardware",
@@ -104,6 +108,7 @@ __all__ = [
     "UnfrozenError",
     "Watch",
     "check",
+    "compare",
     "compare_branches",
     "find_plans",
     "load_checkpoint",

@@ -8,6 +8,7 @@
     options      what several commands take
     given        what a command line names, read as a whole
     subject      what predict and dryrun are asked about: a batch of so many rows, a profile
+    comparison   plan --compare: two plans instead of a search
     processes    local workers; how a command ends
     help         help that teaches
     show check plan predict dryrun calibrate train inspect export env    the commands, a file each; bar is the progress of one
@@ -152,6 +153,15 @@ meshwright plan hf:gpt2 --devices 8 --hardware h100 --seq 1024 --global-batch 64
 # 64 devices of 8 nodes; the two best, rehearsed as predict does
 meshwright plan hf:gpt2 --devices 64 --nodes 8 --hardware a100-80 --global-batch 256 \\
     --top 2 --verify --set vocab_size=50304,n_layer=4
+
+# what the second of two plans takes more than the first, term by term
+echo 'mesh: {dp_shard: 4, tp: 2}' > one.yaml; echo 'mesh: {pp: 2, dp_shard: 4}' > two.yaml
+meshwright plan hf:gpt2 --compare one.yaml two.yaml --hardware h100 --set n_layer=2
+
+# this machine: the two best, run for 4 steps each
+meshwright calibrate
+meshwright plan hf:gpt2 --devices 2 --top 2 --measure 4 --seq 64 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
 """,
 )(plan)
 

@@ -68,13 +68,13 @@ class Given:
                 machine.
             whole: (target, its settings, data ranks at most) → rows of a step for which it is found. None: the batch's.
         """
-        ours, others = _divided(sets or ())
+        ours, others = divided(sets or ())
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
         resolved, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
         found, size = resolved is not None and resolved.auto and "RANK" not in os.environ, ranks or _gpus()
         if resolved is not None:
-            count = rows(_pieces(resolved.replace(mesh={"dp_shard": size}) if found else resolved))
+            count = rows(pieces_of(resolved.replace(mesh={"dp_shard": size}) if found else resolved))
             if not found:
                 problems.of(partial(check, resolved))
         problems.of(beside)
@@ -112,7 +112,7 @@ class Given:
     @property
     def pieces(self) -> int:
         """Into how many pieces a batch is divided: data ranks, those within a branch too, × microbatches."""
-        return _pieces(self.plan)
+        return pieces_of(self.plan)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class Problems:
     def raise_if_any(self) -> None:
         if self.errors:
             subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
-            raise PlanError([finding for error in self.errors for finding in error.findings], subject)
+            findings = dict.fromkeys(finding for error in self.errors for finding in error.findings)  # each once
+            raise PlanError(findings, subject)
 
 
 def _at(plan: Plan, ranks: int | None) -> Plan:
@@ -201,7 +202,7 @@ def _gpus() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _pieces(plan: Plan) -> int:
+def pieces_of(plan: Plan) -> int:
     within = [Mesh(entry.mesh).data_size for entry in plan.modules.values() if entry.mesh is not None]
     return plan.mesh.data_size * plan.pieces * max(within, default=1)
 
@@ -220,10 +221,10 @@ def _check_device(device: str | None) -> None:
     findings.raise_if_any()
 
 
-def _divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Settings of the plan, and those of the target. ``a=1,b=2`` are two; ``mesh=dp_shard=2,tp=2`` is one.
 
-    >>> _divided(["recompute=all,modules.*.up.tp=column,n_layer=2"])
+    >>> divided(["recompute=all,modules.*.up.tp=column,n_layer=2"])
     (['recompute=all', 'modules.*.up.tp=column'], {'n_layer': '2'})
     """
     ours: list[str] = []

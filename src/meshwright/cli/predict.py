@@ -21,13 +21,10 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
-from meshwright.cli.subject import Subject, quiet
+from meshwright.cli.subject import Subject, check_measurable, quiet
 from meshwright.draw.console import console
-from meshwright.errors import Findings
-from meshwright.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.hardware.profile import Profile
     from meshwright.prediction.result import Prediction
 
 
@@ -58,7 +55,7 @@ def predict(
         subject = Subject.read(
             target, mesh, plan, set_, loss,
             hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
-            check=_check_measurable if measure else lambda plan, profile: None,
+            check=check_measurable if measure else lambda plan, profile: None,
         )  # fmt: skip
         processes.tell_found(subject.given)
         with quiet():
@@ -85,26 +82,6 @@ def _measured(subject: Subject) -> Prediction:
     given, threads = subject.given, max(1, processes.cores() // subject.profile.cores)
     with processes.workers(given, threads=threads) as workers:
         return mw_measure(given.target.build, subject.batch, given.plan, loss=given.loss, workers=workers)
-
-
-def _check_measurable(plan: Plan, profile: Profile) -> None:
-    """Raises PlanError if what is predicted is not of this machine's processes, or if they would be too many."""
-    findings, most = Findings("this command"), max(8, 4 * processes.cores())
-    if not profile.cores:
-        findings.add(
-            where="--measure",
-            given=f"--hardware {profile.name}, and a run on this machine's CPUs to compare with",
-            required="the profile of this machine, which meshwright calibrate measures",
-            fix="--hardware cpu-local",
-        )
-    if plan.mesh.size > most:
-        findings.add(
-            where="--measure",
-            given=f"{plan.mesh}: {plan.mesh.size} local processes",
-            required=f"at most {most} on {processes.cores()} cores",
-            fix="leave out --measure",
-        )
-    findings.raise_if_any()
 
 
 def _data(subject: Subject, predicted: Prediction, measured: Prediction | None) -> dict[str, Any]:

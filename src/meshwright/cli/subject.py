@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.given import Given
+from meshwright.cli import processes
+from meshwright.cli.given import Given, Problems, divided, pieces_of
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import Plan
 from meshwright.target import HF, Target, with_rows
@@ -19,6 +20,21 @@ if TYPE_CHECKING:  # hardware is read by the commands that need it
 
 _FEW = 8  # rows that a made-up batch is made of; where it has more, they repeat
 LENGTH = 128  # tokens of a row where none are said, as ``train`` has them
+
+
+def plans_in(files: Sequence[str], sets: Sequence[str] | None) -> list[Plan]:
+    """The plans of several files, with settings over each. Raises PlanError with every problem of all of them."""
+    problems = Problems()
+    for file in files:
+        problems.of(lambda file=file: _whole_plan(file, sets))  # type: ignore[misc]
+    problems.raise_if_any()
+    return [_whole_plan(file, sets) for file in files]
+
+
+def _whole_plan(file: str, sets: Sequence[str] | None) -> Plan:
+    plan = Plan.from_command(file, None, divided(sets or ())[0])
+    plan.check_mesh()
+    return plan
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,22 @@ class Subject:
         batch = _batch(given.target.batch, rows, given.pieces)
         return Subject(given, batch, named_profile(hardware, network))
 
+    def batch_of(self, plans: Sequence[Plan], global_batch: int | None) -> Any:
+        """A batch that divides over the data ranks and microbatches of all plans.
+
+        Raises PlanError with every problem: ``global_batch`` does not divide so, or the profile has no network for so many
+        ranks.
+        """
+        problems = Problems()
+        for plan in plans:
+            problems.of(lambda plan=plan: _check_rows(plan, global_batch))  # type: ignore[misc]
+            problems.of(lambda plan=plan: _check_nodes(plan, self.profile))  # type: ignore[misc]
+        problems.raise_if_any()
+        pieces = math.lcm(*(pieces_of(plan) for plan in plans))
+        made_up = self.given.target.spec.startswith(HF) and "batch_size" not in self.given.settings
+        rows = global_batch or (_rows(pieces) if made_up else None)
+        return _batch(self.given.target.batch, rows, pieces)
+
 
 def named_profile(hardware: str | None, network: str | None) -> Profile:
     """The profile that a command line names; without a name, that of this machine.
@@ -131,6 +163,26 @@ def _check_nodes(plan: Plan, profile: Profile) -> None:
             given=f"{profile.name}: {profile.devices_per_node} devices in a node, and no network",
             required=f"a profile with networks, for the {plan.mesh.size} ranks of {plan.mesh}",
             fix="--hardware h100",
+        )
+    findings.raise_if_any()
+
+
+def check_measurable(plan: Plan, profile: Profile) -> None:
+    """Raises PlanError if what is predicted is not of this machine's processes, or if they would be too many."""
+    findings, most = Findings("this command"), max(8, 4 * processes.cores())
+    if not profile.cores:
+        findings.add(
+            where="--measure",
+            given=f"--hardware {profile.name}, and a run on this machine's CPUs to compare with",
+            required="the profile of this machine, which meshwright calibrate measures",
+            fix="--hardware cpu-local",
+        )
+    if plan.mesh.size > most:
+        findings.add(
+            where="--measure",
+            given=f"{plan.mesh}: {plan.mesh.size} local processes",
+            required=f"at most {most} on {processes.cores()} cores",
+            fix="leave out --measure",
         )
     findings.raise_if_any()
 

@@ -27,6 +27,8 @@ def drawn(found: Found, profile: Profile, file: str | None) -> RenderableType:
         f" on {profile.name}, of which {found.fitting:,} fit {size_text(profile.memory)}",
     )
     parts: list[RenderableType] = [heading, Text(), _plans(found)]
+    if any(proposal.measured is not None for proposal in found.plans):
+        parts += [Text(), Text("predicted and measured", style="bold"), _beside(found)]
     if found.why:
         parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in found.why)]
     if found.rejected:
@@ -51,6 +53,24 @@ def _plans(found: Found) -> Table:
             str(proposal.plan.mesh), f"{of.microbatches} of {of.rows} row{'s' * (of.rows > 1)}", _schedule(of),
             "blocks" if of.recompute else "none", duration_text(proposal.seconds), _interval(proposal),
             size_text(proposal.nbytes), _most(proposal),
+        )  # fmt: skip
+    return table
+
+
+def _beside(found: Found) -> Table:
+    """A line for each plan, the fastest that was measured first; errors: (predicted - measured) / measured."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("mesh")
+    for name in ("predicted", "measured", "error", "memory", "measured", "error"):
+        table.add_column(name, justify="right")
+    for proposal in found.plans:
+        predicted, run = proposal.prediction, proposal.measured
+        if predicted is None or run is None:
+            continue
+        seconds, ran = predicted.seconds.seconds, run.seconds.seconds
+        table.add_row(
+            str(proposal.plan.mesh), duration_text(seconds), duration_text(ran), f"{100 * (seconds / ran - 1):+.0f} %",
+            size_text(predicted.peak), size_text(run.peak), f"{100 * (predicted.peak / run.peak - 1):+.0f} %",
         )  # fmt: skip
     return table
 

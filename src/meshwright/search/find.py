@@ -45,11 +45,13 @@ class Proposal:
         plan: runs as it is.
         estimate: what the search ranked it by.
         prediction: what ``predict`` says of it; None if it was not asked.
+        measured: what a run on this machine took; None if it was not run.
     """
 
     plan: Plan
     estimate: Estimated
     prediction: Prediction | None = None
+    measured: Prediction | None = None
 
     @property
     def seconds(self) -> float:
