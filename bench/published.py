@@ -1,10 +1,15 @@
 """Predicted against published: signed errors, MAPE, rank correlation and regret on tables that others measured.
 
-    python bench/published.py --data DIR [--predictor roofline|meshwright] [--tables NAME ...] [--rows]
+    python bench/published.py --data DIR [--predictor roofline|meshwright|predict|estimate] [--tables NAME ...] [--rows]
 
 DIR holds CSV files, one for each table (published_cases/tables.py has their names and sources); none of their rows is in this
-repository. Each row becomes a case (published_cases/case.py) or is skipped with its reason. A report says of each table where
-the predictor's constants come from: the roofline's is fitted on another table than the one that is reported (``--fit-on``).
+repository. Each row becomes a case (published_cases/case.py) or is skipped with its reason.
+
+``meshwright`` asks ``mw.predict`` about tables of at most 40 cases that differ, and takes the arithmetic of ``find_plans``
+for larger ones; ``predict`` and ``estimate`` say which for all.
+
+A report says of each table where the predictor's constants come from: the roofline's is fitted on another table than the one
+that is reported (``--fit-on``).
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from published_cases import predictor, roofline
+from published_cases import estimates, predictor, roofline
 from published_cases.case import Case, Predicted
 from published_cases.plans import stand_ins
 from published_cases.report import ROW_HEAD, Predict, lines_of, row_text, summary
 from published_cases.tables import READERS, Table, read_table, unread
 
+MANY = 40  # cases of a table that differ, above which none is rehearsed by itself
 FIT_ON, FIT_ON_INSTEAD = "megatron_sc21_table1", "mosaic_a100"  # the second, for the report on the first
 
 
@@ -46,27 +52,35 @@ def main() -> None:
         print(f"\n{name}: {len(table.cases)} cases, {len(table.skipped)} rows skipped")
         _print_skipped(table, arguments.rows)
         if table.cases:
-            _print_report(table, _predictor(arguments, name), arguments.rows, arguments.every)
+            _print_report(table, _predictor(arguments, table), arguments.rows, arguments.every)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the folder of the CSV files")
-    parser.add_argument("--predictor", choices=("roofline", "meshwright"), default="roofline")
+    parser.add_argument("--predictor", choices=("roofline", "meshwright", "predict", "estimate"), default="roofline")
     parser.add_argument("--tables", nargs="+", default=list(READERS), choices=list(READERS), metavar="NAME")
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each table")
     parser.add_argument("--fit-on", choices=list(READERS), metavar="NAME", help="the roofline's table")
     return parser.parse_args()
 
 
-def _predictor(arguments: argparse.Namespace, table: str) -> Predictor:
+def _predictor(arguments: argparse.Namespace, table: Table) -> Predictor:
     """The predictor for one table."""
-    if arguments.predictor == "meshwright":
-        return Predictor(remembered(predictor.predict), predictor.fitted)
-    source = arguments.fit_on or (FIT_ON if table != FIT_ON else FIT_ON_INSTEAD)
+    if arguments.predictor != "roofline":
+        few = len({_asked(case) for case in table.cases}) <= MANY
+        if arguments.predictor == "predict" or (arguments.predictor == "meshwright" and few):
+            return Predictor(remembered(predictor.predict), predictor.fitted)
+        return Predictor(remembered(estimates.estimate), estimates.fitted)
+    source = arguments.fit_on or (FIT_ON if table.name != FIT_ON else FIT_ON_INSTEAD)
     fitted = roofline.fit(read_table(arguments.data, source).cases, source)
     return Predictor(fitted, fitted.fitted)
+
+
+def _asked(case: Case) -> object:
+    """What a prediction depends on."""
+    return case.model, case.layout, case.precision, case.machine, case.compiled
 
 
 def remembered(predict: Predict) -> Predict:
@@ -74,7 +88,7 @@ def remembered(predict: Predict) -> Predict:
     answers: dict[object, Predicted] = {}
 
     def answer(case: Case) -> Predicted:
-        key = (case.model, case.layout, case.precision, case.machine, case.compiled)
+        key = _asked(case)
         if key not in answers:
             answers[key] = predict(case)
         return answers[key]

@@ -12,15 +12,18 @@ from typing import Any
 import published
 import pytest
 import torch
-from published_cases import predictor, roofline
-from published_cases.case import GIB, Case, Layout, Machine, Measured, ModelShape, Precision, Predicted
+from published_cases import estimates, predictor, roofline
+from published_cases.case import GIB, Case, Layout, Measured, ModelShape, Predicted
 from published_cases.models import build_model
 from published_cases.plans import batch_of, plan_of, stand_ins
+from published_cases.profiles import profile_of
 from published_cases.report import Line, lines_of, rank_correlation, regrets, row_text, summary
 from published_cases.shapes import llama, megatron_gpt, mpt, padded_vocab, parameter_count
 from published_cases.tables import READERS, Table, read_table, unread
 
 import meshwright as mw
+from meshwright.hardware.profile import Profile
+from meshwright.hardware.reader import read_profile
 
 # One row of each table, by column: others are left empty. Seconds are what the case must say.
 ROWS: dict[str, tuple[dict[str, Any], float | None]] = {
@@ -207,7 +210,7 @@ def reduced(case: Case, layers: int = 4) -> Case:
 @pytest.mark.parametrize("table", ROWS)
 def test_a_small_one_of_each_table_is_planned(table: str, tmp_path: Path) -> None:
     case = reduced(case_of(tmp_path, table))
-    recipe = mw.make_recipe(build_model(case.model), plan_of(case), batch_of(case))
+    recipe = mw.make_recipe(build_model(case.model), plan_of(case), batch_of(case.model, case.layout))
     assert recipe.mesh.size == case.layout.devices
     assert len(recipe.recompute) == case.layout.recomputed_blocks
 
@@ -243,10 +246,7 @@ VIT = ModelShape("vit", 2, 64, 4, 10, 16, 4, 256)
 def test_models_train(shape: ModelShape) -> None:
     torch.manual_seed(0)
     model = build_model(shape)()
-    case = Case(
-        "", "", shape, Layout(1, 2), Precision("float32", "float32", "float32"), Machine("a100-80", GIB), "", Measured()
-    )
-    model(**batch_of(case, "cpu")).loss.backward()
+    model(**batch_of(shape, Layout(1, 2), "cpu")).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     if shape is not VIT:
         assert sum(p.numel() for p in model.parameters()) == parameter_count(shape)
@@ -378,17 +378,71 @@ def test_meshwright_is_asked_for_each_stage_and_once_for_cases_alike(
 ) -> None:
     asked = []
 
-    def predict(build: Any, batch: Any, plan: dict[str, Any], *, hardware: str) -> Any:
-        asked.append((build().layers, plan["mesh"], tuple(batch["tokens"].shape), hardware))
+    def predict(build: Any, batch: Any, plan: dict[str, Any], *, hardware: Profile) -> Any:
+        asked.append((build().layers, plan["mesh"], tuple(batch["tokens"].shape), hardware.name))
         memory = {0: SimpleNamespace(peak=5), 2: SimpleNamespace(peak=7)}  # the first ranks of both stages
-        return SimpleNamespace(seconds=SimpleNamespace(seconds=2.0, low=1.0, high=3.0), memory=memory.__getitem__)
+        seconds = SimpleNamespace(seconds=2.0, low=1.0, high=3.0)
+        return SimpleNamespace(
+            seconds=seconds, memory=memory.__getitem__, device_bytes=lambda rank: (8, 9 + memory[rank].peak)
+        )
 
     monkeypatch.setattr(mw, "predict", predict, raising=False)
     said = lines_of(timed(base, 1.0, 2.0), published.remembered(predictor.predict))
-    assert [line.predicted for line in said] == [Predicted(2.0, 1.0, 3.0, active=7)] * 2
+    assert [line.predicted for line in said] == [Predicted(2.0, 1.0, 3.0, active=7, reserved=16)] * 2
     assert [(mesh, rows, hardware) for _, mesh, rows, hardware in asked] == [
         ({"pp": 2, "dp_replicate": 2}, (16, 128), "a100-80")
     ]
+
+
+# --- hardware and arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_a_profile_has_the_network_the_node_and_the_capacity_of_the_row(tmp_path: Path) -> None:
+    wide = profile_of(case_of(tmp_path, "mosaic_a100").machine)
+    assert wide.network is not None and wide.network.bandwidth == 1600e9 / 8 / 8
+    assert wide.network.efficiency == read_profile("a100-80", network="roce-100").network.efficiency  # type: ignore[union-attr]
+    narrow = profile_of(case_of(tmp_path, "internevo_a100").machine)
+    assert narrow.network is not None and narrow.network.bandwidth == 400e9 / 8 / 8
+    alone = case_of(tmp_path, "vtrain_single").machine
+    assert profile_of(alone) == read_profile("a100-80")  # 80 GB as sold is what the profile says
+    small = profile_of(case_of(tmp_path, "bigscience_tr3m_v100").machine)
+    assert (small.memory, small.devices_per_node) == (16 * GIB, 4)
+    assert profile_of(case_of(tmp_path, "torchtitan_prs_h100").machine).memory == int(95.04 * GIB)
+
+
+@pytest.mark.parametrize("table", ["mosaic_a100", "vtrain_single"])
+def test_the_arithmetic_is_near_the_prediction(table: str, tmp_path: Path) -> None:
+    case = case_of(tmp_path, table, layers=8, **({"mp_mode": "DEFAULT"} if table == "mosaic_a100" else {"tp": 2, "dp": 1}))
+    said, rehearsed = estimates.estimate(case), predictor.predict(case)
+    assert said.seconds == pytest.approx(rehearsed.seconds, rel=0.25)
+    assert said.active == pytest.approx(rehearsed.active, rel=0.25)
+
+
+def test_more_is_recomputed_takes_longer_and_less_memory(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "mosaic_a100", layers=12)
+    layouts = [replace(case.layout, recompute="full" if n else "none", recomputed_blocks=n) for n in (0, 6, 12)]
+    said = [estimates.estimate(replace(case, layout=layout)) for layout in layouts]
+    assert said[0].seconds < said[1].seconds < said[2].seconds
+    assert said[0].active > said[1].active > said[2].active  # type: ignore[operator]
+
+
+def test_large_tables_are_taken_by_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ROWS["vtrain_single"][0]
+    written(
+        tmp_path,
+        "vtrain_single",
+        *(row | {"config": i, "global_batch": 16 * i, "num_microbatches": 4 * i} for i in range(1, 43)),
+    )
+    written(tmp_path, "mosaic_a100", ROWS["mosaic_a100"][0])
+    for module, name in ((predictor, "predict"), (estimates, "estimate")):
+        monkeypatch.setattr(module, name, lambda case: Predicted(1.0))
+    arguments = ["--data", str(tmp_path), "--predictor", "meshwright", "--tables", "vtrain_single", "mosaic_a100"]
+    monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
+    published.main()
+    large, small = capsys.readouterr().out.split("\nmosaic_a100: ")
+    assert "by arithmetic" in large and "by mw.predict" in small
 
 
 def test_the_report_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

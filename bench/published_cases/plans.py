@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from published_cases.case import Case
+from published_cases.case import Case, Layout, ModelShape
 from published_cases.models import PATCH
 
 _COMPUTED_IN = {"float16": "bfloat16"}  # of one size and, on every device here, one rate
@@ -18,7 +18,7 @@ def plan_of(case: Case) -> dict[str, Any]:
     layout = case.layout
     axes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     plan: dict[str, Any] = {"mesh": {axis: size for axis, size in axes.items() if size > 1} or {"dp_shard": 1}}
-    plan["precision"] = _COMPUTED_IN.get(case.precision.compute, case.precision.compute)
+    plan["precision"] = computed_in(case)
     if layout.microbatches > 1:
         plan["microbatches"] = layout.microbatches
     if layout.pp > 1:
@@ -32,6 +32,11 @@ def plan_of(case: Case) -> dict[str, Any]:
     if layout.recompute == "full":
         plan |= _recompute(layout.recomputed_blocks, case.model.layers)
     return plan
+
+
+def computed_in(case: Case) -> str:
+    """The type that stands in for the one that a case computes in."""
+    return _COMPUTED_IN.get(case.precision.compute, case.precision.compute)
 
 
 def _recompute(blocks: int, layers: int) -> dict[str, Any]:
@@ -56,7 +61,9 @@ def stand_ins(case: Case) -> tuple[str, ...]:
     if case.compiled:
         said.append("torch.compile is not planned")
     if case.model.attention == "plain":
-        said.append("Megatron-LM's fused kernels as plain operations")
+        said.append(
+            "Megatron-LM's fused kernels as plain operations; its scale and mask of the scores, free, are left out"
+        )
     if case.model.dropout > 0:
         said.append("dropout as a mask without random numbers")
     if case.runtime not in ("FSDP2", "Megatron-LM"):
@@ -64,9 +71,9 @@ def stand_ins(case: Case) -> tuple[str, ...]:
     return tuple(said)
 
 
-def batch_of(case: Case, device: str = "meta") -> dict[str, Tensor]:
+def batch_of(shape: ModelShape, layout: Layout, device: str = "meta") -> dict[str, Tensor]:
     """A step's rows of all data ranks; on meta they take no memory."""
-    shape, rows = case.model, case.layout.global_batch
+    rows = layout.global_batch
     if shape.kind == "vit":
         patches = torch.zeros(rows, shape.sequence, PATCH, device=device)
         return {"patches": patches, "labels": torch.zeros(rows, dtype=torch.long, device=device)}

@@ -76,7 +76,8 @@ class Clock:
         sends = 0
         for event in events:
             if isinstance(event, Op):
-                played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
+                if event.flops or event.moved:  # else no kernel runs
+                    played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
                 played.host += Estimate(host, self._profile.scatter)
             elif isinstance(event, Collective) and event.kind == "send":
                 sends += event.nbytes

@@ -19,6 +19,7 @@ from meshwright.blame import model_line
 from meshwright.described import nbytes_of, tensors_among
 from meshwright.hardware.profile import Work
 from meshwright.prediction.allocations import convolution_workspace
+from meshwright.prediction.movement import moved_by
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
 from meshwright.private import TorchDispatchMode, pytree
 from meshwright.schedule import Action
@@ -122,7 +123,7 @@ class Tracker(TorchDispatchMode):
         for t in () if func._schema.is_mutable else given:  # what is written is there already
             self._number(t, _name(func))
         flops = flops_of(func, args, kwargs, out)
-        moved = nbytes_of((*taken, *given))
+        moved = moved_by(_name(func), args, kwargs, given)
         workspace = convolution_workspace(_name(func), args, out)
         self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(taken, given), workspace))
 

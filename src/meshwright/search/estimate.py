@@ -5,6 +5,7 @@
 | a forward of a stage | max(Σ device + Σ tp, calls · host) | `_Stage` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
 | a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
+| copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._flat` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
@@ -53,14 +54,25 @@ class Estimator:
         pieces: tp → what the model takes with so many ranks of it.
         recomputed: bytes for a row that a block keeps if it is computed again, with one rank of tp.
         sends: bytes between stages for a row.
-        itemsize: bytes of an element that is computed in.
+        itemsize: bytes of an element that is computed in; ``reduced``: of a gradient that is reduced.
+        gathers: whether FSDP2 gathers and casts parameters. False: they stand whole in the type that is computed in, with a
+            float32 copy in the optimizer, as in Megatron-LM.
     """
 
     def __init__(
-        self, profile: Profile, pieces: Mapping[int, Pieces], recomputed: float, sends: float, itemsize: int
+        self,
+        profile: Profile,
+        pieces: Mapping[int, Pieces],
+        recomputed: float,
+        sends: float,
+        itemsize: int,
+        reduced: int = REDUCED,
+        *,
+        gathers: bool = True,
     ) -> None:
         self._profile, self._pieces = profile, pieces
         self._recomputed, self._sends, self._itemsize = recomputed, sends, itemsize
+        self._reduced, self._gathers = reduced, gathers
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
 
     def of(self, candidate: Candidate) -> Estimated:
@@ -123,6 +135,8 @@ class Estimator:
     def _flat(self, of: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
         one = self._microbatch(forward, backward)
         terms = {name: of.microbatches * seconds for name, seconds in one.items()}
+        gathers = of.microbatches * 2 if of.reshard else 1
+        terms["compute"] += self._copies(of, self._pieces[of.tp].total_elements, gathers)
         if of.data > 1:
             hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
             terms["data"] = self._data(of, hiding[0], hiding[1], blocks)
@@ -146,11 +160,29 @@ class Estimator:
         apart = of.data * of.tp
         send = collective(self._profile, "send", round(self._sends * of.rows), _pair(self._profile, apart)).seconds
         terms["bubble"] = (of.pp - 1) / of.chunks * sum(one.values()) + 2 * (of.pp - 1) * of.chunks * send
+        block, first, last = self._pieces[of.tp].elements
+        held = blocks * block + max(first, last)
+        terms["compute"] += self._copies(of, held, 1)
         if of.data > 1:
-            block, first, last = self._pieces[of.tp].elements
-            held = blocks * block + max(first, last)
             terms["data"] = (self._gather(of, held) if of.dp_shard > 1 else 0.0) + self._reduce(of, held)
         return terms
+
+    def _copies(self, of: Candidate, elements: float, gathers: int) -> float:
+        """Seconds of FSDP2's copies: casts into the buffers of so many gathers, out of them, sums of microbatches' gradients,
+        and into the buffer of a reduction."""
+        held, reduced, later = self._itemsize, self._reduced, of.microbatches - 1
+        adds = held + reduced + later * (held + 2 * reduced) + (2 * reduced if later else 0)
+        cast = REDUCED + held if held != REDUCED else 0
+        copied: list[tuple[float, int]] = [(adds, 1)]
+        if self._gathers and (of.data > 1 or cast):
+            out = 2 * held if of.dp_shard > 1 else 0
+            copied += [(cast / of.dp_shard, gathers), (2 * held / of.dp_shard, gathers), (out, gathers)]
+        units = self._pieces[of.tp].blocks // of.pp + 1
+        return units * sum(
+            times * self._profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
+            for nbytes, times in copied
+            if nbytes
+        )
 
     def _gather(self, of: Candidate, elements: float) -> float:
         group = neighbours(self._profile, of.dp_shard, of.tp)
@@ -158,7 +190,7 @@ class Estimator:
 
     def _reduce(self, of: Candidate, elements: float) -> float:
         """Seconds of a reduction over the shards, and then over their replicas."""
-        seconds, nbytes = 0.0, elements * REDUCED
+        seconds, nbytes = 0.0, elements * self._reduced
         if of.dp_shard > 1:
             group = neighbours(self._profile, of.dp_shard, of.tp)
             seconds += collective(self._profile, "reduce_scatter", round(nbytes), group).seconds
@@ -182,7 +214,7 @@ class Estimator:
         if of.pp == 1:
             elements = pieces.total_elements
             gathered = elements * self._itemsize if of.dp_shard > 1 and not of.reshard else 0.0
-            unreduced = elements * REDUCED if adds_up else 0.0
+            unreduced = elements * self._reduced if adds_up else 0.0
             return pieces.kept * elements / of.dp_shard + gathered + unreduced + blocks * held * of.rows + other
         return max(
             self._stage(of, blocks * block + end, flight * blocks * held * of.rows + rest)
@@ -193,7 +225,7 @@ class Estimator:
         )
 
     def _stage(self, of: Candidate, elements: float, activations: float) -> float:
-        gathered = elements * (self._itemsize + REDUCED) if of.data > 1 else 0.0
+        gathered = elements * (self._itemsize + self._reduced) if of.data > 1 else 0.0
         return self._pieces[of.tp].kept * elements / of.dp_shard + gathered + activations
 
 

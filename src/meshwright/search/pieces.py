@@ -40,6 +40,9 @@ from meshwright.schedule import Action
 SHARD = 2  # ranks of dp_shard in a rehearsal: as few as have something to gather
 FEW, MANY = 2, 4  # rows of a rank
 KEPT = 2  # blocks of a kind: the first is computed with others' parameters on their way, the last without
+OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
+"""FSDP2's own copies around its collectives: as many as units are gathered and reduced, however many microbatches there are.
+``Estimator`` counts them."""
 Build = Callable[[], nn.Module]
 Line = tuple[float, float]
 """(a, b): a + b · rows"""
@@ -77,6 +80,7 @@ class Calls:
         return sum(
             n * profile.compute(at(flops, rows), at(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
+            if any((*flops, *moved))  # else no kernel runs
         )
 
     def exchange(self, profile: Profile, rows: float) -> float:
@@ -108,6 +112,7 @@ class Pieces:
         tp: ranks; ``sequence``: whether sequence parallelism is on.
         blocks: how many; 0: nothing is repeated, and ``forward.last`` is all.
         elements: of parameters that one rank of tp holds: of a block, of what comes before, of what comes after.
+        tied: of ``elements``, those that stand before and after: a pipeline's last stage has a copy of them.
         kept: bytes that live between steps, for an element.
         held: bytes for the backward, of a block, for a row.
         other: bytes besides at the peak, as a line in the rows.
@@ -126,11 +131,13 @@ class Pieces:
     other: Line
     update: Calls
     updates: Line
+    tied: float = 0.0
 
     @cached_property
     def total_elements(self) -> float:
+        """Of all parameters, each once."""
         block, first, last = self.elements
-        return self.blocks * block + first + last
+        return self.blocks * block + first + last - self.tied
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ class Measured:
     """Rehearses a model for its pieces.
 
     Args:
-        options: of every plan: precision, entries of modules.
+        options: of every plan: precision, entries of modules, ``sequence_parallel`` (default: with tp).
     """
 
     build: Build
@@ -237,7 +244,8 @@ class Measured:
         return _pieces(base.recipe, few, rehearse(base, 0), rehearse(wide, 0), more)
 
     def _rehearsal(self, build: Build, tp: int, **more: Any) -> Rehearsal:
-        plan = Plan.parse({**self.options, **more, **({"sequence_parallel": True} if tp > 1 else {}),
+        sequence = {"sequence_parallel": True} if tp > 1 else {}
+        plan = Plan.parse({**sequence, **self.options, **more,
                            "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
         batch = take_rows(self.batch, 0, SHARD * FEW)
         return rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
@@ -266,14 +274,14 @@ def _pieces(recipe: Recipe, few: Few, base: Trace, wide: Trace, more: Sequence[T
     )
     kept = KEPT * len(numbers)
     spare = [memory.peak - memory.kept - kept * held * rows for rows, memory in ((FEW, low), (MANY, high))]
-    elements = _elements(recipe, few)
+    elements, tied = _elements(recipe, few)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.kept / (local / SHARD), held,
         _line(max(0.0, spare[0]), max(0.0, spare[1])), _update(base).times(1 / local),
-        _updates(base, more),
+        _updates(base, more), tied,
     )  # fmt: skip
 
 
@@ -281,10 +289,11 @@ def _held(base: Memory, more: Memory) -> float:
     return float((more.peak - more.kept) - (base.peak - base.kept))
 
 
-def _elements(recipe: Recipe, few: Few) -> tuple[float, float, float]:
-    """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after."""
+def _elements(recipe: Recipe, few: Few) -> tuple[tuple[float, float, float], float]:
+    """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after; and of these,
+    those that stand before and after."""
     often = {block: len(blocks) / KEPT for blocks in few.kinds for block in blocks}
-    blocks = first = last = 0.0
+    blocks = first = last = tied = 0.0
     for line in recipe.parameters:
         size = float(math.prod(line.local_shape(0)))
         kind = next((block for block in often if line.name.startswith(block + ".")), None)
@@ -294,9 +303,9 @@ def _elements(recipe: Recipe, few: Few) -> tuple[float, float, float]:
             last += size
         else:
             first += size
-            last += size if line.aliases and few.kinds else 0.0  # a tied table is in the last stage as well
+            tied += size if line.aliases and few.kinds else 0.0  # a tied table is in the last stage as well
     count = sum(few.numbers)
-    return (blocks / count, first, last) if count else (0.0, 0.0, first)
+    return ((blocks / count, first, last + tied), tied) if count else ((0.0, 0.0, first), 0.0)
 
 
 def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int) -> Way:
@@ -324,11 +333,11 @@ def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int]
 
 
 def _events(trace: Trace, kind: str) -> list[Event]:
-    """Functions and collectives of the last step's forward, or backward."""
+    """Functions and collectives of the last step's forward, or backward, without those of FSDP2's units."""
     return [
         event
         for what, events in last_step(trace) if isinstance(what, Action) and what.kind == kind
-        for event in events if isinstance(event, (Op, Collective))
+        for event in events if isinstance(event, (Op, Collective)) and _name(event)[0] not in OF_UNITS
     ]  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""Cases by arithmetic: a few rehearsals for each model and size of tp, and ``meshwright.search``'s equations for the rest.
+
+    model without its depth, tp ──► pieces, rehearsed once, of a model with a few blocks        search.pieces
+    pieces, depth, layout ──► seconds, and bytes of the fullest rank                            search.estimate
+
+So the thousand rows of one table cost eight models' rehearsals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from meshwright.search.estimate import Estimated, Estimator
+from meshwright.search.pieces import KEPT, MANY, SHARD, Measured, Pieces
+from meshwright.search.space import Candidate
+from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
+from published_cases.models import build_model
+from published_cases.plans import batch_of, computed_in
+from published_cases.profiles import profile_of
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FEW = KEPT + 2  # blocks, of which all but KEPT fold
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What the pieces of a model depend on."""
+
+    shape: ModelShape
+    tp: int
+    computed_in: str
+    sequence_parallel: bool
+
+
+def estimate(case: Case) -> Predicted:
+    """What the arithmetic says of a case.
+
+    Raises:
+        ValueError: nothing of the model is sharded over tp.
+    """
+    estimated = [_estimated(case, recompute=recompute) for recompute in (False, True)]
+    share = case.layout.recomputed_blocks / case.model.layers if case.layout.recompute == "full" else 0.0
+    seconds, nbytes = (
+        (1 - share) * without + share * full
+        for without, full in zip(*((one.seconds, one.nbytes) for one in estimated), strict=True)
+    )
+    profile = profile_of(case.machine)
+    spread = 1 + 2 * profile.scatter
+    held = round(nbytes * (1 + profile.reserve)) + profile.context
+    return Predicted(seconds, seconds / spread, seconds * spread, active=round(nbytes), reserved=held)
+
+
+def _estimated(case: Case, *, recompute: bool) -> Estimated:
+    layout, shape, precision = case.layout, case.model, case.precision
+    sequence_parallel = layout.sequence_parallel and layout.tp > 1
+    few = replace(shape, layers=_FEW)
+    rehearsed = Rehearsed(few, layout.tp, computed_in(case), sequence_parallel)
+    estimator = _estimator(rehearsed, shape.layers, precision, case.machine)
+    return estimator.of(_candidate(layout, recompute=recompute))
+
+
+@cache
+def _estimator(rehearsed: Rehearsed, layers: int, precision: Precision, machine: Machine) -> Estimator:
+    """For all rows of a model and a size of tp: it keeps what a block takes."""
+    shape, itemsize = rehearsed.shape, ITEMSIZE[precision.compute]
+    crossing = float(shape.sequence * shape.hidden * itemsize)  # of a row, between blocks
+    pieces = replace(pieces_of(rehearsed), blocks=layers)
+    return Estimator(
+        profile_of(machine), {rehearsed.tp: pieces}, crossing, crossing, itemsize,
+        reduced=ITEMSIZE[precision.reduce], gathers=not precision.master,
+    )  # fmt: skip
+
+
+def _candidate(layout: Layout, *, recompute: bool) -> Candidate:
+    reshard = layout.reshard_after_forward and layout.zero == 3
+    return Candidate(
+        layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp, layout.microbatches, layout.microbatch_rows,
+        layout.stages_per_rank, recompute, reshard,
+    )  # fmt: skip
+
+
+@cache
+def pieces_of(of: Rehearsed) -> Pieces:
+    """The pieces of a model of a few blocks.
+
+    Raises:
+        ValueError: nothing of it is sharded over tp.
+    """
+    rows = Layout(microbatches=1, microbatch_rows=MANY * SHARD)
+    options = {"precision": of.computed_in, "sequence_parallel": of.sequence_parallel}
+    pieces = Measured(build_model(of.shape), batch_of(of.shape, rows), options, None, _adamw, 1.0).pieces(of.tp)
+    if pieces is None:
+        raise ValueError(f"nothing is sharded over {of.tp} ranks of tp")
+    return pieces
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """As it runs on a GPU: many parameters at once."""
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def fitted(table: str) -> str:
+    """Where the constants come from, in a line of the report on ``table``."""
+    return (
+        "hardware profiles, each with its sources: nothing is fitted here; by arithmetic from a few rehearsals a model"
+    )
