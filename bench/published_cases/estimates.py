@@ -91,12 +91,18 @@ def pieces_of(of: Rehearsed) -> Pieces:
     Raises:
         ValueError: nothing of it is sharded over tp.
     """
-    rows = Layout(microbatches=1, microbatch_rows=MANY * SHARD)
-    options = {"precision": of.computed_in, "sequence_parallel": of.sequence_parallel}
-    pieces = Measured(build_model(of.shape), batch_of(of.shape, rows), options, None, _adamw, 1.0).pieces(of.tp)
+    pieces = _measured(of.shape, of.computed_in, sequence_parallel=of.sequence_parallel).pieces(of.tp)
     if pieces is None:
         raise ValueError(f"nothing is sharded over {of.tp} ranks of tp")
     return pieces
+
+
+@cache
+def _measured(shape: ModelShape, computed_in: str, *, sequence_parallel: bool) -> Measured:
+    """For all sizes of tp: it keeps the few blocks."""
+    rows = Layout(microbatches=1, microbatch_rows=MANY * SHARD)
+    options = {"precision": computed_in, "sequence_parallel": sequence_parallel}
+    return Measured(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
