@@ -106,6 +106,27 @@ def test_a_schedule_without_a_pipeline_has_no_effect_and_is_noted(mesh, schedule
     assert not any("without effect" in note for note in plain.notes)
 
 
+def gradients_in_halves(schedule, precision):
+    """Of a step with bfloat16, in the float32 in which they are reduced."""
+    entry = ZOO["nanogpt"]
+    plan = {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": schedule, "microbatches": 2, "precision": precision}
+    job = mw.parallelize(entry.build, plan, batch=entry.batch())
+    data = job.recipe.mesh.data_size
+    job.step(take_rows(entry.batch(), 0, rows_of(entry.batch()) // data))
+    return {line.name: g for line, g in job.whole_gradients() if g is not None}
+
+
+def test_weight_gradients_apart_add_up_in_the_type_of_the_reduction(workers):
+    """FSDP2 raised: gradients of weights stayed in bfloat16, those of biases were float32."""
+    apart, together = (
+        workers.run(gradients_in_halves, schedule, "bfloat16", ranks=4)[0] for schedule in ("zero_bubble", "1f1b")
+    )
+    assert apart.keys() == together.keys()
+    for name, g in together.items():
+        assert apart[name].dtype == torch.float32
+        torch.testing.assert_close(apart[name], g, rtol=0, atol=0.02 * float(g.abs().max()), msg=name)
+
+
 # Tied across stages, U-Net skips, stashes, an in-place residual, branches on values, statistics of the batch, experts,
 # outputs of any structure, shared layers.
 ODD = ["unet", "stash", "in_place", "branch_on_activation", "branch_on_parameter", "batchnorm", "experts", "structures", "albert",

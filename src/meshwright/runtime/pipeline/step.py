@@ -169,6 +169,7 @@ class Step:
         elif action.kind == "W":
             assert flight.later is not None
             flight.later.finish()
+            self._stages.sync.weights_done()
         else:
             self._backward(action, flight)
 

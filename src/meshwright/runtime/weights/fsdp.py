@@ -95,6 +95,20 @@ def reduce_gradients(model: nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def add_up_unreduced(model: nn.Module) -> None:
+    """Adds the gradients of a backward to those of earlier ones in the type that they are reduced in, as FSDP2 does at the end
+    of a unit's backward: for a backward of weights alone, which no unit sees.
+
+    Private: what FSDP2 does there has no public name.
+    """
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.reduce_dtype is not None and hasattr(fsdp_param, "_unsharded_param"):
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    fsdp_param.to_accumulated_grad_if_needed()
+
+
 def parameter_groups(module: FSDPModule) -> Iterator[Any]:
     """FSDP2's parameter groups of a module.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.runtime.weights.fsdp import reduce_gradients
+from meshwright.runtime.weights.fsdp import add_up_unreduced, reduce_gradients
 
 
 class GradientSync:
@@ -47,6 +47,10 @@ class GradientSync:
             yield tensors
         finally:
             self.ends = None
+
+    def weights_done(self) -> None:
+        """After a backward of weights alone, the second half of one."""
+        add_up_unreduced(self._model)
 
     def finish(self) -> None:
         """After the last backward."""
