@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY) ## train a small decoder on real text, on 8 local processes, and check it against one
+demo: $(READY) ## train a small decoder on real text, on 8 local processes, check it against one, and find its plan
 	$(PY) examples/demo.py
 
 test: lint types unit ## lint, types and tests: what continuous integration runs

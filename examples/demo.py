@@ -6,6 +6,7 @@ byte by byte. The mesh is two pipeline stages × data parallel with sharded para
     1  who holds what of one block      from the plan alone, before anything is started
     2  training                         8 local processes; loss falls well below what byte frequencies alone give
     3  the check                        loss, every gradient, every updated parameter, against one process, in float64
+    4  the plan of ``mesh: auto``       this machine measured in seconds, the fastest plan for it found, predicted and run
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from dataclasses import replace
 from pydoc_data.topics import topics
 
 import torch
@@ -23,7 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshwright as mw
 from meshwright.amounts import count_text, size_text
 from meshwright.draw import console as consoles
+from meshwright.draw import plans
 from meshwright.draw.terminal import render
+from meshwright.hardware import Profile, calibrate, measured_link
+from meshwright.search.measured import measured
 from meshwright.train import loop
 from meshwright.workers.pool import LocalWorkers, report
 
@@ -69,6 +74,17 @@ def train(steps: int) -> float:
     return float(sum(losses)) / len(losses)
 
 
+def machine(workers: LocalWorkers) -> Profile:
+    """This machine, measured in a few seconds; ``meshwright calibrate`` takes longer, and is surer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        profile = calibrate(rounds=3, budget=0.3)
+    finally:
+        torch.set_num_threads(threads)
+    return replace(profile, node=workers.run(measured_link, ranks=2)[0])
+
+
 def main(steps: int = STEPS) -> int:
     console, started = consoles.console(), time.monotonic()
     ids = text()
@@ -87,6 +103,15 @@ def main(steps: int = STEPS) -> int:
         console.print("\n[bold]Check[/] against plain PyTorch in one process")
         verdict = mw.check(build, rows(ids[:4, :32]), PLAN, workers=workers)
         print(verdict)
+        console.print("\n[bold]The plan[/] that mesh: auto would have chosen for 8 processes of this machine")
+        found = mw.find_plans(build, rows(ids[:ROWS]), devices=8, hardware=machine(workers), top=1, verify=True)
+        found = measured(found, build, rows(ids[:ROWS]), steps=2, workers=workers)
+        console.print(plans.beside(found))
+        console.print(
+            "predicted for processes that share the cores with each other alone; what else runs here counts",
+            style="dim",
+        )
+        console.print(found.plans[0].plan.dump(), end="", highlight=False)
 
     learnt = math.isfinite(loss) and loss < alone - WELL_BELOW
     console.print(f"\n{'[green]Learnt' if learnt else '[red]Not learnt'}[/], ", end="")

@@ -186,6 +186,8 @@ def test_the_demo_fails_where_nothing_was_learnt_and_still_checks(
     told = capsys.readouterr().out
     assert "PASSED  pp=2 × dp_shard=2 × tp=2 is one device" in told
     assert "Not learnt, same as one device" in told
+    end = told.partition("mesh: auto would have chosen")[2]
+    assert "predicted" in end and "measured" in end and "microbatches: " in end
 
 
 def _script(*command: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ def drawn(found: Found, profile: Profile, file: str | None) -> RenderableType:
     )
     parts: list[RenderableType] = [heading, Text(), _plans(found)]
     if any(proposal.measured is not None for proposal in found.plans):
-        parts += [Text(), Text("predicted and measured", style="bold"), _beside(found)]
+        parts += [Text(), Text("predicted and measured", style="bold"), beside(found)]
     if found.why:
         parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in found.why)]
     if found.rejected:
@@ -57,7 +57,7 @@ def _plans(found: Found) -> Table:
     return table
 
 
-def _beside(found: Found) -> Table:
+def beside(found: Found) -> Table:
     """A line for each plan, the fastest that was measured first; errors: (predicted - measured) / measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mesh")
