@@ -144,6 +144,11 @@ class StageError(RuntimeError):
     """What went wrong in a pipeline, with the rank, stage and action in which it did."""
 
 
+class PathError(StageError):
+    """A batch takes another path through the model than the sample's, one that the stages cannot run. Told on every rank before
+    anything of the step is done."""
+
+
 class CheckpointError(PlanError):
     """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
 
