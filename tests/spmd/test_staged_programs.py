@@ -144,6 +144,7 @@ def test_programs_over_two_stages_are_those_of_one_device(steps: list[Step], cut
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(3600)
 @given(programs(), st.integers(0, 20))
 @settings(max_examples=1500)
 def test_a_thousand_programs(steps: list[Step], cut: int) -> None:
