@@ -1,6 +1,7 @@
 """A rank's step without values: memory as a run has it, and a world that is gone afterwards."""
 
 import gc
+import sys
 import threading
 import weakref
 
@@ -127,7 +128,9 @@ def test_a_rehearsal_leaves_nothing():
     def build():
         return Watched(width=16, depth=1)
 
+    hook = sys.excepthook
     predict(build, tokens(rows=4), "dp_shard=2,tp=2", loss=loss)
+    assert sys.excepthook is hook
     gc.collect()
     assert len(models) > 1 and all(model() is None for model in models)
 

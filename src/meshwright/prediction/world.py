@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             fix="call it before torch.distributed.init_process_group, or in a process of its own",
         )
     findings.raise_if_any()
+    told_by = sys.excepthook  # torch puts the rank before each line of an error, once more with each group that it makes
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
@@ -40,3 +42,4 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = told_by
