@@ -32,7 +32,9 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             fix="call it before torch.distributed.init_process_group, or in a process of its own",
         )
     findings.raise_if_any()
-    told_by = sys.excepthook  # torch puts the rank before each line of an error, once more with each group that it makes
+    told_by = (
+        sys.excepthook
+    )  # torch puts the rank before each line of an error, once more with each group that it makes
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():

@@ -71,7 +71,16 @@ class Wide(FunctionMode):
             more, named = pytree.tree_map(self._wide, (args, kwargs))
             return _CASTS.get(func, func)(*more, **named)
         except Exception:
-            return func(*args, **kwargs)  # an error of the model's own comes again
+            return self._refused(func, args, kwargs)
+
+    def _refused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that does not compute in float64 with what it is given (``grouped_mm``): with that as it is, or rounded.
+        An error of the model's own comes again."""
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            rounded, named = pytree.tree_map(_rounded, (args, kwargs))
+            return pytree.tree_map(self._wide, func(*rounded, **named))
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A write keeps the type of the tensor that it writes to."""
@@ -91,6 +100,10 @@ class Wide(FunctionMode):
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _NARROW or x.is_meta:
             return x
         return _moved_off(x) if is_parameter(x) and self._perturbed else x.double()
+
+
+def _rounded(x: Any) -> Any:
+    return x.float() if type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float64 else x
 
 
 def _moved_off(p: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ Numbers of its own would change a part's loss, and look as though rows were coup
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.private import python_body
+from meshwright.private import python_body, pytree
 from meshwright.spmd.autograd_functions import FunctionMode
 
 
@@ -38,7 +39,7 @@ class TrialForward(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if func in _OF_GRADIENTS and not torch.is_grad_enabled():
+        if func in _OF_GRADIENTS and not torch.is_grad_enabled() and not _has_graph(args, kwargs):
             raise GradientsAskedError
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -55,6 +56,12 @@ class TrialForward(FunctionMode):
             self._drawn += 1
             self._numbers.align(self._drawn, result, _kind(name, args, kwargs), self._span)
         return result
+
+
+def _has_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether gradients can be asked of what is first: a model may turn them off itself, and ask for those of before."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(first))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
