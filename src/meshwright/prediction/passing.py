@@ -49,11 +49,12 @@ def _in_place_of(forward: Callable[..., Any], other: Callable[..., Any]) -> Call
 
 def _empty(block: nn.Module) -> None:
     """Takes its modules, parameters and buffers away; their names stay, and are None."""
-    for name in block._modules:
-        block.register_module(name, None)
-    for name in block._parameters:
+    while children := dict(block.named_children()):  # which leaves out a second name of one
+        for name in children:
+            block.register_module(name, None)
+    for name, _ in list(block.named_parameters(recurse=False, remove_duplicate=False)):
         block.register_parameter(name, None)
-    for name in block._buffers:
+    for name, _ in list(block.named_buffers(recurse=False, remove_duplicate=False)):
         block.register_buffer(name, None)
 
 
