@@ -169,6 +169,18 @@ def test_two_blocks_run_at_the_same_time_on_ranks_of_their_own(
     assert [f"rank 7 runs foo.block_b; a step: {sent} bytes" in told for sent in (0, 1536)] == [True, True]
 
 
+# --- FSDP alone and with tensor parallelism, predicted ----------------------------------------------------------------
+
+
+def test_120_billion_parameters_fit_with_both_axes_alone(example: object, capsys: pytest.CaptureFixture[str]) -> None:
+    example("vit_60b").main()  # type: ignore[operator]
+    lines = capsys.readouterr().out.splitlines()
+    fits = {tuple(line.split()[:2]): line.split()[-1] for line in lines if line.startswith(("60B ", "120B "))}
+    assert fits == {("60B", "FSDP"): "yes", ("60B", "2-D"): "yes", ("120B", "FSDP"): "no", ("120B", "2-D"): "yes"}
+    ratios = [float(line.split()[-1]) for line in lines if line.startswith("one layer")]
+    assert 1 < ratios[0] < ratios[1]  # parameters weigh more where the batch is smaller
+
+
 # --- the demo and the script ------------------------------------------------------------------------------------------
 
 

@@ -407,6 +407,9 @@ def test_a_profile_has_the_network_the_node_and_the_capacity_of_the_row(tmp_path
     assert profile_of(alone) == read_profile("a100-80")  # 80 GB as sold is what the profile says
     small = profile_of(case_of(tmp_path, "bigscience_tr3m_v100").machine)
     assert (small.memory, small.devices_per_node) == (16 * GIB, 4)
+    half = profile_of(case_of(tmp_path, "bigscience_tr3m_v100").machine, "float16")
+    assert half.peak["bfloat16"] == small.peak["float16"] > small.peak["bfloat16"]
+    assert half.matmul["bfloat16"] == small.matmul["float16"]
     assert profile_of(case_of(tmp_path, "torchtitan_prs_h100").machine).memory == int(95.04 * GIB)
 
 

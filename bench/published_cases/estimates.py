@@ -49,7 +49,7 @@ def estimate(case: Case) -> Predicted:
         (1 - share) * without + share * full
         for without, full in zip(*((one.seconds, one.nbytes) for one in estimated), strict=True)
     )
-    profile = profile_of(case.machine)
+    profile = profile_of(case.machine, case.precision.compute)
     spread = 1 + 2 * profile.scatter
     held = round(nbytes * (1 + profile.reserve)) + profile.context
     return Predicted(seconds, seconds / spread, seconds * spread, active=round(nbytes), reserved=held)
@@ -71,7 +71,7 @@ def _estimator(rehearsed: Rehearsed, layers: int, precision: Precision, machine:
     crossing = float(shape.sequence * shape.hidden * itemsize)  # of a row, between blocks
     pieces = replace(pieces_of(rehearsed), blocks=layers)
     return Estimator(
-        profile_of(machine), {rehearsed.tp: pieces}, crossing, crossing, itemsize,
+        profile_of(machine, precision.compute), {rehearsed.tp: pieces}, crossing, crossing, itemsize,
         reduced=ITEMSIZE[precision.reduce], gathers=not precision.master,
     )  # fmt: skip
 

@@ -17,7 +17,8 @@ def predict(case: Case) -> Predicted:
     import meshwright as mw
 
     batch = batch_of(case.model, case.layout, "cpu" if case.layout.pp > 1 else "meta")
-    prediction = mw.predict(build_model(case.model), batch, plan_of(case), hardware=profile_of(case.machine))
+    profile = profile_of(case.machine, case.precision.compute)
+    prediction = mw.predict(build_model(case.model), batch, plan_of(case), hardware=profile)
     step = prediction.seconds
     ranks = range(0, case.layout.devices, case.layout.devices // case.layout.pp)
     fullest = max(ranks, key=lambda rank: prediction.memory(rank).peak)

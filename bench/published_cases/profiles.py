@@ -22,11 +22,13 @@ _NETWORKS = {  # profile → its network of that kind
     "b200": {"ib": "ib-400", "roce": "roce-400"},
     "mi300x": {"ib": "ib-400", "roce": "roce-400"},
 }
+_RATES = ("peak", "matmul", "attention")
 _SOLD = 0.03  # a device of "80 GB" has 79.15 GiB: a capacity that differs by less is the profile's
 
 
-def profile_of(machine: Machine) -> Profile:
-    """The profile of a machine.
+def profile_of(machine: Machine, computed_in: str = "bfloat16") -> Profile:
+    """The profile of a machine. Where a row computes in float16, which plans do as bfloat16, bfloat16 has its rates: a V100 has
+    none of its own.
 
     A link between nodes has the efficiencies of the profile's network of that kind, and the row's bandwidth, divided by the
     devices of a node. A capacity that differs from the profile's by more than 3 % is the row's.
@@ -36,6 +38,9 @@ def profile_of(machine: Machine) -> Profile:
     if abs(machine.capacity / profile.memory - 1) > _SOLD:
         profile = replace(profile, memory=machine.capacity)
     profile = replace(profile, devices_per_node=machine.node)
+    if computed_in == "float16":
+        rates = {key: {**getattr(profile, key), "bfloat16": getattr(profile, key)["float16"]} for key in _RATES}
+        profile = replace(profile, peak=rates["peak"], matmul=rates["matmul"], attention=rates["attention"])
     if known is None or profile.network is None:
         return profile
     bandwidth = machine.network_gbps * 1e9 / 8 / machine.node

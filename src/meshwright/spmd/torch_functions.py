@@ -300,8 +300,30 @@ _WRITES_STATISTICS = frozenset(
 )
 
 
+# Fused attention on a CPU, of which torch has no formula → where among its arguments query, key and value begin.
+_FUSED_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
+}
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, products: int) -> int:
+    """Operations of a fused attention: two products of a forward, five of a backward, which computes the scores again; half of
+    them if later tokens are masked (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
+
+    Args:
+        query: (rows, heads, queries, width); ``key``: (rows, key heads, keys, width); ``value``: of its own width.
+    """
+    rows, heads, queries, width = query.shape
+    widths = (width + value.shape[-1]) / 2
+    flops = 2 * products * rows * heads * queries * key.shape[-2] * widths
+    return round(flops / 2 if causal else flops)
+
+
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """The floating-point operations of an op (an ``OpOverload``) that gave ``out``, by torch's formulas; 0 without one."""
+    if (first := _FUSED_ATTENTION.get(op.overloadpacket.__name__)) is not None:
+        return _attention_flops(*args[first : first + 3], causal=args[-1] is True, products=5 if first else 2)
     formula = flop_registry.get(op.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
