@@ -26,7 +26,7 @@ from meshwright.calls.values import StageValues
 from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
 from meshwright.private import pytree
 from meshwright.regions import Fork, Join
-from meshwright.spmd.torch_functions import SET_DATA, is_fact
+from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of
 
 
 class _Done(BaseException):
@@ -372,7 +372,7 @@ class StageInterpreter(Tracer):
     ) -> Any:
         self._stop_if_done()
         position = self.graph.positions.get((path, index))
-        name = getattr(func, "__name__", str(func))
+        name = label_of(func)
         if position is None or self.graph.events[position].function != name:
             expected = "nothing more" if position is None else self.graph.events[position].function
             raise PathError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.calls.tracer import Tracer
 from meshwright.private import pytree, without_subclasses, wrapper
-from meshwright.spmd.torch_functions import is_fact
+from meshwright.spmd.torch_functions import is_fact, label_of
 
 S = TypeVar("S", bound="Placeholder")
 
@@ -119,7 +119,7 @@ def _known(t: Tensor) -> tuple[Tracer | None, int | None]:
 def _unavailable(func: Any, values: Any) -> RuntimeError:
     placeholder = next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
     mark, number = placeholder._mw_value
-    name, walk = getattr(func, "__name__", str(func)), mark.walk()
+    name, walk = label_of(func), mark.walk()
     if isinstance(placeholder, RowShard):
         return PathError(f"{name} takes a tensor of which this rank has some rows alone; they are its .rows")
     if walk is None:

@@ -25,7 +25,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_mo
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SIZES, flops_of, is_random, op_facts, writes
+from meshwright.spmd.torch_functions import LISTENING, SIZES, flops_of, is_random, label_of, op_facts, writes
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Recorder(Tracer):
         named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
-        name = getattr(func, "__name__", str(func))
+        name = label_of(func)
         loss = mean_target(func, args, kwargs) is not None
         self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))

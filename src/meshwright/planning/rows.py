@@ -29,7 +29,7 @@ from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import is_fact
+from meshwright.spmd.torch_functions import is_fact, label_of
 from meshwright.submesh import Submesh
 
 # Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.
@@ -106,7 +106,7 @@ class _Constants(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_fact(func):
             leaves = [x for x in pytree.tree_leaves((args, kwargs or {})) if not isinstance(x, Tensor)]
-            self.found.append((getattr(func, "__name__", str(func)), leaves))
+            self.found.append((label_of(func), leaves))
         return func(*args, **(kwargs or {}))
 
 

@@ -51,7 +51,7 @@ from meshwright.spmd.signature import (
     with_values,
 )
 from meshwright.spmd.tensor import GlobalTensor, spec_of
-from meshwright.spmd.torch_functions import FACTS, GET_DATA, SET_DATA, aliases, reshaped, writes_first
+from meshwright.spmd.torch_functions import FACTS, GET_DATA, SET_DATA, aliases, label_of, reshaped, writes_first
 
 
 def engine_of_torch(func: Any) -> Callable[..., Any]:
@@ -363,7 +363,7 @@ class Dispatcher:
             if module is None and isinstance(owner, nn.Module):
                 module = self.names.get(id(owner), type(owner).__name__)
             frame = frame.f_back  # type: ignore[assignment]
-        return Fallback(getattr(func, "__name__", str(func)), module or "", line)
+        return Fallback(label_of(func), module or "", line)
 
     # --- layouts ---------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,12 @@ def name_of(func: Any) -> str:
     return name
 
 
+def label_of(func: Any) -> str:
+    """What a function is called, the same in every process: a scripted one has no ``__name__``, and an address in its text."""
+    label = getattr(func, "__name__", None) or getattr(func, "name", None)
+    return label if isinstance(label, str) else type(func).__name__
+
+
 def known_as(name: str) -> Operator:
     """What is known of the functions of a name."""
     return operator(_AS.get(name, name))
