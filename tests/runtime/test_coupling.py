@@ -192,27 +192,42 @@ def test_finding_it_leaves_no_trace(workers):
         assert numbers == [float(x) for x in expected]
 
 
-def gradients_in_float32(plan):
+class Typed(Tokens):
+    """Asks for the type of a weight that is sharded over tp, as T5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def mixed(self, x):
+        h = self.up(x).relu()
+        if h.dtype != self.down.weight.dtype:
+            h = h.to(self.down.weight.dtype)
+        return x + self.down(h), 0.0
+
+
+def gradients_in_float32(build, plan):
     """(loss, gradients) of a first step, which tries rows in float64, and of one device."""
     torch.manual_seed(0)
     ids, labels = torch.randint(CLASSES, (2, 8, 6))
-    job = mw.parallelize(Tokens, plan, batch=(ids, labels))
+    job = mw.parallelize(build, plan, batch=(ids, labels))
     values = {line.name: value for line, value in job.whole_parameters()}
     size, index = job.recipe.mesh.data_size, job.recipe.mesh.data_index(job.rank)
     rows = slice(8 * index // size, 8 * (index + 1) // size)
     found = [job.step((ids[rows], labels[rows])), *(g for _, g in job.whole_gradients())]
     if job.rank != 0:
         return None
-    model = Tokens()
+    model = build()
     model.load_state_dict(values)
     loss = model(ids, labels).loss
     loss.backward()
     return found, [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(workers):
+@pytest.mark.parametrize("build", [Tokens, Typed])
+def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(build, workers):
     for plan in ("dp_shard=2,tp=2", "pp=2,tp=2"):
-        found, expected = workers.run(gradients_in_float32, plan, ranks=4)[0]
+        found, expected = workers.run(gradients_in_float32, build, plan, ranks=4)[0]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 

@@ -212,7 +212,7 @@ def _view(
     if not dispatchers:
         return None
     local = LocalParameters(model, recipe, dispatchers, branching, stand_ins)
-    return SpmdMode(dispatchers[0], local, local.forget)
+    return SpmdMode(dispatchers[0], local, local.forget, local.renew)
 
 
 class _Counted(torch.autograd.Function):
@@ -302,6 +302,10 @@ class LocalParameters:
                 part._mw_memo, part._mw_memory = {}, None
         self._used.clear()
         self._forward += 1
+
+    def renew(self) -> None:
+        """Parts are made anew in the next forward: what was noted on those of a trial, as their type, is not true of a step."""
+        self._parts.clear()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):

@@ -64,6 +64,7 @@ class GlobalTensorMode(FunctionMode):
         dispatcher: answers functions that no global tensor takes part in; those with one are answered by its own.
         local: a parameter → its local part (a global tensor, or a plain tensor where it is whole), or None for other tensors.
         forget: called at the end.
+        renew: called after a trial: local parts that were looked at in its types are made anew.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class GlobalTensorMode(FunctionMode):
         dispatcher: Dispatcher,
         local: Callable[[Tensor], Tensor | None],
         forget: Callable[[], None] = lambda: None,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.dispatcher, self.local, self._forget = dispatcher, local, forget
+        self.dispatcher, self.local, self._forget, self.renew = dispatcher, local, forget, renew
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call in which there is a global tensor of ``dispatcher``."""

@@ -80,6 +80,8 @@ class Stages:
                 stack.enter_context(dispatcher.deciding_anew())
             if self.branching is not None:
                 stack.enter_context(self.branching.in_trial())
+            if self._view is not None:
+                stack.callback(self._view.renew)
             yield
 
     def describe(self, stage: int) -> str:
