@@ -144,7 +144,7 @@ class StageError(RuntimeError):
     """What went wrong in a pipeline, with the rank, stage and action in which it did."""
 
 
-class PathError(StageError):
+class UncutPathError(StageError):
     """A batch takes another path through the model than the sample's, one that the stages cannot run. Told on every rank before
     anything of the step is done."""
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.errors import PathError, PlanError, RowsError
+from meshwright.errors import PlanError, RowsError, UncutPathError
 from meshwright.parity.sides import perturbed
 from meshwright.recipe import take_slices
 from meshwright.runtime.job import Job
@@ -51,7 +51,7 @@ FAILED = (WRONG, ERROR)
 class Verdict:
     """Attributes:
     kind: ``right``; ``skipped``, as one device raises, or its own rounding changes the result; ``refused`` with a
-        PlanError, a RowsError or a PathError; ``wrong``; ``error``: any other error, a hang or a death.
+        PlanError, a RowsError or an UncutPathError; ``wrong``; ``error``: any other error, a hang or a death.
     sort: what fails, without numbers and names: what a smaller program must have in common.
     text: what was seen.
     """
@@ -155,7 +155,7 @@ def judged(run: Run, timeout: float) -> Verdict:
             torch.manual_seed(count)
             try:
                 loss = job.step(_rows(run, job, sample(run, n, count))).item()
-            except (RowsError, PathError) as error:
+            except (RowsError, UncutPathError) as error:
                 return Verdict(REFUSED, type(error).__name__, str(error))
             differences.loss(step, i, loss)
         differences.gradients(step, job)

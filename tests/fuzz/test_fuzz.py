@@ -23,7 +23,7 @@ KEPT = sorted((Path(__file__).parent / "kept").glob("*.py"))
 # before anything of it is done, and no rank dies.
 REFUSED_LATER = {
     "units_whose_result_nothing_uses_on_one_data_rank": "RowsError",
-    "another_path_that_no_stages_can_run": "PathError",
+    "another_path_that_no_stages_can_run": "UncutPathError",
 }
 OFTEN = {"tp=2": 10, "tp=3": 4, "dp_shard=2": 6, "dp_replicate=2": 3, "pp=2": 6, "sequence": 4, "branches": 4,
          "dp_shard=2,tp=2": 2, "pp=2,tp=2": 2, "pp=2,dp_shard=2": 2}  # fmt: skip

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
-from meshwright.errors import PathError, StageError
+from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
@@ -119,7 +119,7 @@ class Programs:
             grad: whether it is recorded with gradients on: a model may ask.
 
         Raises:
-            PathError: it cannot be cut so that each stage has what it uses.
+            UncutPathError: it cannot be cut so that each stage has what it uses.
             StageError: the ranks recorded different ones.
         """
         evaluating = self._modes.now()
@@ -187,7 +187,7 @@ class Programs:
     def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
         recipe, cuts = self._recipe, graph.cuts
         if cuts is None:
-            raise PathError(
+            raise UncutPathError(
                 "with this batch the forward takes another path than with the sample, which cannot be cut so that each stage "
                 "has the parameters and buffers that it uses. Give parallelize a sample that takes this path"
             )
