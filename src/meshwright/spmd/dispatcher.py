@@ -331,11 +331,8 @@ class Dispatcher:
                 whole = duplicate(self.plain(base))
                 overwrite(select(whole), value)
             self.assign(base, whole, silent=silent)
-        elif silent:
-            with torch.no_grad():
-                self.write(target, value)
         else:
-            self.write(target, value)
+            self.write(target, value, silent=silent)
         if target._mw_memory is not None:
             target._mw_memory.written += 1
 
@@ -424,9 +421,15 @@ class Dispatcher:
             return redistribute.all_to_all(local, self.axis, have, layout)
         return redistribute.keep_slice(self.whole(x), self.axis, layout)
 
-    def write(self, target: GlobalTensor, value: Tensor) -> None:
-        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it."""
+    def write(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
+        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it.
+
+        ``silent``: as ``assign`` says. The version of the local tensor does not move then: to autograd, a view of it that
+        ``chunk`` made would be a view no more.
+        """
         layout, local = target._mw_layout, target._mw_local
+        if silent:
+            local, value = local.data, value.detach()
         if isinstance(layout, Shard):
             value = redistribute.keep_slice(value, self.axis, layout)
         elif isinstance(layout, Partial):
