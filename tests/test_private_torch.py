@@ -98,10 +98,10 @@ USES = {
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
+    "calls/structure.py": "_buffers",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
-    "planning/kept.py": "_buffers",
     "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
     "prediction/world.py": "_internal",
@@ -488,7 +488,7 @@ def scripted(x: Tensor) -> Tensor:
 
 
 def test_scripted_functions_get_whole_tensors_by_the_class_that_calls_them() -> None:
-    with scripted_functions(lambda x: x * 10):
+    with scripted_functions(lambda call, function, args, kwargs: call(function, *(x * 10 for x in args), **kwargs)):
         assert scripted(torch.ones(1)).item() == 11.0
     assert scripted(torch.ones(1)).item() == 2.0
 

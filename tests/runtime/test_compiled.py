@@ -1,4 +1,4 @@
-"""Parts of a model that ``torch.compile`` made: right in every layout, and the recipe says whether they stay compiled."""
+"""Parts of a model that ``torch.compile`` or ``torch.jit`` made: right in every layout; whether they stay compiled is noted."""
 
 from __future__ import annotations
 
@@ -21,6 +21,25 @@ compiled = partial(torch.compile, backend="eager")  # Dynamo is what goes wrong;
 def both(t: Tensor) -> Tensor:
     """Two functions that one rule answers."""
     return F.gelu(t) * torch.sigmoid(t) + torch.tanh(t).abs()
+
+
+class Both(nn.Module):
+    def forward(self, t: Tensor) -> Tensor:
+        return both(t)
+
+
+class Scale(nn.Module):
+    """Has a buffer, and may write to it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((16,), 1.5))
+        self.writes = writes
+
+    def forward(self, t: Tensor) -> Tensor:
+        if self.writes:
+            self.scale.mul_(0.9).add_(t.detach().mean() * 0.1)
+        return t * self.scale
 
 
 class Block(nn.Module):
@@ -51,6 +70,10 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     "module.compile()": _by_call,
     "submodule, fullgraph": lambda: compiled(Block(), fullgraph=True),
     "scripted function": lambda: Block(torch.jit.script(both)),
+    "scripted module": lambda: Block(torch.jit.script(Both())),
+    "traced module": lambda: Block(torch.jit.trace(Both(), torch.ones(2, 3, 16))),
+    "scripted, reads a buffer": lambda: Block(torch.jit.script(Scale(False))),
+    "scripted, writes to a buffer": lambda: Block(torch.jit.script(Scale(True))),
     "max-autotune": lambda: torch.compile(Block(), mode="max-autotune"),
 }
 
@@ -90,11 +113,14 @@ def _cases() -> list[Any]:
         ("submodule, fullgraph", "tp"),
         ("module.compile()", "dp_shard"),
         ("function", "pp, recompute"),
+        ("scripted function", "pp"),
+        ("scripted, writes to a buffer", "dp_shard"),
     }
     return [
         pytest.param(kind, plan, marks=() if (kind, plan) in cheap else pytest.mark.proof)
         for kind in BLOCKS
         for plan in PLANS
+        if not (kind.startswith("scripted,") and plan.startswith("pp"))
     ]  # fmt: skip
 
 
@@ -103,9 +129,15 @@ def test_a_compiled_part_gives_what_it_gives_on_one_device(kind: str, plan: str,
     report = mw.check(partial(Model, kind), batch(), PLANS[plan], workers=workers, steps=2)
     assert report, report
     notes = "\n".join(report.recipe.notes)
-    if kind == "scripted function":
+    if kind.startswith(("scripted", "traced")):
         assert "compile" not in notes
     elif plan == "dp_shard":
         assert "stays compiled" in notes and "blocks.{0…1}" in notes
     else:
         assert "torch.compile is off" in notes and "blocks.{0…1}" in notes
+
+
+@pytest.mark.parametrize("kind", ["scripted, reads a buffer", "scripted, writes to a buffer"])
+def test_a_scripted_module_with_buffers_is_refused_in_a_pipeline(kind: str, workers: LocalWorkers) -> None:
+    with pytest.raises(mw.PlanError, match="with buffers of its own"):
+        mw.check(partial(Model, kind), batch(), PLANS["pp"], workers=workers)

@@ -205,6 +205,44 @@ def lists_in(value: Any) -> list[list[Any]]:
     return lists
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether torch.jit made a module: what it keeps is no attribute in Python, and no forward leaves a value of ours on it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def buffers_in(module: nn.Module) -> MutableMapping[str, Any]:
+    """A module's buffers, those that are None too, which can be set there.
+
+    There is no public way to see or to put back one that is None.
+    """
+    return _ScriptedBuffers(module) if is_scripted(module) else module._buffers
+
+
+class _ScriptedBuffers(MutableMapping[str, Any]):
+    """The buffers of a module that torch.jit made, whose own table cannot be gone through. None is added or goes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names = [name for name, _ in module.named_buffers(recurse=False)]
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._names:
+            raise KeyError(key)
+        return getattr(self._module, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._module, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        raise NotImplementedError(f"{key}: torch.jit lets no buffer go")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 # --- plain objects that modules hold ------------------------------------------------------------------------------------
 
 

@@ -34,10 +34,11 @@ from meshwright.spmd.autograd_functions import (
     FunctionMode,
     custom_functions,
     followed_checkpoints,
+    scripted_functions,
     transformed_functions,
     transforming,
 )
-from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, writes
+from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, label_of, writes
 
 # Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
 # `h > p` is `p < h` then. So that a comparison is the same event whatever its operands are here, one of the two is told.
@@ -132,6 +133,7 @@ class Tracer(FunctionMode):
             self,
             custom_functions(self.custom),
             transformed_functions(self.transformed),
+            scripted_functions(self.scripted),
             followed_checkpoints(self),
         ):
             yield
@@ -154,6 +156,12 @@ class Tracer(FunctionMode):
             return apply(function, *args, **kwargs)
 
         return self._as_one(partial(apply, function), function.__name__, function, args, kwargs)
+
+    def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function or a module's forward that ``torch.jit`` made."""
+        if self.closed or self.thread != threading.get_ident():
+            return call(function, *args, **kwargs)
+        return self._as_one(partial(call, function), label_of(function), function, args, kwargs)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``torch.func`` made of a function of the model's. Of what follows from the batch alone it is none of ours."""

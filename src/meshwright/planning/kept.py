@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.calls.structure import attributes_in, is_plain_object, plain_objects, tensors_of
+from meshwright.calls.structure import (
+    attributes_in,
+    buffers_in,
+    is_plain_object,
+    is_scripted,
+    plain_objects,
+    tensors_of,
+)
 from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
 from meshwright.private import storage_of, without_any_mode
@@ -144,8 +151,10 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, An
     there begin with, the table)."""
     seen: set[int] = set()
     for path, module in model.named_modules():
+        yield path, "", buffers_in(module)
+        if is_scripted(module):
+            continue
         yield path, "", vars(module)
-        yield path, "", module._buffers
         for key in own_attributes(vars(module)):
             for name, owner in plain_objects(key, vars(module)[key], seen):
                 yield path, f"{name}.", attributes_in(owner)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
-from meshwright.calls.structure import attributes_in, is_plain_object
+from meshwright.calls.structure import attributes_in, buffers_in, is_plain_object, is_scripted
 from meshwright.private import set_version, version, without_modes
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import whole
@@ -142,6 +142,8 @@ def make_whole(module: nn.Module) -> None:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module has constants and plain buffers alone, as most do: told at once, as this is asked after each step."""
+    if is_scripted(module):
+        return True
     for name, value in vars(module).items():
         if type(value) not in _CONSTANT and name not in _INTERNAL and not _is_plain_tuple(value):
             return False
@@ -187,9 +189,11 @@ def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
     if id(module) in seen:
         return
     seen.add(id(module))
+    yield buffers_in(module)
+    if is_scripted(module):
+        return
     attributes = vars(module)
     yield attributes
-    yield attributes["_buffers"]
     yield from (attributes[name] for name in _HOOKS)
     for key, value in list(attributes.items()):
         if type(value) not in _CONSTANT and key not in _INTERNAL:

@@ -2,7 +2,7 @@
 
     custom ``autograd.Function`` s     given global tensors, their graph would silently be lost
     the transforms of ``torch.func``    vmap, grad, jvp …
-    scripted functions                  ``torch.jit.script``
+    scripted functions and modules      ``torch.jit.script``, ``torch.jit.trace``
     what a checkpoint keeps             and runs again in a backward
 
 For none of them is there a public hook: for the time of a forward, the functions that they go through are ours
@@ -146,17 +146,21 @@ def transformed_functions(handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def scripted_functions(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While on, a scripted function is called with ``change`` of its tensors. (Scripted modules ask subclasses.)"""
+def scripted_functions(handler: Handler) -> Iterator[None]:
+    """While on, a call of what ``torch.jit`` made, a function or a module's forward, is ``handler(call, scripted, args,
+    kwargs)``, with ``call(scripted, *args)``. Contexts nest; the last is asked first.
 
-    def changing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(function: Any, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
-            return call(function, *args, **kwargs)
+    Without it a mode sees what a scripted function does on meta, where torch's kernels are Python, and only there; and that
+    is another list once the scripted function has been optimised, after a few calls.
+    """
 
-        return changed
+    def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+            return handler(plain, scripted, args, kwargs)
 
-    with patches.SCRIPTED.on(changing):
+        return call
+
+    with patches.SCRIPTED.on(handled), patches.SCRIPTED_METHOD.on(handled):
         yield
 
 

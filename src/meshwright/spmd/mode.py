@@ -194,12 +194,18 @@ class GlobalTensorMode(FunctionMode):
                 self,
                 custom_functions(self.custom),
                 transforms(partial(self._whole, "a transform of torch.func")),
-                scripted_functions(partial(self._whole, "a scripted function")),
+                scripted_functions(self.scripted),
                 recomputations(_kept_local, _given_local),
             ):
                 yield
         finally:
             self._forget()
+
+    def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch.jit made gets, and gives, whole tensors."""
+        change = partial(self._whole, "a scripted function")
+        args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+        return call(function, *args, **kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Custom ``autograd.Function`` s get, and give, whole tensors; what they write to one reaches the global tensor."""

@@ -141,7 +141,9 @@ TRANSFORMS = {  # what ``torch.func.vmap(f)`` and the others made is called
     "jvp": Patch(eager_transforms, "_jvp_with_argnums", _AS_ONE),
     "vjp": Patch(eager_transforms, "_vjp_with_argnums", _AS_ONE),
 }
-SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", "a scripted function gets whole tensors")
+_SCRIPTED = "what torch.jit made gets whole tensors; to a walk, it is one event"
+SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", _SCRIPTED)
+SCRIPTED_METHOD = Patch(torch.ScriptMethod, "__call__", _SCRIPTED)
 CHECKPOINT = Patch(
     checkpoint,
     "_checkpoint_without_reentrant_generator",

@@ -117,9 +117,10 @@ def name_of(func: Any) -> str:
 
 
 def label_of(func: Any) -> str:
-    """What a function is called, the same in every process: a scripted one has no ``__name__``, and an address in its text."""
-    label = getattr(func, "__name__", None) or getattr(func, "name", None)
-    return label if isinstance(label, str) else type(func).__name__
+    """What a function is called, the same in every process: a scripted one has a ``name``, and an address in its text; the
+    first that a process makes has its class's name as ``__name__``, and later ones have none."""
+    labels = (getattr(func, key, None) for key in ("name", "__name__"))
+    return next((label for label in labels if isinstance(label, str)), type(func).__name__)
 
 
 def known_as(name: str) -> Operator:

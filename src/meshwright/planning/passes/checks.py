@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
+from meshwright.calls.structure import is_scripted
 from meshwright.errors import Finding, Findings
 from meshwright.names import few, fold_names
 from meshwright.planning.draft import Draft
@@ -50,16 +50,19 @@ def check_tp(draft: Draft) -> Draft:
 
 
 def check_scripted(draft: Draft) -> Draft:
-    """A scripted module's parameters cannot be replaced by parts of them."""
-    scripted = (name for name, module in draft.model.named_modules() if _is_scripted(module))
+    """A scripted module's parameters cannot be replaced by parts of them, and nobody sees which stage uses its buffers."""
+    refused = ("parameters", "buffers") if draft.plan.mesh.axis_size("pp") > 1 else ("parameters",)
+    scripted = [(name, module) for name, module in draft.model.named_modules() if is_scripted(module)]
     return draft.wrong(
         Finding(
             where=f"the model's {name or 'root'}",
-            given="a module of torch.jit.script or trace, with parameters of its own",
+            given=f"a module of torch.jit.script or trace, with {kind} of its own",
             required="a module in Python",
             fix="build the model without torch.jit",
         )
-        for name in scripted
+        for name, module in scripted
+        for kind, of in (("parameters", module.parameters), ("buffers", module.buffers))
+        if kind in refused and next(of(recurse=False), None) is not None
     )
 
 
@@ -106,7 +109,3 @@ def tell_dense(draft: Draft) -> Draft:
     sparse = [name for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     names = ", ".join(map(str, fold_names(sparse)))
     return draft.noted([f"{names}: gradients are dense, as sparse ones cannot be sharded"] if sparse else [])
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None
