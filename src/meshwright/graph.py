@@ -39,7 +39,8 @@ class Value:
 
     ``storage`` is the same for values that share memory on one device; ``name`` for those that are one tensor, which gets
     another number whenever something is written to its memory. ``is_leaf``: a gradient of it goes no further back (a view made
-    under ``no_grad`` has one, if what it is a view of has).
+    under ``no_grad`` has one, if what it is a view of has). ``strided``: not sparse, and not nested: the sizes of a nested
+    tensor are 0 here if they are not one number.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class Value:
     storage: int
     name: int
     is_leaf: bool = False
+    strided: bool = True
 
     @property
     def differentiable(self) -> bool:

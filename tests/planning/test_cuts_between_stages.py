@@ -144,3 +144,20 @@ class _Two(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(2))
+
+
+class _Nested(nn.Module):
+    """Pads its rows apart between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.within, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.nested.as_nested_tensor(list(self.first(x).unbind()), layout=torch.jagged)
+        return self.last(self.within(h).to_padded_tensor(0.0)).square().mean()
+
+
+def test_a_nested_tensor_stays_in_its_stage() -> None:
+    recipe = mw.make_recipe(_Nested, "pp=3", (torch.ones(4, 2, 8),))
+    assert [stage.modules for stage in recipe.stages] == [("first",), ("within",), ("last",)]

@@ -223,3 +223,37 @@ def test_an_object_is_in_the_recompute_what_it_was_in_the_forward(sets: bool, me
         workers=workers,
     )
     assert report.passed, str(report)
+
+
+class Force(nn.Module):
+    """The gradient of an energy by its input: what was dropped of the energy's forward is made again before the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(h).sum(), h, create_graph=True)
+        return force
+
+
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Force() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2"])
+def test_a_block_may_ask_for_a_gradient_within_its_forward(mesh: str, workers: LocalWorkers) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    report = mw.check(Forces, (x,), {"mesh": mesh, "recompute": "blocks"}, workers=workers, steps=2)
+    assert report, report

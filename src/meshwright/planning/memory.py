@@ -17,9 +17,9 @@
     6  Random numbers of Python's and NumPy's: every stage runs the Python that draws them, if a module holds the generator to
        the forward's end. A call that acts on a value is run by its stage alone: if it may draw, no cut is made after it, and
        none at all if a module holds the generator.
-
     7  A gradient that the forward asks for itself: from the first use of that by which it is asked, as autograd's graph is one
        stage's.
+    8  A sparse or nested tensor: from where it is made to its last use, as what is sent is strided.
 
 What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
 tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
@@ -107,6 +107,7 @@ def keep_together(
     graph.spans += _drawn_as_values_decide(graph)
     graph.spans += _differentiated(graph)
     graph.spans += _written_before(graph)
+    graph.spans += _sparse_or_nested(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
@@ -131,6 +132,13 @@ def _written_before(graph: ModelGraph) -> Iterator[Span]:
         taken = written.intersection(n for event in graph.events[start:stop] for n in event.inputs)
         for position in sorted({p for n in taken if (p := graph.values[n].position) < start}):
             yield _span(graph, [position, stop - 1], "a checkpoint takes a tensor that is written in place")
+
+
+def _sparse_or_nested(graph: ModelGraph) -> Iterator[Span]:
+    """What is sent is a strided tensor: values of other layouts stay in the stage that makes them."""
+    for number, consumers in graph.consumers.items():
+        if not (value := graph.values[number]).strided:
+            yield _span(graph, [value.position, *consumers], "a sparse or nested tensor")
 
 
 def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:

@@ -398,8 +398,8 @@ class Recorder(Tracer):
 
     def _new(self, t: Tensor, place: int) -> int:
         """A new number for a tensor: an event gave it, or something was written to its memory."""
-        storage, before = 0, self.number(t)
-        if t.layout is torch.strided:
+        storage, before, strided = 0, self.number(t), t.layout is torch.strided
+        if strided:
             storage = storage_of(t)
             self._alive.append(t.untyped_storage())
         self._count += before is None
@@ -407,9 +407,10 @@ class Recorder(Tracer):
         name = self._count if known is None else known.name
         # A write without gradients, to whatever name of the memory, leaves what has a gradient with it.
         is_leaf = t.requires_grad and not torch.is_grad_enabled() if known is None else known.is_leaf
+        shape = tuple(t.shape) if strided else tuple(n if type(n) is int else 0 for n in t.shape)
         value = Value(
-            tuple(t.shape), tuple(t.stride()) if t.layout is torch.strided else (), str(t.dtype).removeprefix("torch."),
-            t.element_size(), t.requires_grad, place, storage, name, is_leaf=is_leaf,
+            shape, tuple(t.stride()) if strided else (), str(t.dtype).removeprefix("torch."),
+            t.element_size(), t.requires_grad, place, storage, name, is_leaf=is_leaf, strided=strided,
         )  # fmt: skip
         if storage and before is None:
             self._named.setdefault(storage, []).append(t)

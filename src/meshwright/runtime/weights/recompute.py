@@ -78,7 +78,8 @@ class _Run:
         known = of.written.get(len(tensors))
         copied = set(range(len(tensors))) if known is None else known
         inputs = [_as_input(t, i in copied) for i, t in enumerate(tensors)]
-        self._kept = _with((args, kwargs), tensors, inputs)
+        # (A forward that asks for a gradient within has what it asks for made again before it ends.)
+        self._keep((args, kwargs), tensors, inputs)
         try:
             result = of.forward(*args, **kwargs)
         except RuntimeError as error:  # torch.func refuses to run where activations are dropped
@@ -89,18 +90,20 @@ class _Run:
         if not written <= copied:
             raise of.error("it writes to its input in this forward, and did not in its first one")
         if spare := copied - written:
-            self._inputs = [_as_input(t, False) if i in spare else inputs[i] for i, t in enumerate(tensors)]
-            self._kept = _with(self._kept, inputs, self._inputs)
-        else:
-            self._inputs = inputs
-        self._versions = [_version(x) for x in self._inputs]
+            again = [_as_input(t, False) if i in spare else inputs[i] for i, t in enumerate(tensors)]
+            self._keep(self._kept, inputs, again)
         of.written[len(tensors)] = written | (known or set())
         return result
+
+    def _keep(self, arguments: Any, tensors: Sequence[Tensor], inputs: list[Tensor]) -> None:
+        """Keeps arguments for the recompute, with ``inputs`` in place of their tensors."""
+        self._kept, self._inputs = _with(arguments, tensors, inputs), inputs
+        self._versions = [_version(x) for x in inputs]
 
     def _again(self) -> Any:
         if [_version(x) for x in self._inputs] != self._versions:
             raise self._of.error("its input was written to after its forward")
-        written = self._of.written[len(self._inputs)]
+        written = self._of.written.get(len(self._inputs), range(len(self._inputs)))
         inputs = [_as_input(x, i in written) for i, x in enumerate(self._inputs)]
         args, kwargs = _with(self._kept, self._inputs, inputs)
         with self._of.random.kept(), self._state.restored():
