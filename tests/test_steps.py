@@ -271,7 +271,7 @@ def writing(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[Any]:
         start, stop = bounds(8, mesh.data_size)[mesh.data_index(job.rank)]
         losses, batches = stepped(job, take_rows(written(), start, stop), job.step)
         whole = {line.name: p for line, p in job.whole_parameters() if p is not None}
-        found.append((untouched, losses, whole, batches, (start, stop)))
+        found.append((untouched, losses, whole, batches, (start, stop), job.rows))
     return found
 
 
@@ -284,10 +284,12 @@ def test_what_a_model_writes_to_its_batch_is_written_once_a_step(ranks: int, wor
     for i, (name, (build, _)) in enumerate(cases.items()):
         wanted, parameters, batches = alone[build]
         for rank, found in enumerate(results):
-            untouched, losses, whole, here, (start, stop) = found[i]
+            untouched, losses, whole, here, (start, stop), combined = found[i]
             said = f"{name}, rank {rank}"
             if not untouched:
                 wrong.append(f"{said}: the sample was written to")
+            if build is Writes and combined == "coupled":
+                wrong.append(f"{said}: its rows are said to be coupled")
             if not torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-9):
                 wrong.append(f"{said}: losses {losses}, on one device {wanted}")
             wrong += [f"{said}: {n}" for n, p in whole.items() if not torch.allclose(p, parameters[n], rtol=1e-9)]

@@ -127,6 +127,23 @@ def a_reshape_that_copies(x: Tensor) -> Tensor:
     return x + flat.sum()
 
 
+def conversions(x: Tensor) -> tuple[Any, ...]:
+    """``to`` copies another type and, if asked, the same one; with a memory format it copies what has another one, and a
+    transposed tensor has none."""
+    heads = (x * 1).transpose(1, 2)
+    heads.to(memory_format=torch.contiguous_format).mul_(3.0)
+    heads.to(x.dtype).add_(1.0)
+    heads.to("cpu", memory_format=torch.preserve_format).sub_(0.5)
+    for copied in (heads.to(x.dtype, copy=True), heads.to(torch.complex128, memory_format=torch.contiguous_format)):
+        copied.zero_()
+    images = torch.stack([x, x * 2], -1)
+    last = images.to(memory_format=torch.channels_last)
+    last.mul_(2.0)
+    last.to(memory_format=torch.contiguous_format).add_(1.0)
+    last.to(memory_format=torch.channels_last).add_(2.0)
+    return heads, images, last, last.stride()
+
+
 def a_view_of_a_sum(x: Tensor) -> Tensor:
     y = (x.transpose(1, 2) * 2).transpose(1, 2)
     y.view(-1).mul_(2.0)
@@ -137,7 +154,11 @@ def writes_to_pieces(x: Tensor) -> Tensor:
     y = x * 1
     y.tensor_split(2, -1)[0].mul_(2.0)
     y.hsplit(y.shape[1])[-1].add_(1.0)
+    y.vsplit([1])[-1].mul_(1.5)
+    y.dsplit([1, 3])[1].sub_(0.5)
     y.mH[0].mul_(0.5)
+    y.adjoint()[1:].mul_(3.0)
+    y[0].H[1].add_(2.0)
     torch.broadcast_tensors(y, torch.ones(1, dtype=y.dtype))[0].sub_(0.25)
     return y
 
@@ -189,7 +210,7 @@ def filled(x: Tensor) -> Tensor:
 
 
 PEOPLE = [
-    a_copy_of_heads, a_reshape_that_copies, a_view_of_a_sum, writes_to_pieces, a_write_to_data, strides_of_one_device,
+    a_copy_of_heads, a_reshape_that_copies, conversions, a_view_of_a_sum, writes_to_pieces, a_write_to_data, strides_of_one_device,
     several_outs, values_set, shapes_changed_in_place, filled,
 ]  # fmt: skip
 

@@ -43,6 +43,9 @@ CASES: dict[str, tuple[Tensor, int, Callable[[Tensor], Any], torch.dtype | None]
         logits(torch.bfloat16), 0, lambda x: functional.cross_entropy(x, LABELS), torch.bfloat16
     ),
     "softmax of bfloat16": (logits(torch.bfloat16), 1, lambda x: x.softmax(1), None),
+    "softmax under autocast": (logits(torch.bfloat16), 1, lambda x: x.softmax(1), torch.bfloat16),
+    "softmax of float32 under autocast": (logits(), 1, lambda x: functional.softmax(x, 1), torch.bfloat16),
+    "log softmax under autocast": (logits(), 1, lambda x: functional.log_softmax(x, 1), torch.bfloat16),
     "log softmax of float16": (logits(torch.float16), 1, lambda x: functional.log_softmax(x, 1), None),
     "softmax as float32": (logits(torch.bfloat16), 1, lambda x: functional.softmax(x, 1, dtype=torch.float32), None),
     "softmax as bfloat16": (logits(), 1, lambda x: functional.softmax(x, 1, dtype=torch.bfloat16), None),

@@ -320,10 +320,11 @@ def _index(tensors: Sequence[Tensor], t: Tensor) -> int:
 def _places(func: Any, args: Any, kwargs: Any, pieces: Sequence[Tensor], usual: bool) -> Sequence[Placed | None]:
     """Where results lie on one device; None for fresh memory, in the order of dims that the local result has.
 
-    ``usual``: whether all operands are contiguous.
+    ``usual``: whether all operands are contiguous. If they are, the local result says all, but for a memory format, of which
+    a local tensor with a dim of size 1 says too little.
     """
     aliasing, places = aliases(func), None
-    if aliasing or not usual:
+    if aliasing or not usual or "memory_format" in kwargs:
         places = asked(func, args, kwargs, lies) if aliasing or func not in BY_DEVICE else None
     return places if places is not None and len(places) == len(pieces) else (None,) * len(pieces)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
+from meshwright.spmd.alias import placed
 from meshwright.spmd.decide.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider
 from meshwright.spmd.decide.types import like_here
 from meshwright.spmd.decision import (
@@ -31,7 +32,7 @@ from meshwright.spmd.decision import (
     whole,
 )
 from meshwright.spmd.signature import Call, Operand, is_undecided
-from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.tensor import GlobalTensor, lies
 from meshwright.spmd.torch_functions import functions, writes
 
 _UNARY = """
@@ -119,7 +120,7 @@ def _moved(call: Call) -> Answer:
         return Body(Tensor.to, (given(x),), {"dtype": other.dtype, "device": other.device, **named})
     if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
         named = {k: v for k, v in kwargs.items() if k != "memory_format"}
-        return Body(_moved_and_laid, (func, memory_format, given(x), *args[1:]), named)
+        return Body(_converted, (func, memory_format, given(x), *args[1:]), named)
     if isinstance(x.layout, Shard):
         return of_each(call, held, x.layout)
     tried = like_here(func, x, *args[1:], **kwargs)
@@ -130,8 +131,18 @@ def _moved(call: Call) -> Answer:
     return _copied_parameter(call) or of_each(call, plain, REPLICATE)
 
 
-def _moved_and_laid(func: Any, memory_format: torch.memory_format, *args: Any, **kwargs: Any) -> Tensor:
-    x = func(*args, **kwargs)
+def _converted(func: Any, memory_format: torch.memory_format, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Another type or device, and order of memory. ``to`` copies a tensor of that type and device less often than
+    ``contiguous`` does: a transposed tensor counts as ``torch.contiguous_format``, as its strides are no other format's."""
+    found: Tensor = func(x, *args, **kwargs)
+    if found is x:
+        places = placed(Tensor.to, (lies(x),), (("memory_format", memory_format),))
+        if places is not None and places[0].itself:
+            return x
+    return _laid(found, memory_format)
+
+
+def _laid(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
 
 
@@ -139,7 +150,7 @@ def _contiguous(call: Call) -> Answer:
     """The tensor itself, if its memory on one device is in that order; else a copy."""
     x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
     if memory_format and memory_format[0] != torch.contiguous_format:
-        return Body(_moved_and_laid, (_identity, *memory_format, given(x)), {})
+        return Body(_laid, (given(x), *memory_format), {})
     if x.spec.usual:
         return Decision(_identity, (held(x),), {}, itself=x.index)
     copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
