@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -653,3 +655,23 @@ def test_a_job_in_half_precision_is_judged_in_it_too(workers: LocalWorkers) -> N
     wrong = mw.check(partial(WrongInHalf, True), fresh_batch(), plan, workers=workers)
     assert not wrong and wrong.dtype == "bfloat16"
     assert wrong.errors["loss"] <= wrong.tolerance < max(wrong.errors["gradients"].values())
+
+
+class DrawsMore(nn.Module):
+    """Draws a number of the host's more at the end of each forward in a job: the second forward goes on elsewhere."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(8, 4), more
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scale = 1 + random.random() + np.random.rand()
+        if self.more and in_a_job() and not x.is_meta:
+            random.random()
+        return {"loss": (self.linear(x) * scale).square().mean()}
+
+
+def test_numbers_of_the_host_are_seeded_at_the_start_alone_as_in_training(check: Check) -> None:
+    assert check(partial(DrawsMore, False), fresh_batch(), "tp=2", steps=1)
+    wrong = check(partial(DrawsMore, True), fresh_batch(), "tp=2", steps=1)
+    assert not wrong and wrong.errors is not None, wrong

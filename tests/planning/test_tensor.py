@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.planning.passes import shards, units
 from meshwright.workers.pool import LocalWorkers
 
 
@@ -215,3 +217,34 @@ def test_a_style_that_is_an_object_is_named_by_its_class() -> None:
     build = lambda: OfAnObject(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))  # noqa: E731
     recipe = mw.make_recipe(build, {"mesh": {"tp": 2}}, (torch.randn(4, 8),), lambda y: y.square().mean())
     assert not [note for note in recipe.notes if " at 0x" in note] and "'object', not known here" in str(recipe.notes)
+
+
+class Decides(nn.Module):
+    """A routed model: one of its blocks runs if a value says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if bool(x.sum() < 1e9):
+                x = block(x)
+        return x.square().mean()
+
+
+OURS = "def asked(*args, **named): return {}['no such key']"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "part", "name"), [("tp=2", shards, "_trunk_cuts"), ("dp_shard=2", units, "undisturbed")]
+)
+def test_a_bug_of_ours_in_planning_is_raised_and_is_no_note(mesh: str, part: Any, name: str) -> None:
+    """Where a forward is followed, to shard over tp or to find which units it may skip, stands a function of a file of the
+    library that has a bug."""
+    assert mw.make_recipe(Decides, mesh, batch())
+    names: dict[str, Any] = {}
+    exec(compile(OURS, str(Path(mw.__file__).with_name("made_up.py")), "exec"), names)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyError, match="no such key"):
+        patched.setattr(part, name, names["asked"])
+        mw.make_recipe(Decides, mesh, batch())

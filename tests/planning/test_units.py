@@ -286,3 +286,46 @@ def test_a_parameter_that_is_taken_before_its_unit_runs_is_in_none(mesh, workers
     report = mw.check(StatesOutside, rows(), {"mesh": mesh}, workers=workers)
     assert report.passed, str(report)
     assert [u.name for u in report.recipe.units] == [""]
+
+
+class Around(nn.Module):
+    """A module with a parameter of its own, and blocks that are units."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.blocks = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x * self.scale)
+        return x
+
+
+class WithAround(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Around() for _ in range(2))
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x + self.shift)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.proof)], ids=str
+)
+def test_a_unit_with_a_parameter_of_its_own_stands_around_units_of_another_mesh(mesh, workers):
+    modules = {
+        "layers.0": {"dp": "replicate", "unit": True},
+        "layers.0.blocks.*": {"dp": "shard", "unit": True},
+        "layers.1": {"unit": True},
+        "layers.1.blocks.*": {"dp": "replicate", "unit": True},
+    }
+    report = mw.check(WithAround, rows(), {"mesh": mesh, "modules": modules}, workers=workers, steps=1)
+    assert report.passed, str(report)
+    units = {u.name: u.data for u in report.recipe.units}
+    assert (units["layers.0"], units["layers.0.blocks.0"]) == ("replicate", "shard")
+    assert (units["layers.1"], units["layers.1.blocks.0"]) == ("shard", "replicate")

@@ -310,3 +310,39 @@ def test_check_tells_which_draw_it_cannot_compare(microbatches: int, workers: Lo
 
 def itself(output: torch.Tensor) -> torch.Tensor:
     return output
+
+
+class DrawsInPlace(nn.Module):
+    """Every draw in place, of tensors that are like activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        for draw in ("uniform_", "normal_", "exponential_"):
+            h = h * (1 + getattr(torch.zeros_like(h), draw)())
+        kept = torch.zeros_like(h).bernoulli_(0.7) + torch.zeros_like(h).random_(3)
+        return self.down(h * kept).square().mean()
+
+
+def drawn_in_place(plans: list[Any]) -> list[tuple[list[float], list[float]]]:
+    """For each plan three losses, and those of one device from the same state of the generator."""
+    found = []
+    for plan in plans:
+        job = mw.parallelize(DrawsInPlace, plan, batch=rows(), dtype=torch.float64)
+        begun = torch.get_rng_state()
+        losses = [job.step(rows()).item() for _ in range(3)]
+        seed_all(0)
+        model = DrawsInPlace().double()
+        torch.set_rng_state(begun)
+        found.append((losses, [model(rows()).item() for _ in range(3)]))
+    return found
+
+
+def test_draws_in_place_are_one_device_s_whether_or_not_anything_is_cut(workers: LocalWorkers) -> None:
+    whole = {"mesh": "tp=2", "modules": {"up": {"tp": "replicate"}, "down": {"tp": "replicate"}}}
+    for found in workers.run(drawn_in_place, [whole, "tp=2"], ranks=2):
+        for losses, expected in found:
+            assert losses == pytest.approx(expected, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import meshwright as mw
@@ -26,6 +28,7 @@ from meshwright.watch.heartbeat import FAILED, Alarm, Beat, Board, Who
 from meshwright.watch.location import Whereabouts
 from meshwright.watch.report import Hang, spelled_ranks
 from meshwright.watch.watchdog import HANG, _lives
+from meshwright.workers.pool import LocalWorkers
 
 SCRIPT = Path(__file__).parent / "watched.py"
 TIMEOUT = 6.0
@@ -238,3 +241,27 @@ def test_reading_and_writing_checkpoints_is_getting_on() -> None:
 def test_a_timeout_is_positive() -> None:
     with pytest.raises(mw.PlanError, match="more than the longest step"):
         mw.Watch(None, 0.0)  # type: ignore[arg-type]
+
+
+def timeouts() -> tuple[set[float], set[float]]:
+    """For how many seconds collectives of all groups of a job wait: before a watch, and under it."""
+    batch = {"x": torch.randn(4, 8)}
+    build = functools.partial(torch.nn.Linear, 8, 8)
+    job = mw.parallelize(
+        build, "pp=1,dp_shard=2,tp=1", batch=(batch["x"],), loss=lambda y: y.square().mean(), timeout=20
+    )
+    found = []
+    groups = [job.groups.files, *job.groups.made]
+    found.append({seconds_of(g) for g in groups})
+    with mw.Watch(job, 900.0):
+        found.append({seconds_of(g) for g in [*groups, dist.group.WORLD]})
+    return found[0], found[1]
+
+
+def seconds_of(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_collectives_wait_longer_than_a_watch_and_those_of_files_as_long_as_the_others(workers: LocalWorkers) -> None:
+    for alone, watched in workers.run(timeouts, ranks=2):
+        assert alone == {20.0} and min(watched) > 900
