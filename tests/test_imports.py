@@ -23,7 +23,7 @@ LADDER = (
     "private amounts blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container "
     "chance generators described evaluation",
     "spmd workers",
-    "calls watch",
+    "calls watch replay",
     "cost",
     "planning",
     "deferred",

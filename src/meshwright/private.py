@@ -120,6 +120,22 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for its forward or its backward. There is no public way to ask."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+# The function modes that are on in this thread, outermost first: how many, and which. The public context managers say of a
+# mode neither that it is on nor what is above it.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+
+# Whether function modes are asked; not within ``without_modes``. There is no public way to ask.
+modes_are_asked: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+
 def backward_hooks(module: nn.Module) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """A module's hooks before its backward, and after it. There is no public way to ask."""
     return list(module._backward_pre_hooks.values()), list(module._backward_hooks.values())
@@ -293,12 +309,16 @@ __all__ = [
     "autograd_local",
     "collectives_entered",
     "compiles",
+    "function_mode_at",
+    "function_modes",
+    "has_hooks",
     "held_of",
     "hooked",
     "is_done",
     "job_store",
     "last_collective",
     "make_wrapper",
+    "modes_are_asked",
     "python_body",
     "pytree",
     "replace_tensors",

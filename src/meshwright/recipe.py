@@ -126,6 +126,7 @@ class Recipe:
         parameters: in the model's order, each once.
         units: innermost first, the root last.
         recompute: modules whose activations are made again in backward.
+        blocks: the layers of the model: modules that are repeated.
         sequence: modules whose first input is cut over dim 1 (the sequence) when sequence parallel is on.
         microbatches: pieces of a rank's rows, run one after another, gradients added up.
         precision: what is computed in; parameters and reductions stay as they are.
@@ -142,6 +143,7 @@ class Recipe:
         shared_inputs: tensors of a batch, by name, that all rows share: they are not sharded by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         verify: after how many steps ranks compare the values that they should hold alike; 0: never.
+        eager: whether no block runs as a recorded program.
         notes: what a person should know: what was left whole, what was not found.
         plan: what it was made from, as YAML.
     """
@@ -150,6 +152,7 @@ class Recipe:
     parameters: tuple[ParameterRecipe, ...]
     units: tuple[Unit, ...] = ()
     recompute: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     microbatches: int = 1
     precision: str = "float32"
@@ -167,6 +170,7 @@ class Recipe:
     seed: int = 0
     nonfinite: str = "stop"
     verify: int = 100
+    eager: bool = False
     notes: tuple[str, ...] = ()
     plan: str = ""
 

@@ -9,7 +9,8 @@
       │                  stub   nothing of it runs: what it returned when it was recorded stands in
       ├─ 3  recompute  its activations are dropped, and made again in the backward (runtime/weights/recompute.py)
       ├─ 4  within     a context is on: a wider type, in a check (parity/sides.py)
-      └─ 5  the module's own forward
+      ├─ 5  replay     on local tensors, by its recorded program (replay/)
+      └─ 6  the module's own forward
 
 Names of modules and parameters, state dicts and types of modules stay as they are. A copy of a model (``copy.deepcopy``) has
 forwards of its own.
@@ -68,14 +69,17 @@ class Forward:
         followed: bool,
         block: bool,
         recompute: Around | None,
+        replay: Around | None,
         within: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         self.name, self.module = name, module
-        self._calls, self._own, self._within = calls, module.forward, within
+        own = module.forward
+        self._calls, self._within = calls, within
+        self._own = own if replay is None else replay(own)
         self.open: Callable[..., Any] = self._own if within is None else self._run_within
         self.run = self.open if recompute is None else recompute(self.open)
         called = self._cut if block else self._follow if followed else self.run
-        self.called = functools.wraps(self._own)(functools.partial(called))  # a model may ask for its signature
+        self.called = functools.wraps(own)(functools.partial(called))  # a model may ask for its signature
 
     def _cut(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls.cut is not None:
@@ -101,6 +105,7 @@ class ModuleCalls:
         followed: whether walks may follow forwards: every module asks for one.
         blocks: the modules whose input ``cut`` cuts.
         recomputed: module → its forward with recompute around it.
+        replayed: module → its forward, or in its place a recorded program.
         within: module → what makes the context that its forward runs in.
 
     Attributes:
@@ -116,13 +121,15 @@ class ModuleCalls:
         blocks: Collection[str] = (),
         cut: Cut | None = None,
         recomputed: Mapping[str, Around] | None = None,
+        replayed: Mapping[str, Around] | None = None,
         within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     ) -> None:
         self.walk: Walk | None = None
         self.cut = cut
-        recomputed, within, modules = recomputed or {}, within or {}, dict(model.named_modules())
+        recomputed, replayed, within = recomputed or {}, replayed or {}, within or {}
+        modules = dict(model.named_modules())
         asking = {n for n, m in modules.items() if followed and not isinstance(m, torch.jit.ScriptModule)}
-        for name in {*blocks, *recomputed, *within, *asking}:
+        for name in {*blocks, *recomputed, *replayed, *within, *asking}:
             forward = Forward(
                 self,
                 name,
@@ -130,6 +137,7 @@ class ModuleCalls:
                 followed=name in asking,
                 block=name in blocks,
                 recompute=recomputed.get(name),
+                replay=replayed.get(name),
                 within=within.get(name),
             )
             modules[name].forward = forward.called

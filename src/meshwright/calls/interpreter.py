@@ -540,6 +540,10 @@ class StageInterpreter(Tracer):
             args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
         return func(*args, **kwargs)
 
+    def may_be_passed(self) -> bool:
+        """See ``FunctionMode``."""
+        return super().may_be_passed() and not self._stale
+
 
 _DEVICE = Tensor.device.__get__
 _SHOWS = frozenset(

@@ -323,3 +323,7 @@ class Tracer(FunctionMode):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function in a call that is not looked into."""
         return func(*args, **kwargs)
+
+    def may_be_passed(self) -> bool:
+        """See ``FunctionMode``."""
+        return self.closed > 0

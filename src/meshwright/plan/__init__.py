@@ -76,6 +76,8 @@ class Plan:
             leaves out the optimizer's step and counts it.
         verify: after how many steps ranks compare the values that they should hold alike, bit for bit; the first step compares
             as well. 0: never.
+        eager: over tp, run each torch function through the dispatcher in every step. Left out: false, blocks are recorded, and
+            run as programs of local functions and collectives, which give the same and take the host less time.
 
     Attributes:
         meshes: what it may be laid over, in order; empty for ``auto``.
@@ -107,6 +109,7 @@ class Plan:
     seed: int
     nonfinite: str
     verify: int
+    eager: bool
     said: frozenset[str] = field(compare=False, repr=False)
 
     def __init__(
@@ -127,6 +130,7 @@ class Plan:
         seed: int = 0,
         nonfinite: str = "stop",
         verify: int = 100,
+        eager: bool = False,
     ) -> None:
         values = {
             "mesh": mesh,
@@ -144,6 +148,7 @@ class Plan:
             "seed": seed,
             "nonfinite": nonfinite,
             "verify": verify,
+            "eager": eager,
         }
         given = Reader(Source(values)).plan()
         fields, meshes = _DEFAULTS | given, in_order(given["mesh"])

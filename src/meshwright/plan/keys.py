@@ -78,6 +78,7 @@ PLAN = {
     "seed": _number(0, 0),
     "nonfinite": _choice("stop", "skip"),
     "verify": _number(0, 100),
+    "eager": _flag(),
 }
 ENTRY = {
     "dp": _choice("shard", "replicate"),

@@ -105,6 +105,7 @@ def recipe_of(draft: Draft) -> Recipe:
         parameters=parameter_lines(draft),
         units=draft.units,
         recompute=draft.recompute,
+        blocks=draft.blocks,
         sequence=draft.sequence,
         microbatches=plan.microbatches or _microbatches(draft),
         precision=plan.precision,
@@ -121,6 +122,7 @@ def recipe_of(draft: Draft) -> Recipe:
         seed=plan.seed,
         nonfinite=plan.nonfinite,
         verify=plan.verify,
+        eager=plan.eager,
         notes=(*draft.notes, *compiled_notes(draft.model, plan.mesh, bool(branches))),
         plan=plan.dump(),
     )

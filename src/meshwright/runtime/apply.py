@@ -26,6 +26,7 @@ from meshwright.generators import Generators
 from meshwright.layout import Shard
 from meshwright.private import held_of, hooked, replace_tensors, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams, collectives_within
 from meshwright.runtime.groups import Groups
@@ -93,7 +94,8 @@ def apply(
     random = Generators(groups.device, model)
     ledger = Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)
-    calls = _module_calls(model, recipe, dispatchers, random)
+    local_programs = LocalPrograms(model, recipe.blocks) if dispatchers and not recipe.eager else None
+    calls = _module_calls(model, recipe, dispatchers, random, local_programs)
     shard_units(model, recipe, groups)
     allocate(model, recipe, groups, rehearsed or on_device)
     if rehearsed is None:
@@ -118,18 +120,24 @@ def apply(
     runner = _runner(stages, hooks, replanner, loss, wholes=view is not None)
     several = recipe.mesh.data_size * recipe.microbatches > 1
     counter = LabelCounter(replanner.record, model, stages.modes) if several else None
-    return Job(runner, ledger, counter, random)
+    return Job(runner, ledger, counter, random, local_programs)
 
 
 def _module_calls(
-    model: nn.Module, recipe: Recipe, dispatchers: Mapping[int, Dispatcher], random: Generators
+    model: nn.Module,
+    recipe: Recipe,
+    dispatchers: Mapping[int, Dispatcher],
+    random: Generators,
+    programs: LocalPrograms | None,
 ) -> ModuleCalls:
+    modules = dict(model.named_modules())
     return ModuleCalls(
         model,
         followed=recipe.in_parts,
         blocks=recipe.sequence if dispatchers else (),
         cut=InputCut(dispatchers[0]) if dispatchers else None,
         recomputed=recomputed(model, recipe.recompute, random),
+        replayed={n: programs.around(n, modules[n]) for n in programs.names} if programs is not None else None,
     )
 
 

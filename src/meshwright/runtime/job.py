@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.generators import Generators
 from meshwright.recipe import ParameterRecipe
+from meshwright.replay.program import LocalProgram
+from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
 from meshwright.runtime.draw_agreement import DrawAgreement
@@ -43,9 +45,16 @@ class Job:
         guard: compares what ranks should hold alike, every so many steps.
     """
 
-    def __init__(self, runner: Runner, ledger: Ledger, counter: LabelCounter | None, random: Generators) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        ledger: Ledger,
+        counter: LabelCounter | None,
+        random: Generators,
+        programs: LocalPrograms | None = None,
+    ) -> None:
         self.module, self.recipe, self.groups = runner.module, runner.recipe, runner.groups
-        self.ledger, self.random = ledger, random
+        self.ledger, self.random, self._programs = ledger, random, programs
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
         self._steps = Steps(runner, self._division, self.guard, DrawAgreement(self.recipe, self.groups, random))
@@ -245,9 +254,26 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since."""
-        return (*self.recipe.notes, *self._steps.notes)
+        programs = self._programs.notes if self._programs is not None else ()
+        return (*self.recipe.notes, *self._steps.notes, *programs)
 
     # --- looking ----------------------------------------------------------------------------------------------------
+
+    def program(self, module: str) -> LocalProgram:
+        """What a module does on this rank, as it was recorded: ``print(job.program("layers.0").text())``.
+
+        Raises:
+            LookupError: it has no program, and why.
+        """
+        program = self._programs.program(module) if self._programs is not None else None
+        if program is None:
+            why = (
+                "nothing is sharded over tp, or the plan is eager"
+                if self._programs is None
+                else self._programs.refusal(module)
+            )
+            raise LookupError(f"{module} has no recorded program: {why or 'it has not been called three times'}")
+        return program
 
     def shard_map(self) -> Any:
         """Which rank holds what, as data (see ``meshwright.shard_map``)."""

@@ -167,6 +167,18 @@ def scripted_functions(handler: Handler) -> Iterator[None]:
 class FunctionMode(TorchFunctionMode):
     """A function mode under which nothing is compiled. All modes of ours are of this kind."""
 
+    def may_be_passed(self) -> bool:
+        """Whether a block's functions may be called now past this mode, by a program that was recorded under it (replay/)."""
+        return False
+
+    def interventions(self) -> int:
+        """How often it did something else than to call a function; nothing may be recorded that it had a part in."""
+        return 0
+
+    def follows(self, t: Tensor) -> bool:
+        """Whether it has noted something of a tensor."""
+        return False
+
     def __enter__(self) -> Any:
         patches.UNCOMPILED.enter()
         return super().__enter__()

@@ -231,6 +231,10 @@ class GlobalTensorMode(FunctionMode):
 class SpmdMode(GlobalTensorMode):
     """The mode of a run: each call is what was decided of its signature, executed."""
 
+    def may_be_passed(self) -> bool:
+        """See ``FunctionMode``."""
+        return True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
             kwargs = {}

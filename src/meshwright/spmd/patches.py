@@ -68,12 +68,13 @@ class Patch:
         self._now = self._plain
 
     @contextmanager
-    def on(self, change: Change) -> Iterator[None]:
-        """While on, the attribute is ``change`` of what it was. Contexts nest; the last is asked first."""
+    def on(self, change: Change, *, first: bool = False) -> Iterator[None]:
+        """While on, the attribute is ``change`` of what it was. Contexts nest; the last is asked first, unless it is to stand
+        below all others (``first``)."""
         with _LOCK:
             if not self._changes:
                 self._begin()
-            self._changes.append(change)
+            self._changes.insert(0 if first else len(self._changes), change)
             self._compose()
         try:
             yield

@@ -1,0 +1,354 @@
+"""``LocalProgram``: a recorded block as one function of local tensors, and how its inputs are found and its results wrapped."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph
+
+from meshwright.layout import Layout
+from meshwright.private import pytree, version
+from meshwright.replay.nodes import Move, Node, Source, Under, Value
+from meshwright.spmd.alias import Memory
+from meshwright.spmd.comm import Fallback
+from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.tensor import GlobalTensor, Spec, local_of, spec_of, wrapping
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a block returns.
+
+    Attributes:
+        number: of its local tensor.
+        known: its Spec, if it is a global tensor.
+        dispatcher: of it.
+        itself: the argument that it is, if the block hands one on.
+        memory: results of one number share a memory; that of an argument is ``-1 - its number``; None: its own.
+    """
+
+    number: int | None
+    known: Spec | None = None
+    dispatcher: Dispatcher | None = None
+    itself: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class MoveLeft:
+    """A collective of a tensor from outside, or of a result, that is to be known after the call: it is made once.
+
+    Attributes:
+        of: the argument's number, ``("result", its number)``, or a parameter's place.
+        kind: the name of the move.
+        grad: whether it was made with gradients.
+        number: of what it gave.
+    """
+
+    of: Any
+    kind: str
+    grad: bool
+    number: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a parameter or buffer was when the block was recorded.
+
+    Attributes:
+        source: where it stands.
+        form: Spec, or shape, type and strides, of its local tensor.
+        trains: whether it has a gradient.
+        moves: which moves of it had been made.
+    """
+
+    source: Source
+    form: Hashable
+    trains: bool
+    moves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """A block's forward on this rank.
+
+    Attributes:
+        nodes: in order.
+        inputs: (number, where from), in the order of the function's arguments.
+        kept: what parameters, buffers and attributes have to be.
+        results: the tensors that come out.
+        returned: how they stand in what the block returns, with its constants.
+        left: moves that are known afterwards.
+        fallbacks: of one call, for the ledger.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[tuple[int, Source], ...]
+    kept: tuple[Given, ...]
+    results: tuple[Result, ...]
+    returned: tuple[Any, tuple[Any, ...]]
+    left: tuple[MoveLeft, ...]
+    fallbacks: tuple[tuple[Fallback, int], ...]
+
+    @property
+    def structure(self) -> Hashable:
+        """Equal for programs that do the same."""
+        nodes = tuple(node.structure for node in self.nodes)
+        return nodes, self.inputs, self.kept, self.results, self.returned, self.left, self.fallbacks
+
+    def wanted(self) -> tuple[int, ...]:
+        """The numbers that the function gives: results, then moves that are left."""
+        numbers = [r.number for r in self.results if r.number is not None and r.itself is None]
+        return tuple(dict.fromkeys([*numbers, *(m.number for m in self.left)]))
+
+    def graph(self) -> Graph:
+        """The program as an ``fx`` graph: one placeholder for each input, one call for each node, a tuple at the end."""
+        graph = Graph()
+        names = iter(_unique(_name_of(source) for _, source in self.inputs))
+        at = {number: graph.placeholder(next(names)) for number, _ in self.inputs}
+        for node in self.nodes:
+            args, kwargs = pytree.tree_map_only(Value, lambda v: at[v.number], (node.args, node.kwargs))
+            made = graph.call_function(node.target, args, kwargs)
+            if not node.several:
+                if node.results and node.results[0] is not None:
+                    at[node.results[0]] = made
+            else:
+                for i, number in enumerate(node.results):
+                    if number is not None:
+                        at[number] = graph.call_function(operator.getitem, (made, i))
+        graph.output(tuple(at[n] for n in self.wanted()))
+        return graph
+
+    def text(self) -> str:
+        """The program as code: each line with the collective's axis and bytes, and the model's source line."""
+        return "\n".join(_lines(self))
+
+
+def compiled(graph: Graph) -> Function:
+    """A graph as a Python function."""
+    code = graph.python_code("self")
+    space: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, "<a local program>", "exec"), space)
+    forward = space["forward"]
+    return lambda *inputs: forward(None, *inputs)
+
+
+# --- a call -----------------------------------------------------------------------------------------------------------
+
+
+def moves_of(t: Any) -> dict[str, Any]:
+    """Kind → (version, with gradients, what it gave) of the moves of a tensor that have been made."""
+    if type(t) is GlobalTensor:
+        return t._mw_memo
+    noted = getattr(t, "__dict__", None)
+    return {k: v for k, v in noted.items() if k.startswith("_mw_entered")} if noted else {}
+
+
+def valid_moves(t: Any) -> tuple[str, ...]:
+    """The kinds of moves of a tensor that still hold."""
+    moves = moves_of(t)
+    if not moves:
+        return ()
+    state = _written(t)
+    return tuple(sorted(kind for kind, memo in moves.items() if type(memo) is tuple and memo[0] == state))
+
+
+def _written(t: Any) -> int | None:
+    written = version(local_of(t))
+    if written is not None and type(t) is GlobalTensor and t._mw_memory is not None:
+        written += t._mw_memory.written
+    return written
+
+
+def form_of(t: Tensor) -> Hashable:
+    """All of a tensor that decisions depend on, but its gradient."""
+    if type(t) is GlobalTensor:
+        return spec_of(t)
+    return t.shape, t.dtype, t.device, t.stride()
+
+
+class Binding:
+    """A program on the modules of one block.
+
+    Args:
+        program: that of its kind.
+        function: the program's, compiled.
+        block: the module.
+    """
+
+    def __init__(self, program: LocalProgram, function: Function, block: nn.Module) -> None:
+        self.program, self._function = program, function
+        self._wanted = {number: i for i, number in enumerate(program.wanted())}
+        self._kept = [(_table(block, g.source), g) for g in program.kept]
+        self._index = {g.source: i for i, g in enumerate(program.kept)}
+        self._fetch = [self._fetching(source) for _, source in program.inputs]
+        self._one = self._single()
+
+    def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
+        """What the block returns; ``NotImplemented`` if a parameter is not what it was. Modes are off."""
+        kept = []
+        local = view.local
+        for (table, name), given in self._kept:
+            t = table.get(name)
+            if type(t) is not Tensor and t is not None:
+                part = local(t)
+                if part is not None:
+                    t = part
+            if t is None or not _is_so(t, given):
+                return NotImplemented
+            kept.append(t)
+        inputs = []
+        for kind, at, move in self._fetch:
+            t = tensors[at] if kind else kept[at]
+            inputs.append((t._mw_local if type(t) is GlobalTensor else t) if not move else moves_of(t)[move][2])
+        outs = self._function(*inputs)
+        if self._one is not None:
+            return self._one(outs[0])
+        return self._results(tensors, kept, outs)
+
+    def _fetching(self, source: Source) -> tuple[bool, int, str]:
+        if source.kind == "argument" or (source.kind == "move" and isinstance(source.at, int)):
+            return True, source.at, source.move
+        place = Source(source.at[0], source.at[1:]) if source.kind == "move" else source
+        return False, self._index[place], source.move
+
+    def _single(self) -> Callable[[Tensor], Any] | None:
+        """What makes the result, if it is one tensor of its own memory and nothing else is left."""
+        program = self.program
+        if len(program.results) != 1 or program.left or program.fallbacks or program.returned[1] != (0,):
+            return None
+        result = program.results[0]
+        if result.itself is not None or result.memory is not None or program.returned[0] is not None:
+            return None
+        if result.known is None:
+            return lambda out: out
+        wrap, dispatcher = wrapping(result.known), result.dispatcher
+        return lambda out: wrap(out, dispatcher)
+
+    def _results(self, tensors: Sequence[Tensor], kept: Sequence[Tensor], outs: Sequence[Tensor]) -> Any:
+        memories: dict[int, Memory] = {}
+        made = [self._result(r, tensors, outs, memories) for r in self.program.results]
+        for move in self.program.left:
+            if isinstance(move.of, int):
+                of: Any = tensors[move.of]
+            elif move.of[0] == "result":
+                of = made[move.of[1]]
+            else:
+                of = kept[self._index[Source(move.of[0], move.of[1:])]]
+            memo = (_written(of), move.grad, outs[self._wanted[move.number]])
+            if type(of) is GlobalTensor:
+                of._mw_memo[move.kind] = memo
+            else:
+                setattr(of, move.kind, memo)
+        for fallback, count in self.program.fallbacks:
+            dispatcher = next(r.dispatcher for r in self.program.results if r.dispatcher is not None)
+            dispatcher.ledger.fallbacks[fallback] += count
+        spec, slots = self.program.returned
+        leaves = [made[x] if type(x) is int else x.value for x in slots]
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def _result(
+        self, result: Result, tensors: Sequence[Tensor], outs: Sequence[Tensor], memories: dict[int, Memory]
+    ) -> Tensor:
+        if result.itself is not None:
+            return tensors[result.itself]
+        assert result.number is not None
+        local = outs[self._wanted[result.number]]
+        if result.known is None:
+            return local
+        made = wrapping(result.known)(local, result.dispatcher)
+        if result.memory is not None:
+            memory = memories.get(result.memory)
+            if memory is None:
+                memory = Memory()
+                if result.memory < 0:
+                    source: Any = tensors[-1 - result.memory]
+                    memory = source._mw_memory = source._mw_memory or memory
+                memories[result.memory] = memory
+            made._mw_memory = memory
+        return made
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Something in what a block returns that is no tensor."""
+
+    value: Any
+
+
+def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:
+    """Where a parameter, a buffer or an attribute stands."""
+    path, name = source.at
+    module = block.get_submodule(path)
+    table = {"parameter": module._parameters, "buffer": module._buffers, "attribute": vars(module)}[source.kind]
+    return table, name
+
+
+def _is_so(t: Any, given: Given) -> bool:
+    """Whether a parameter, buffer or attribute is what it was when the block was recorded."""
+    if type(t) is GlobalTensor:
+        if spec_of(t) is not given.form or t._mw_local.requires_grad is not given.trains:
+            return False
+    elif isinstance(t, DTensor) or form_of(t) != given.form or t.requires_grad is not given.trains:
+        return False
+    return valid_moves(t) == given.moves
+
+
+# --- code to read -----------------------------------------------------------------------------------------------------
+
+
+def _name_of(source: Source) -> str:
+    if source.kind == "argument":
+        return f"x{source.at}"
+    if isinstance(source.at, int):
+        return f"x{source.at}_moved"
+    *_, path, name = source.at
+    words = f"{path}.{name}" if path else str(name)
+    return words.replace(".", "_") + ("_moved" if source.kind == "move" else "")
+
+
+def _unique(names: Iterator[str]) -> list[str]:
+    """Names, of which none comes twice."""
+    given: list[str] = []
+    for name in names:
+        same = [n for n in given if n == name or n.startswith(f"{name}__")]
+        given.append(f"{name}__{len(same)}" if same else name)
+    return given
+
+
+def _lines(program: LocalProgram) -> Iterator[str]:
+    graph = program.graph()
+    code = graph.python_code("self").src.strip().splitlines()
+    notes = iter(program.nodes)
+    for line in code:
+        text = line.split(";")[0].rstrip()
+        node = (
+            next(notes, None)
+            if "=" in text and "(" in text and not text.startswith("def ") and "[" not in text.split("=")[1][:12]
+            else None
+        )
+        yield text if node is None else f"{text:<96}  # {_note(node)}"
+
+
+def _note(node: Node) -> str:
+    target = node.target.function if isinstance(node.target, Under) else node.target
+    moved = f"{node.bytes} bytes over {target.axis.name}; " if isinstance(target, Move) and node.bytes else ""
+    return f"{moved}{node.line}"
+
+
+def calls(program: LocalProgram) -> Counter[str]:
+    """Collectives of one forward, by kind."""
+    return Counter(node.target.name for node in program.nodes if isinstance(node.target, Move) and node.bytes)
+
+
+__all__ = ["Binding", "Given", "Layout", "LocalProgram", "MoveLeft", "Result", "compiled", "torch"]

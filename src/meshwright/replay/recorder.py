@@ -1,0 +1,328 @@
+"""``Recorder``: while a block runs under the SPMD mode, what is left of its calls: functions and collectives on local tensors.
+
+It stands below the SPMD mode. So it meets a torch function once the mode has answered it, with local tensors; and functions
+of the block that no global tensor takes part in. A collective is no torch function: it is told of by a patch. Operations
+beneath tell by their tags and schemas what no program can hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.blame import model_line
+from meshwright.chance import drawn_from, host_drawn, host_generators
+from meshwright.private import TorchDispatchMode, pytree, storage_of, without_dispatch
+from meshwright.replay.nodes import Move, Node, Source, Under, Value
+from meshwright.replay.state import code_of_model
+from meshwright.spmd import patches, redistribute
+from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.comm import Axis
+from meshwright.spmd.tensor import GlobalTensor, first_view
+from meshwright.spmd.torch_functions import (
+    LISTENING,
+    NUMBERS,
+    SET_DATA,
+    SHARES_MEMORY,
+    YES_OR_NO,
+    is_fact,
+    name_of,
+    written_by,
+)
+
+_CONSTANTS = (
+    bool, int, float, complex, str, type(None), type(...), slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+_CHANGES_AUTOGRAD = frozenset(
+    "requires_grad_ requires_grad= grad= backward share_memory_ set_ resize_ resize_as_".split()
+)
+_MOVES = {
+    redistribute._Enter: "copy_in",
+    redistribute._Reduce: "all_reduce",
+    redistribute._ReduceScatter: "reduce_scatter",
+    redistribute._Gather: "all_gather",
+    redistribute._GatherEnter: "all_gather_in",
+    redistribute._Take: "keep_slice",
+    redistribute._Exchange: "all_to_all",
+    redistribute._Hold: "keep_first",
+}
+_QUIET = ("copy_in", "keep_slice", "keep_first")  # nothing moves in their forward
+
+
+class Refused(Exception):
+    """A block has no program; the text says why."""
+
+
+class Recorder(FunctionMode):
+    """One call of a block, written down.
+
+    Args:
+        inputs: the tensors that are there before the call, with where they come from.
+        given: those of them that the block may not write to: its arguments, and parameters.
+
+    Attributes:
+        nodes: in order.
+        refusal: why there is no program, if there is none; what came first.
+        codes: code of the model's that ran, with its globals.
+        used: number of a value that comes from outside → where from.
+    """
+
+    def __init__(self, inputs: Sequence[tuple[Tensor, Source]], given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.refusal = ""
+        self.codes: dict[types.CodeType, dict[str, Any]] = {}
+        self.used: dict[int, Source] = {}
+        self._kept: list[Tensor] = []  # a tensor that lives on keeps its id
+        self._numbers: dict[int, int] = {}
+        self._sources: dict[int, Source] = {}
+        self._unasked: dict[int, tuple[Tensor, Source]] = {id(t): (t, s) for t, s in reversed(inputs)}
+        self._given = {storage_of(t) for t in given if t.layout is torch.strided}
+        self._inside = 0  # functions whose own functions are not looked at
+        self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """For the time of the call."""
+        held = host_generators(model)
+        before, own = host_drawn(held), drawn_from(held)
+        profile = sys.getprofile()
+        with patches.CUSTOM_FUNCTION.on(self._custom, first=True), _Operations(self), self:
+            sys.setprofile(self._profile)
+            try:
+                yield
+            finally:
+                sys.setprofile(profile)
+        if host_drawn(held) != before or drawn_from(held) != own:
+            self.refuse("it draws random numbers of the host")
+
+    def refuse(self, why: str) -> None:
+        """There is no program. What was found first is told."""
+        if not self.refusal:
+            self.refusal = f"{why}{f' at {line}' if (line := model_line()) else ''}"
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a tensor; None if where it comes from is not known."""
+        number = self._numbers.get(id(t))
+        if number is None and (known := self._unasked.get(id(t))) is not None:
+            number = self._new(t)
+            self.used[number] = known[1]
+        return number
+
+    # --- what the mode is told -----------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or self.refusal or (is_fact(func) and func not in LISTENING and func != SET_DATA):
+            if name_of(func) in _CHANGES_AUTOGRAD:
+                self.refuse(f"{name_of(func)} changes what autograd knows of a tensor")
+            return func(*args, **kwargs)
+        if (view := first_view((args, kwargs))) is not None:  # within a function's Python body
+            with self:
+                return view._mw_dispatcher.call(func, args, kwargs)
+        name = name_of(func)
+        if name == "__iter__":
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        if why := self._unfit(func, name, args, kwargs):
+            self.refuse(why)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._write_down(func, args, kwargs, result)
+        return result
+
+    def _unfit(self, func: Any, name: str, args: Any, kwargs: Any) -> str:
+        """Why a function cannot stand in a program."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if tensors and (name in NUMBERS or name in YES_OR_NO or func in SHARES_MEMORY):
+            return f"Python reads a value by {name}"
+        if func in LISTENING or func == SET_DATA or name in _CHANGES_AUTOGRAD:
+            return f"{name} changes what autograd knows of a tensor"
+        if any(isinstance(t, DTensor) for t in tensors):
+            return f"{name} takes a parameter at rest"
+        return ""
+
+    def _custom(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            try:
+                result = plain(function, *args, **kwargs)
+            finally:
+                self._inside -= 1
+            if self._inside or self.refusal:
+                return result
+            if function in _MOVES and not kwargs and isinstance(args[1], Axis):
+                x, axis, *options = args
+                name = _MOVES[function]
+                move = Move(function, axis, tuple(options), f"{name}_{axis.name}")
+                size = 0 if name in _QUIET else x.numel() * x.element_size()
+                with self._unseen():
+                    self._write_down(move, (x,), {}, result, size)
+            else:
+                self.refuse(f"the autograd function {function.__name__} is used")
+            return result
+
+        return apply
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def _profile(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call":
+            if code in _FORBIDDEN:
+                self.refuse(f"{_FORBIDDEN[code]} is used")
+            elif code not in self.codes and code_of_model(code):
+                self.codes[code] = frame.f_globals
+        elif event == "c_call" and _has_effect(arg) and code_of_model(code):
+            self.refuse(f"it calls {getattr(arg, '__qualname__', arg)}")
+
+    # --- what is written down ------------------------------------------------------------------------------------------
+
+    def _write_down(self, func: Any, args: Any, kwargs: Any, result: Any, size: int = 0) -> None:
+        args, kwargs = pytree.tree_map(self._operand, (args, kwargs))
+        if self.refusal:
+            return
+        pieces = pytree.tree_leaves(result)
+        tensors = [x for x in pieces if isinstance(x, Tensor)]
+        if not tensors and result is not None:
+            self.refuse(f"{name_of(func)} gives Python what is no tensor")
+            return
+        if any(isinstance(t, (GlobalTensor, DTensor)) or t.layout is not torch.strided for t in tensors):
+            self.refuse(f"{name_of(func)} gives a tensor that is not a plain one")
+            return
+        several = isinstance(result, (tuple, list))
+        if several and len(tensors) != len(result):
+            self.refuse(f"{name_of(func)} gives a nested result")
+            return
+        numbers = tuple(None if id(t) in self._numbers else self._new(t) for t in tensors)
+        target = _getter(func)
+        if (autocast := _autocast()) != self._autocast or torch.is_grad_enabled() != self._grad:
+            target = Under(target, torch.is_grad_enabled(), _differing(autocast, self._autocast))
+        self.nodes.append(Node(target, args, kwargs, numbers, several, model_line(), size))
+
+    def _operand(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            number = self.number(x)
+            if number is None:
+                self.refuse("it takes a tensor that is neither given nor kept by its modules")
+                return x
+            return Value(number)
+        if not isinstance(x, _CONSTANTS):
+            self.refuse(f"it hands torch an object of the type {type(x).__name__}")
+        return x
+
+    def _new(self, t: Tensor) -> int:
+        number = len(self._kept)
+        self._kept.append(t)
+        self._numbers[id(t)] = number
+        return number
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """An operation beneath a function: whether it reads values, gives sizes that follow from them, or writes where it may
+        not."""
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags:
+            self.refuse("Python reads a value")
+        elif torch.Tag.dynamic_output_shape in tags:
+            self.refuse(f"the size that {func.overloadpacket.__name__} gives follows from values")
+        for _, written in written_by(func, args, kwargs):
+            for t in pytree.tree_leaves(written):
+                if isinstance(t, Tensor) and t.layout is torch.strided and storage_of(t) in self._given:
+                    self.refuse("it writes to what it is given")
+
+
+class _Operations(TorchDispatchMode):
+    """Tells a recorder of operations."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.refusal and DTensor not in types:
+            with without_dispatch():
+                self._recorder.operation(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _getter(func: Any) -> Callable[..., Any]:
+    """A function by which a program can call what was called: a property of a tensor is asked by its name."""
+    if getattr(func, "__name__", "") == "__get__":
+        return Property(name_of(func))
+    target: Callable[..., Any] = func
+    return target
+
+
+class Property:
+    """A property of a tensor, as a function: ``x.T``."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, x: Tensor) -> Any:
+        return getattr(x, self.__name__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Property) and other.__name__ == self.__name__
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+
+Autocast = tuple[tuple[str, "torch.dtype | None"], ...]
+
+
+def _autocast() -> Autocast:
+    return tuple((d, torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None) for d in ("cpu", "cuda"))
+
+
+def _differing(now: Autocast, before: Autocast) -> Autocast:
+    return tuple(a for a, b in zip(now, before, strict=True) if a != b)
+
+
+def _forbidden() -> dict[types.CodeType, str]:
+    """Code that does to a forward what a program does not say."""
+    from torch.autograd import graph
+    from torch.utils import checkpoint
+
+    functions: dict[str, Any] = {
+        "a checkpoint": checkpoint.checkpoint,
+        "torch.autograd.grad": torch.autograd.grad,
+        "torch.autograd.backward": torch.autograd.backward,
+        "saved_tensors_hooks": graph.saved_tensors_hooks.__enter__,
+        "a generator of random numbers": torch.random.fork_rng,
+        "torch.manual_seed": torch.manual_seed,
+        "a transform of torch.func": torch.func.vmap,
+    }
+    return {inspect.unwrap(f).__code__: name for name, f in functions.items()}
+
+
+_FORBIDDEN = _forbidden()
+_EFFECTS = frozenset(["time", "_random", "random", "_io", "posix", "nt", "_socket"])
+
+
+def _has_effect(function: Any) -> bool:
+    """Whether a function in C does something besides giving a result, or gives another each time."""
+    if function is print or function is input or function is open:
+        return True
+    return (
+        getattr(function, "__module__", None) in _EFFECTS
+        or type(getattr(function, "__self__", None)).__module__ in _EFFECTS
+    )
+
+
+__all__ = ["Recorder", "Refused"]
