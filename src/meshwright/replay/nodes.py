@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.private import pytree
+from meshwright.spmd import patches
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.torch_functions import label_of
 
@@ -37,29 +38,45 @@ class Source:
     move: str = ""
 
 
-@dataclass(frozen=True)
 class Move:
     """A collective over an axis, or the beginning or the end of sharded work (spmd/redistribute.py), as a torch function.
 
-    Attributes:
+    Args:
         function: the autograd function.
         axis: over which it goes.
         options: its further arguments.
-        name: of it, and of the axis.
     """
 
-    function: Any
-    axis: Axis
-    options: tuple[Any, ...]
-    name: str
+    def __init__(self, function: Any, axis: Axis, options: tuple[Any, ...]) -> None:
+        self.function, self.axis, self.options = function, axis, options
+        self.__name__ = f"{_spelled(function.__name__)}_{axis.name}"
+        self._apply = patches.apply_of(function)
 
     def __call__(self, x: Tensor) -> Tensor:
-        moved: Tensor = self.function.apply(x, self.axis, *self.options)
+        if x.requires_grad and torch.is_grad_enabled():
+            moved: Tensor = self._apply(x, self.axis, *self.options)
+        else:
+            moved = self.function.compute(x, self.axis, *self.options)
         return moved
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Move) and (self._token() == other._token())
+
+    def __hash__(self) -> int:
+        return hash(self._token())
+
+    def _token(self) -> Hashable:
+        return self.function, id(self.axis), self.options
+
     @property
-    def __name__(self) -> str:
-        return self.name
+    def name(self) -> str:
+        """Of the move, and of its axis."""
+        return self.__name__
+
+
+def _spelled(name: str) -> str:
+    """``AllReduce`` → ``all_reduce``."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 @dataclass(frozen=True)

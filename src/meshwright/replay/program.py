@@ -192,20 +192,30 @@ class Binding:
         self._kept = [(_table(block, g.source), g) for g in program.kept]
         self._index = {g.source: i for i, g in enumerate(program.kept)}
         self._fetch = [self._fetching(source) for _, source in program.inputs]
+        self._last: list[Any] = [None] * len(self._kept)  # what each was when it was looked at last
         self._one = self._single()
 
     def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
         """What the block returns; ``NotImplemented`` if a parameter is not what it was. Modes are off."""
-        kept = []
-        local = view.local
-        for (table, name), given in self._kept:
+        kept, last, local = [], self._last, view.local
+        for i, ((table, name), given) in enumerate(self._kept):
             t = table.get(name)
             if type(t) is not Tensor and t is not None:
                 part = local(t)
                 if part is not None:
                     t = part
+            if (
+                t is last[i]
+                and type(t) is GlobalTensor
+                and t._mw_spec is given.form
+                and not t._mw_memo
+                and not given.moves
+            ):
+                kept.append(t)  # the same local part, of which nothing has been made
+                continue
             if t is None or not _is_so(t, given):
                 return NotImplemented
+            last[i] = t
             kept.append(t)
         inputs = []
         for kind, at, move in self._fetch:
@@ -291,7 +301,7 @@ def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:
     path, name = source.at
     module = block.get_submodule(path)
     table = {"parameter": module._parameters, "buffer": module._buffers, "attribute": vars(module)}[source.kind]
-    return table, name
+    return table, name  # type: ignore[return-value]
 
 
 def _is_so(t: Any, given: Given) -> bool:

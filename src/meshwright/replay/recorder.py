@@ -25,7 +25,6 @@ from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.comm import Axis
 from meshwright.spmd.tensor import GlobalTensor, first_view
 from meshwright.spmd.torch_functions import (
     LISTENING,
@@ -45,17 +44,7 @@ _CONSTANTS = (
 _CHANGES_AUTOGRAD = frozenset(
     "requires_grad_ requires_grad= grad= backward share_memory_ set_ resize_ resize_as_".split()
 )
-_MOVES = {
-    redistribute._Enter: "copy_in",
-    redistribute._Reduce: "all_reduce",
-    redistribute._ReduceScatter: "reduce_scatter",
-    redistribute._Gather: "all_gather",
-    redistribute._GatherEnter: "all_gather_in",
-    redistribute._Take: "keep_slice",
-    redistribute._Exchange: "all_to_all",
-    redistribute._Hold: "keep_first",
-}
-_QUIET = ("copy_in", "keep_slice", "keep_first")  # nothing moves in their forward
+_QUIET = (redistribute.CopyIn, redistribute.KeepSlice, redistribute.KeepFirst)  # nothing moves in their forward
 
 
 class Refused(Exception):
@@ -159,13 +148,11 @@ class Recorder(FunctionMode):
                 self._inside -= 1
             if self._inside or self.refusal:
                 return result
-            if function in _MOVES and not kwargs and isinstance(args[1], Axis):
+            if issubclass(function, redistribute.Move) and not kwargs:
                 x, axis, *options = args
-                name = _MOVES[function]
-                move = Move(function, axis, tuple(options), f"{name}_{axis.name}")
-                size = 0 if name in _QUIET else x.numel() * x.element_size()
+                size = 0 if function in _QUIET else x.numel() * x.element_size()
                 with self._unseen():
-                    self._write_down(move, (x,), {}, result, size)
+                    self._write_down(Move(function, axis, tuple(options)), (x,), {}, result, size)
             else:
                 self.refuse(f"the autograd function {function.__name__} is used")
             return result

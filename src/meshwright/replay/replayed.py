@@ -134,21 +134,21 @@ class LocalPrograms:
     # --- a call -----------------------------------------------------------------------------------------------------------
 
     def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        view = _passable()
+        view, passed = _on()
         if view is None:
             return block.forward(*args, **kwargs)
         with without_modes():
             key, tensors = _key(args, kwargs)
             if key is None:
                 variant = None
-            elif (variant := block.variants.get(key)) is not None and variant.bound is not None:
+            elif (variant := block.variants.get(key)) is not None and variant.bound is not None and passed:
                 assert variant.state is not None
                 if variant.state.holds():
                     out = variant.bound(view, tensors)
                     if out is not NotImplemented:
                         return out
                 variant = block.variants[key] = Variant()  # other parameters, or other state: recorded anew
-        if key is None:
+        if key is None or (variant is not None and variant.bound is not None):
             return block.forward(*args, **kwargs)
         if variant is None:
             if len(block.variants) >= _VARIANTS:
@@ -241,18 +241,19 @@ def _ends(name: str) -> list[int]:
     return [i for i, c in enumerate(name) if c == "."]
 
 
-def _passable() -> SpmdMode | None:
-    """The SPMD mode, if it is on and no mode that is on has to see a block's functions."""
-    view = None
+def _on() -> tuple[SpmdMode | None, bool]:
+    """(the SPMD mode, if it is on and all modes that are on let a block be recorded; whether they let it be replayed)."""
+    view, passed = None, True
     if not modes_are_asked():
-        return None
+        return None, False
     for i in range(function_modes()):
         mode = function_mode_at(i)
-        if not isinstance(mode, FunctionMode) or not mode.may_be_passed():
-            return None
+        if not isinstance(mode, FunctionMode) or not mode.may_be_recorded():
+            return None, False
+        passed = passed and mode.may_be_passed()
         if type(mode) is SpmdMode:
             view = mode
-    return view
+    return view, passed
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable | None, list[Tensor]]:

@@ -167,6 +167,10 @@ def scripted_functions(handler: Handler) -> Iterator[None]:
 class FunctionMode(TorchFunctionMode):
     """A function mode under which nothing is compiled. All modes of ours are of this kind."""
 
+    def may_be_recorded(self) -> bool:
+        """Whether what a block does now is what it does without this mode (replay/)."""
+        return self.may_be_passed()
+
     def may_be_passed(self) -> bool:
         """Whether a block's functions may be called now past this mode, by a program that was recorded under it (replay/)."""
         return False

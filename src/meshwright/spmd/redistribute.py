@@ -18,7 +18,6 @@ All take and give local tensors. Each backward is another of these moves, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,95 +25,154 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.layout import Shard
+from meshwright.private import without_modes
 from meshwright.spmd.comm import Axis
 
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
 
-class _Move(Function):
-    """A move. Where one device gives no gradient (a function of the model's own may give none) every rank gives none: none is
-    not made zeros, which an optimizer would decay weights by."""
+class Move(Function):
+    """A move: ``compute`` does it, without a graph; ``conjugate`` says which move its backward is, with which options.
+
+    If one device gives no gradient (a function of the model's own may give none), every rank gives none: none is not made
+    zeros, which an optimizer would decay weights by.
+    """
 
     @staticmethod
+    def compute(x: Tensor, axis: Axis, *options: Any) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def conjugate(*options: Any) -> tuple[type[Move], tuple[Any, ...]]:
+        raise NotImplementedError
+
+
+def _move(kind: type[Move]) -> type[Move]:
+    """Gives a move its forward and backward: torch hands a forward no class, and these need it."""
+
+    def forward(ctx: Any, x: Tensor, axis: Axis, *options: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.axis, ctx.options = axis, options
+        return kind.compute(x, axis, *options)
+
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
-        return (None if g is None else ctx.conjugate(g), *ctx.nothing)
+        nothing = (None,) * (1 + len(ctx.options))
+        if g is None:
+            return (None, *nothing)
+        back, options = kind.conjugate(*ctx.options)
+        if torch.is_grad_enabled():  # what is differentiated again is a part of the graph
+            return (back.apply(g, ctx.axis, *options), *nothing)
+        with without_modes():
+            return (back.compute(g, ctx.axis, *options), *nothing)
+
+    kind.forward, kind.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign]
+    return kind
 
 
-def _conjugate(ctx: Any, move: Callable[[Tensor], Tensor], *, others: int) -> None:
-    """What the backward does; ``others``: how many arguments get no gradient."""
-    ctx.set_materialize_grads(False)
-    ctx.conjugate, ctx.nothing = move, (None,) * others
-
-
-class _Enter(_Move):
+@_move
+class CopyIn(Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, wide: bool) -> Tensor:
-        def summed(g: Tensor) -> Tensor:
-            if wide and g.dtype in (torch.bfloat16, torch.float16):
-                return all_reduce(g.float(), axis).to(g.dtype)
-            return all_reduce(g, axis)
-
-        _conjugate(ctx, summed, others=2)
+    def compute(x: Tensor, axis: Axis, wide: bool = False) -> Tensor:
         return x.detach()  # not a view of x, which x, that remembers it, would keep alive for ever; versions are shared
 
-
-class _Reduce(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        _conjugate(ctx, lambda g: _Enter.apply(g, axis, False), others=1)
+    def conjugate(wide: bool = False) -> tuple[type[Move], tuple[Any, ...]]:
+        return AllReduce, (wide,)
+
+
+@_move
+class AllReduce(Move):
+    """``wide``: half-precision summands are added up in float32."""
+
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, wide: bool = False) -> Tensor:
+        if wide and x.dtype in (torch.bfloat16, torch.float16):
+            return axis.all_reduce(x.float()).to(x.dtype)
         return axis.all_reduce(x)
 
-
-class _ReduceScatter(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        _conjugate(ctx, lambda g: all_gather_in(g, axis, layout), others=2)
+    def conjugate(wide: bool = False) -> tuple[type[Move], tuple[Any, ...]]:
+        return CopyIn, (False,)
+
+
+@_move
+class ReduceScatter(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         return axis.reduce_scatter(x, layout)
 
-
-class _Gather(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        _conjugate(ctx, lambda g: _Take.apply(g, axis, layout), others=2)
+    def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:
+        return AllGatherIn, (layout,)
+
+
+@_move
+class AllGather(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         return axis.all_gather(x, layout)
 
-
-class _GatherEnter(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        _conjugate(ctx, lambda g: reduce_scatter(g, axis, layout), others=2)
+    def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:
+        return KeepSlice, (layout,)
+
+
+@_move
+class AllGatherIn(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         return axis.all_gather(x, layout)
 
-
-class _Take(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, layout: Shard) -> Tensor:
-        _conjugate(ctx, lambda g: all_gather(g, axis, layout), others=2)
+    def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:
+        return ReduceScatter, (layout,)
+
+
+@_move
+class KeepSlice(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         # A copy: a view made inside a Function could not be written to in place by the model.
         return layout.take(x, axis.rank).clone(memory_format=torch.contiguous_format)
 
-
-class _Exchange(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, source: Shard, target: Shard) -> Tensor:
-        _conjugate(ctx, lambda g: all_to_all(g, axis, target, source), others=3)
+    def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:
+        return AllGather, (layout,)
+
+
+@_move
+class AllToAll(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis, source: Shard, target: Shard) -> Tensor:
         return axis.all_to_all(x, source, target)
 
-
-class _Hold(_Move):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        _conjugate(ctx, lambda g: keep_first_backward(g, axis), others=1)
+    def conjugate(source: Shard, target: Shard) -> tuple[type[Move], tuple[Any, ...]]:
+        return AllToAll, (target, source)
+
+
+@_move
+class KeepFirst(Move):
+    @staticmethod
+    def compute(x: Tensor, axis: Axis) -> Tensor:
         return x.clone() if axis.rank == 0 else torch.zeros_like(x)
 
+    @staticmethod
+    def conjugate() -> tuple[type[Move], tuple[Any, ...]]:
+        return Release, ()
 
-class _Release(_Move):
-    """The gradient of ``_Hold``: nothing moves, and its own gradient is held again."""
+
+@_move
+class Release(Move):
+    """The gradient of ``KeepFirst``: nothing moves, and its own gradient is kept again."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, axis: Axis) -> Tensor:
-        _conjugate(ctx, lambda h: keep_first(h, axis), others=1)
-        return g.view_as(g)
+    def compute(x: Tensor, axis: Axis) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def conjugate() -> tuple[type[Move], tuple[Any, ...]]:
+        return KeepFirst, ()
 
 
 def copy_in(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
@@ -122,47 +180,47 @@ def copy_in(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
 
     ``wide``: sum half-precision gradients in float32 (parameters: FSDP's ``reduce_dtype`` does not reach this sum).
     """
-    return _Enter.apply(x, axis, wide) if _differentiable(x) else x
+    return CopyIn.apply(x, axis, wide) if _differentiable(x) else x
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Partial → Replicate."""
-    return _Reduce.apply(x, axis)
+    return AllReduce.apply(x, axis, False)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
     """Partial → Shard."""
-    return _ReduceScatter.apply(x, axis, layout)
+    return ReduceScatter.apply(x, axis, layout)
 
 
 def all_gather(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
     """Shard → Replicate, to be used whole."""
-    return _Gather.apply(x, axis, layout)
+    return AllGather.apply(x, axis, layout)
 
 
 def all_gather_in(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
     """Shard → Replicate, to be used by sharded work."""
-    return _GatherEnter.apply(x, axis, layout)
+    return AllGatherIn.apply(x, axis, layout)
 
 
 def keep_slice(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
     """Replicate → Shard."""
-    return _Take.apply(x, axis, layout) if _differentiable(x) else layout.take(x, axis.rank)
+    return KeepSlice.apply(x, axis, layout) if _differentiable(x) else layout.take(x, axis.rank)
 
 
 def all_to_all(x: Tensor, axis: Axis, source: Shard, target: Shard) -> Tensor:
     """Shard → Shard of another dim."""
-    return _Exchange.apply(x, axis, source, target)
+    return AllToAll.apply(x, axis, source, target)
 
 
 def keep_first(x: Tensor, axis: Axis) -> Tensor:
     """Replicate → Partial."""
-    return _Hold.apply(x, axis)
+    return KeepFirst.apply(x, axis)
 
 
 def keep_first_backward(x: Tensor, axis: Axis) -> Tensor:
     """The gradient of a summand, which is the same on every rank, as a whole tensor: nothing moves."""
-    return _Release.apply(x, axis)
+    return Release.apply(x, axis)
 
 
 def _differentiable(x: Tensor) -> bool:

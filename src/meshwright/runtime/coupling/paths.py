@@ -92,6 +92,10 @@ class Reads(FunctionMode):
         # After a number was read: its line, the functions called since, and sizes of what they gave.
         self._way: tuple[str, int, int] | None = None
 
+    def may_be_recorded(self) -> bool:
+        """See ``FunctionMode``. A program, of which it would see nothing, is not run while it is on."""
+        return True
+
     @contextmanager
     def on(self, model: nn.Module, place: Place = (0, 0)) -> Iterator[None]:
         """For the time of a forward."""

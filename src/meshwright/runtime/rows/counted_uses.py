@@ -107,6 +107,10 @@ class CountedUses(Follower):
             if isinstance(t, Tensor) and t.dim() and count is not None:
                 self._picked[id(t)] = t, count
 
+    def picks(self, t: Tensor) -> bool:
+        """Whether a mask picked what a tensor has in its rows."""
+        return (found := self._picked.get(id(t))) is not None and found[0] is t
+
     def _of_picked(
         self,
         call: Callable[..., Any],

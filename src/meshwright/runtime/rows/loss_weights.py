@@ -83,6 +83,19 @@ class Shares(CountedUses):
     def __init__(self, share: Share | None) -> None:
         super().__init__(Tape(0) if share is None else share.counted.program.tape)
         self._share = share
+        self._weighed = 0
+
+    def may_be_passed(self) -> bool:
+        """See ``FunctionMode``. What it has weighed something of, or named, is never passed by."""
+        return True
+
+    def interventions(self) -> int:
+        """See ``FunctionMode``."""
+        return self._weighed
+
+    def follows(self, t: Tensor) -> bool:
+        """See ``FunctionMode``."""
+        return self.name(t) is not None or self.picks(t)
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
@@ -99,6 +112,7 @@ class Shares(CountedUses):
 
     def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
+        self._weighed += 1
         loss = func(*args, **kwargs)
         if count is None or self._share is None:
             return loss
@@ -109,6 +123,7 @@ class Shares(CountedUses):
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
         assert self._share is not None
+        self._weighed += 1
         if self._share.way == SPLIT:
             return func(*args, **kwargs)
         program = self._share.counted.program
@@ -125,6 +140,7 @@ class Shares(CountedUses):
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
+        self._weighed += 1
         if self._share is not None:
             self._share.ignored.append((target == ignored).sum().detach())
         return func(*args, **kwargs)
