@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,30 +194,24 @@ class Binding:
         self._kept = [(_table(block, g.source), g) for g in program.kept]
         self._index = {g.source: i for i, g in enumerate(program.kept)}
         self._fetch = [self._fetching(source) for _, source in program.inputs]
-        self._last: list[Any] = [None] * len(self._kept)  # what each was when it was looked at last
+        self._last: list[Callable[[], Any]] = [_nothing] * len(self._kept)  # what each was when it was looked at last
         self._one = self._single()
 
     def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
         """What the block returns; ``NotImplemented`` if a parameter is not what it was. Modes are off."""
         kept, last, local = [], self._last, view.local
         for i, ((table, name), given) in enumerate(self._kept):
-            t = table.get(name)
+            t: Any = table.get(name)
             if type(t) is not Tensor and t is not None:
                 part = local(t)
                 if part is not None:
                     t = part
-            if (
-                t is last[i]
-                and type(t) is GlobalTensor
-                and t._mw_spec is given.form
-                and not t._mw_memo
-                and not given.moves
-            ):
-                kept.append(t)  # the same local part, of which nothing has been made
-                continue
-            if t is None or not _is_so(t, given):
-                return NotImplemented
-            last[i] = t
+            # Most often it is the same local part, of which nothing has been made.
+            known = t is last[i]() and type(t) is GlobalTensor and t._mw_spec is given.form
+            if not known or t._mw_memo or given.moves:
+                if t is None or not _is_so(t, given):
+                    return NotImplemented
+                last[i] = weakref.ref(t)
             kept.append(t)
         inputs = []
         for kind, at, move in self._fetch:
@@ -259,7 +255,7 @@ class Binding:
             if type(of) is GlobalTensor:
                 of._mw_memo[move.kind] = memo
             else:
-                setattr(of, move.kind, memo)
+                vars(of)[move.kind] = memo
         for fallback, count in self.program.fallbacks:
             dispatcher = next(r.dispatcher for r in self.program.results if r.dispatcher is not None)
             dispatcher.ledger.fallbacks[fallback] += count
@@ -296,6 +292,10 @@ class Constant:
     value: Any
 
 
+def _nothing() -> None:
+    return None
+
+
 def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:
     """Where a parameter, a buffer or an attribute stands."""
     path, name = source.at
@@ -323,8 +323,8 @@ def _name_of(source: Source) -> str:
     if isinstance(source.at, int):
         return f"x{source.at}_moved"
     *_, path, name = source.at
-    words = f"{path}.{name}" if path else str(name)
-    return words.replace(".", "_") + ("_moved" if source.kind == "move" else "")
+    words = re.sub(r"\W", "_", f"{path}.{name}" if path else str(name))
+    return ("" if words[0].isalpha() else "m") + words + ("_moved" if source.kind == "move" else "")
 
 
 def _unique(names: Iterator[str]) -> list[str]:

@@ -218,6 +218,11 @@ class Recorder(FunctionMode):
         self._numbers[id(t)] = number
         return number
 
+    @property
+    def looks(self) -> bool:
+        """Whether operations beneath are of the block: those of a collective, and of what compares ranks in it, are not."""
+        return not self._inside and not self.refusal
+
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An operation beneath a function: whether it reads values, gives sizes that follow from them, or writes where it may
         not."""
@@ -240,7 +245,7 @@ class _Operations(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.refusal and DTensor not in types:
+        if self._recorder.looks and DTensor not in types:
             with without_dispatch():
                 self._recorder.operation(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

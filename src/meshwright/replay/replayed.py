@@ -37,28 +37,28 @@ from meshwright.replay.program import (
     valid_moves,
 )
 from meshwright.replay.recorder import Recorder, Refused
-from meshwright.replay.state import ModuleState
+from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.signature import NEVER, read
 from meshwright.spmd.tensor import GlobalTensor, local_of, spec_of
 
 _FEWEST = 4  # nodes below which a replay saves less than its look-up costs
-_VARIANTS = 16  # keys of a block, before it stays eager: each takes two recordings
+_VARIANTS, _STATES = 16, 4  # keys of a block, and states of each, before it stays eager: each takes two recordings
 
 
 @dataclass
 class Variant:
-    """What is known of a block for one key.
+    """What is known of a block for one key, and one state of what Python keeps.
 
     Attributes:
         first: the first recording.
-        state: the Python state that both recordings met.
-        bound: the program, once both were equal.
+        state: the Python state that it met.
+        bound: the program, once a second recording was equal.
     """
 
-    first: LocalProgram | None = None
-    state: ModuleState | None = None
+    first: LocalProgram
+    state: ModuleState
     bound: Binding | None = None
 
 
@@ -69,16 +69,21 @@ class Block:
     Attributes:
         refusal: why it has none; empty while it may have one.
         modules: those in it, itself first.
+        variants: by key, each with its states.
     """
 
     name: str
     module: nn.Module
     forward: Callable[..., Any]
     refusal: str = ""
-    variants: dict[Hashable, Variant] = field(default_factory=dict)
+    variants: dict[Hashable, list[Variant]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = list(self.module.modules())
+
+    def variant(self, key: Hashable) -> Variant | None:
+        """What is known for a key and the state that holds now."""
+        return next((v for v in self.variants.get(key, ()) if v.state.holds()), None)
 
 
 class LocalPrograms:
@@ -115,7 +120,8 @@ class LocalPrograms:
     def program(self, name: str) -> LocalProgram | None:
         """The program of a block that was called last; None if it has none."""
         block = self._blocks.get(name)
-        bound = [v.bound for v in block.variants.values() if v.bound is not None] if block is not None else []
+        variants = [v for of_key in block.variants.values() for v in of_key] if block is not None else []
+        bound = [v.bound for v in variants if v.bound is not None]
         return bound[-1].program if bound else None
 
     def refusal(self, name: str) -> str:
@@ -139,30 +145,25 @@ class LocalPrograms:
             return block.forward(*args, **kwargs)
         with without_modes():
             key, tensors = _key(args, kwargs)
-            if key is None:
-                variant = None
-            elif (variant := block.variants.get(key)) is not None and variant.bound is not None and passed:
-                assert variant.state is not None
-                if variant.state.holds():
-                    out = variant.bound(view, tensors)
-                    if out is not NotImplemented:
-                        return out
-                variant = block.variants[key] = Variant()  # other parameters, or other state: recorded anew
+            variant = None if key is None else block.variant(key)
+            if variant is not None and variant.bound is not None:
+                out = variant.bound(view, tensors) if passed else NotImplemented
+                if out is not NotImplemented:
+                    return out
+                if passed:  # parameters are others: recorded anew
+                    block.variants[key].remove(variant)
+                    variant = None
         if key is None or (variant is not None and variant.bound is not None):
             return block.forward(*args, **kwargs)
-        if variant is None:
-            if len(block.variants) >= _VARIANTS:
-                block.refusal = "it is called in too many ways (shapes, types or constants differ)"
-                return block.forward(*args, **kwargs)
-            variant = block.variants[key] = Variant()
-        return self._record(block, variant, view, tensors, args, kwargs)
+        return self._record(block, key, variant, view, tensors, args, kwargs)
 
     # --- recording --------------------------------------------------------------------------------------------------------
 
     def _record(
         self,
         block: Block,
-        variant: Variant,
+        key: Hashable,
+        before: Variant | None,
         view: SpmdMode,
         tensors: list[Tensor],
         args: tuple[Any, ...],
@@ -174,12 +175,18 @@ class LocalPrograms:
             return block.forward(*args, **kwargs)
         with without_modes():
             inputs, given = _inputs(block, view, tensors)
-            state = ModuleState(block.module, {})
+            try:
+                state = ModuleState(block.module, {})
+            except Incomparable as why:
+                block.refusal = f"its {why}"
+                state = None
             kept_before = _kept(block)
             moves_before = {s: dict(moves_of(t)) for t, s in inputs}
+        if state is None:
+            return block.forward(*args, **kwargs)
         recorder = Recorder([(local_of(t), s) for t, s in inputs] + _moves(inputs), given)
         ledger = view.dispatcher.ledger
-        before = Counter(ledger.fallbacks)
+        counted = Counter(ledger.fallbacks)
         self._thread = threading.get_ident()
         try:
             result = _below(recorder, self._model, block.forward, args, kwargs)
@@ -191,26 +198,32 @@ class LocalPrograms:
                     raise Refused(recorder.refusal)
                 if not state.holds() or any(a is not b for a, b in zip(kept_before, _kept(block), strict=True)):
                     raise Refused("it changes what its modules keep")
-                fallbacks = tuple(sorted((Counter(ledger.fallbacks) - before).items(), key=str))
+                fallbacks = tuple(sorted((Counter(ledger.fallbacks) - counted).items(), key=str))
                 program = _program(recorder, inputs, tensors, moves_before, result, fallbacks)
-                self._take(block, variant, program, recorder)
-            except Refused as why:
+                self._take(block, key, before, program, recorder)
+            except (Refused, Incomparable) as why:
                 block.refusal = str(why)
                 block.variants.clear()
         return result
 
-    def _take(self, block: Block, variant: Variant, program: LocalProgram, recorder: Recorder) -> None:
-        """A recording: the first of its key, or the second, which is to be equal."""
+    def _take(
+        self, block: Block, key: Hashable, before: Variant | None, program: LocalProgram, recorder: Recorder
+    ) -> None:
+        """A recording: the first of its key and state, or the second, which is to be equal."""
         if len(program.nodes) < _FEWEST:
             raise Refused(_SMALL)
-        if variant.first is None or variant.state is None or not variant.state.holds():
-            variant.first, variant.state = program, ModuleState(block.module, recorder.codes)
-            return
-        if variant.first.structure != program.structure:
-            raise Refused(f"it does not do the same in each call: {_difference(variant.first, program)}")
-        variant.state = ModuleState(block.module, recorder.codes)
-        program, function = self._shared(program)
-        variant.bound, variant.first = Binding(program, function, block.module), None
+        if before is None:
+            known = block.variants.setdefault(key, [])
+            if len(known) >= _STATES or len(block.variants) > _VARIANTS:
+                raise Refused("it is called in too many ways: shapes, types, constants or what Python keeps differ")
+            known.append(Variant(program, ModuleState(block.module, recorder.codes)))
+        elif not before.state.holds():
+            raise Refused("it changes what its code keeps")
+        elif before.first.structure != program.structure:
+            raise Refused(f"it does not do the same in each call: {_difference(before.first, program)}")
+        else:
+            program, function = self._shared(program)
+            before.bound = Binding(program, function, block.module)
 
     def _shared(self, program: LocalProgram) -> tuple[LocalProgram, Function]:
         """The program and function of the kind."""

@@ -1,0 +1,284 @@
+"""A block's recorded program gives what its eager forward gives, bit for bit; what no program can hold stays eager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.workers.pool import LocalWorkers
+
+WIDTH, HEADS, LENGTH, ROWS = 24, 3, 5, 4
+SCALE = 2.0  # a global of the code
+LOG: list[float] = []
+
+
+class Block(nn.Module):
+    """Attention and an MLP; ``does`` says what else."""
+
+    def __init__(self, does: str = "") -> None:
+        super().__init__()
+        self.does = does
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2 if does == "drops" else 0.0)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.scale, self.calls, self.history, self.notes = 1.0, 0, [], SimpleNamespace(table={"last": 0})
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        b, t, _ = x.shape
+        if self.does == "writes to its input":
+            x.mul_(1.1)
+        q, k, v = (h.view(b, t, HEADS, -1).transpose(1, 2) for h in self.qkv(self.norm1(x)).split(WIDTH, dim=-1))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, WIDTH)
+        x = x + self.drop(self.o(a))
+        return x + self._more(self.down(F.gelu(self.up(self.norm2(x)))), x) + shift
+
+    def _more(self, h: Tensor, x: Tensor) -> Tensor:
+        does = self.does
+        if does == "reads a value" and bool(h.sum() > 0):
+            h = 2 * h
+        elif does == "counts in a buffer":
+            with torch.no_grad():
+                self.seen.add_(h.mean((0, 1)))
+            h = h * (1 + self.seen)
+        elif does == "assigns a buffer":
+            self.seen = self.seen + h.detach().mean((0, 1))
+        elif does == "counts calls":
+            self.calls += 1
+            h = h * self.calls
+        elif does == "appends":
+            self.history.append(float(len(self.history)))
+            h = h * (1 + len(self.history))
+        elif does == "keeps deep":
+            h = h * (1 + self.notes.table["last"])
+            self.notes.table["last"] += 1
+        elif does == "draws for the host":
+            h = h * random.random()
+        elif does == "appends to a global":
+            LOG.append(1.0)
+            h = h * len(LOG)
+        elif does == "masks":
+            h = h[..., h[0, 0] > 0].sum(-1, keepdim=True) + h
+        elif does == "uses a global":
+            h = h * SCALE
+        elif does == "uses an attribute":
+            h = h * self.scale
+        elif does == "writes a slice":
+            h = h.clone()
+            h[..., :7] *= 0.5
+        elif does == "listens":
+            h = h * 1.0
+            h.register_hook(lambda g: 2 * g)
+        elif does == "prints":
+            print("", end="")
+        elif does == "leaves gradients out":
+            with torch.no_grad():
+                weight = torch.sigmoid(h)
+            h = h * weight
+        elif does == "drops":
+            h = self.drop(h)
+        return h
+
+
+class Model(nn.Module):
+    def __init__(self, does: str = "", blocks: int = 2) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block(does) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h).square().mean()
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, LENGTH, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+Change = Callable[[Any, int], None]
+"""A job, and the number of the step that comes next: what a person does in between."""
+
+
+def trained(
+    build: Callable[[], nn.Module], plan: dict[str, Any], eager: bool, steps: int, change: Change | None
+) -> tuple[list[float], dict[str, Any], list[Any], dict[str, bool]]:
+    """Runs on every rank: losses, parameters, what was moved, and which blocks have a program."""
+    random.seed(0)
+    LOG.clear()
+    rows = batch()
+    job = mw.parallelize(lambda: build().double(), plan | {"eager": eager}, batch=rows)
+    optimizer = torch.optim.SGD(job.parameters(), lr=1e-3)
+    mine = rows.chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    losses = []
+    for step in range(steps):
+        if change is not None:
+            change(job, step)
+        losses.append(float(job.step(mine)))
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {line.name: value for line, value in job.whole_parameters()}
+    values |= dict(job.whole_buffers())
+    moved = [dict(job.ledger.calls), dict(job.ledger.bytes), dict(job.ledger.fallbacks)]
+    return losses, values, moved, {n: has_program(job, n) for n in ("blocks.0", "blocks.1")}
+
+
+def has_program(job: Any, name: str) -> bool:
+    try:
+        return bool(job.program(name).nodes)
+    except LookupError:
+        return False
+
+
+def both(
+    workers: LocalWorkers,
+    build: Callable[[], nn.Module],
+    plan: dict[str, Any],
+    *,
+    steps: int = 5,
+    change: Change | None = None,
+) -> list[bool]:
+    """Whether ranks ended with programs, having seen that eager and replayed steps are the same."""
+    ranks = mw.Plan(plan["mesh"]).mesh.size
+    sides = [workers.run(trained, build, plan, eager, steps, change, ranks=ranks) for eager in (True, False)]
+    programs = []
+    for (losses, values, moved, none), (others, found, told, has) in zip(*sides, strict=True):
+        assert losses == others
+        assert all(torch.equal(v, found[n]) for n, v in values.items() if v is not None)
+        assert moved == told
+        assert not any(none.values())
+        programs.append(any(has.values()))
+    return programs
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp": 2}},
+    "uneven": {"mesh": {"tp": 3}, "microbatches": 2},
+    "sequence": {"mesh": {"tp": 2}, "sequence_parallel": True},
+    "recompute": {"mesh": {"tp": 2}, "recompute": "blocks"},
+    "fsdp": {"mesh": {"dp_shard": 2, "tp": 2}},
+    "pipeline": {"mesh": {"pp": 2, "tp": 2}, "microbatches": 2},
+    "half": {"mesh": {"tp": 2}, "modules": {"blocks.0.up": {"tp": "replicate"}}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replay_is_the_eager_forward(layout: str, workers: LocalWorkers) -> None:
+    assert all(both(workers, Model, LAYOUTS[layout]))
+
+
+HELD = ("counts in a buffer", "writes a slice", "leaves gradients out", "drops", "uses a global", "uses an attribute")
+REFUSED = {
+    "reads a value": "Python reads a value",
+    "assigns a buffer": "it changes what its modules keep",
+    "writes to its input": "it writes to what it is given",
+    "counts calls": "it changes what its modules keep",
+    "appends": "it changes what its modules keep",
+    "keeps deep": "it changes what its modules keep",
+    "draws for the host": "it draws random numbers of the host",
+    "appends to a global": "it changes what its code keeps",
+    "masks": "follows from values",
+    "listens": "register_hook changes what autograd knows",
+    "prints": "it calls print",
+}
+
+
+@pytest.mark.parametrize("does", HELD)
+def test_what_a_program_holds(does: str, workers: LocalWorkers) -> None:
+    assert all(both(workers, lambda: Model(does), {"mesh": {"tp": 2}}))
+
+
+@pytest.mark.parametrize("does", REFUSED)
+def test_what_no_program_holds_stays_eager(does: str, workers: LocalWorkers) -> None:
+    assert not any(both(workers, lambda: Model(does), {"mesh": {"tp": 2}}))
+
+
+def told(does: str) -> tuple[str, ...]:
+    """Runs on every rank: the notes of a job."""
+    job = mw.parallelize(lambda: Model(does, blocks=1).double(), {"mesh": {"tp": 2}}, batch=batch())
+    for _ in range(3):
+        job.step(batch())
+    return job.notes
+
+
+@pytest.mark.parametrize("does", ["reads a value", "counts calls", "appends to a global"])
+def test_a_note_says_why(does: str, workers: LocalWorkers) -> None:
+    for notes in workers.run(told, does, ranks=2):
+        (note,) = (n for n in notes if "no recorded program" in n)
+        assert "blocks.0" in note and REFUSED[does] in note
+
+
+def between(change: str) -> Change:
+    def changed(job: Any, step: int) -> None:
+        module = job.module
+        if change == "modes":
+            module.train(step % 2 == 0)
+        elif change == "attribute" and step == 4:
+            module.blocks[0].scale = 3.0
+        elif change == "global" and step == 4:
+            globals()["SCALE"] = 5.0
+        elif change == "frozen" and step == 4:
+            module.blocks[0].up.weight.requires_grad_(False)
+        elif change == "replaced" and step == 4:
+            module.blocks[0].drop = nn.Dropout(0.0)
+            module.blocks[1].register_buffer("seen", torch.ones(WIDTH, dtype=torch.float64))
+        elif change == "hook" and step == 4:
+            module.blocks[0].up.register_forward_hook(lambda m, args, out: 2 * out)
+        if step == 0:
+            globals()["SCALE"] = 2.0
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "does"),
+    [
+        ("modes", "drops"),
+        ("attribute", "uses an attribute"),
+        ("global", "uses a global"),
+        ("frozen", ""),
+        ("replaced", "counts in a buffer"),
+        ("hook", ""),
+    ],
+)
+def test_what_changes_between_steps_is_seen(change: str, does: str, workers: LocalWorkers) -> None:
+    both(workers, lambda: Model(does), {"mesh": {"tp": 2}}, steps=8, change=between(change))
+
+
+def text() -> tuple[str, bool]:
+    """Runs on every rank: a program to read; whether two blocks of a kind share it."""
+    job = mw.parallelize(lambda: Model().double(), {"mesh": {"tp": 2}}, batch=batch())
+    for _ in range(3):
+        job.step(batch())
+    return job.program("blocks.0").text(), job.program("blocks.0") is job.program("blocks.1")
+
+
+def test_a_program_can_be_read(workers: LocalWorkers) -> None:
+    for code, shared in workers.run(text, ranks=2):
+        assert shared
+        lines = code.splitlines()
+        assert lines[0].startswith("def forward(self, x0")
+        (reduced, *_) = (line for line in lines if "all_reduce_tp" in line and "bytes over tp" in line)
+        assert f"{ROWS * LENGTH * WIDTH * 8} bytes over tp" in reduced and "test_replayed.py:" in reduced
+        assert any("scaled_dot_product_attention" in line for line in lines)
+
+
+def test_a_module_without_one_says_why(workers: LocalWorkers) -> None:
+    def asked() -> str:
+        job = mw.parallelize(lambda: Model().double(), {"mesh": {"tp": 2}}, batch=batch())
+        with pytest.raises(LookupError) as error:
+            job.program("blocks.0")
+        return str(error.value)
+
+    assert workers.run(asked, ranks=2) == ["blocks.0 has no recorded program: it has not been called three times"] * 2
