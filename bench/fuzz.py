@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def fuzz(layout: str, options: argparse.Namespace, workers: LocalWorkers) -> int
     judged = partial(judge, workers=workers, timeout=options.timeout)
     begin = time.monotonic()
     for number, case in enumerate(random_cases(layout, options.programs, options.seed)):
+        case = replace(case, rows=(case.rows[0],) * options.steps) if options.steps else case
         if time.monotonic() - begin > options.seconds:
             break
         if number < options.start:
@@ -67,6 +69,9 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200, help="of each layout")
     parser.add_argument("--seconds", type=float, default=1e9, help="for each layout")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="as many steps of equal rows: recorded programs run from the third on"
+    )
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failure small")
     parser.add_argument("--timeout", type=float, default=40.0, help="seconds for a program")

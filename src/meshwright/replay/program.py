@@ -220,7 +220,7 @@ class Binding:
         outs = self._function(*inputs)
         if self._one is not None:
             return self._one(outs[0])
-        return self._results(tensors, kept, outs)
+        return self._results(view, tensors, kept, outs)
 
     def _fetching(self, source: Source) -> tuple[bool, int, str]:
         if source.kind == "argument" or (source.kind == "move" and isinstance(source.at, int)):
@@ -241,7 +241,9 @@ class Binding:
         wrap, dispatcher = wrapping(result.known), result.dispatcher
         return lambda out: wrap(out, dispatcher)
 
-    def _results(self, tensors: Sequence[Tensor], kept: Sequence[Tensor], outs: Sequence[Tensor]) -> Any:
+    def _results(
+        self, view: SpmdMode, tensors: Sequence[Tensor], kept: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Any:
         memories: dict[int, Memory] = {}
         made = [self._result(r, tensors, outs, memories) for r in self.program.results]
         for move in self.program.left:
@@ -257,8 +259,7 @@ class Binding:
             else:
                 vars(of)[move.kind] = memo
         for fallback, count in self.program.fallbacks:
-            dispatcher = next(r.dispatcher for r in self.program.results if r.dispatcher is not None)
-            dispatcher.ledger.fallbacks[fallback] += count
+            view.dispatcher.ledger.fallbacks[fallback] += count
         spec, slots = self.program.returned
         leaves = [made[x] if type(x) is int else x.value for x in slots]
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)

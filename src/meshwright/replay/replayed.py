@@ -240,8 +240,8 @@ _SMALL = "it is too small to gain by one"
 
 
 def _candidates(model: nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
-    """The names of the modules that may be blocks, each after what it stands in: all but those that blocks stand in."""
-    above = {"", *(block[:end] for block in blocks for end in _ends(block))}
+    """The names of the modules that may be blocks, each after what it stands in: all but those that repeated blocks stand in."""
+    above = {*([""] if blocks else []), *(block[:end] for block in blocks for end in _ends(block))}
     return tuple(
         name
         for name, module in model.named_modules()
@@ -383,8 +383,6 @@ def _program(
         else:
             raise Refused(f"it returns an object of the type {type(leaf).__name__}")
     left = _left(recorder, inputs, moves_before) + _left_of_results(recorder, outputs, results)
-    if fallbacks and not any(r.dispatcher is not None for r in results):
-        raise Refused("all that it returns was gathered")
     used = tuple(sorted(recorder.used.items()))
     at_source = {s: t for t, s in inputs}
     places = [s for _, s in used if s.kind not in ("argument", "move")]
