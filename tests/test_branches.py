@@ -24,7 +24,7 @@ CLOSE = 1e-12  # relative, in float64, over five steps of the optimizer
 
 
 def same(build: Any, batch: Any, plan: Any, workers: LocalWorkers) -> mw.Report:
-    report = mw.check(build, batch, plan, workers=workers, tolerance=CLOSE, steps=5)
+    report = mw.check(build, batch, plan, workers=workers, dtype=torch.float64, tolerance=CLOSE, steps=5)
     assert report.passed, str(report)
     assert report.dtype == "float64"
     return report
@@ -216,7 +216,9 @@ def test_random_graphs_of_forks_and_joins_neither_hang_nor_differ(seed: int, wor
         pytest.skip("a graph without branches")
     build = functools.partial(models.Graph, seed)
     try:
-        report = mw.check(build, small(), plan, workers=workers, tolerance=CLOSE, steps=2, timeout=30)
+        report = mw.check(
+            build, small(), plan, workers=workers, dtype=torch.float64, tolerance=CLOSE, steps=2, timeout=30
+        )
     except mw.PlanError as error:  # one after the other
         assert all("at the same time as" in f.given or "does not call" in f.given for f in error.findings), str(error)
         return

@@ -29,7 +29,7 @@ QUICK = {
 )
 def test_architectures(name, layout, workers):
     model = MODELS[name]
-    report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers)
+    report = mw.check(model.build, model.batch(), LAYOUTS[layout], workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert report.dtype == "float64"
 
@@ -178,7 +178,7 @@ def test_random_numbers_do_not_look_like_coupled_rows(plan, workers):
 
 
 def test_a_check_says_that_random_numbers_make_the_difference(workers):
-    report = mw.check(Noisy, features(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    report = mw.check(Noisy, features(), {"mesh": {"dp_shard": 2}}, workers=workers, dtype=torch.float64)
     assert not report.passed
     assert [hint.split(" in its forward")[0] for hint in report.hints] == ["the model draws random numbers"]
 
@@ -198,25 +198,27 @@ class Largest(nn.Module):
 
 def test_rows_that_are_coupled_by_little_are_found_in_float64(workers):
     assert set(workers.run(how_rows_combine, Largest, "dp_shard=2", ranks=2)) == {"coupled"}
-    assert mw.check(Largest, features(), {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers).passed
+    assert mw.check(
+        Largest, features(), {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers, dtype=torch.float64
+    ).passed
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("build", [OneGradientForTwo, CastsItsOwnModule])
 def test_ways_of_parameters(build, plan, workers):
-    report = mw.check(build, features(), {"mesh": plan}, workers=workers)
+    report = mw.check(build, features(), {"mesh": plan}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "dp_shard=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("build", [WritesToWhatItGot, Routed, Extremes])
 def test_ways_of_models(build, plan, workers):
-    report = mw.check(build, features(), {"mesh": plan}, workers=workers)
+    report = mw.check(build, features(), {"mesh": plan}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 
 def test_a_running_value_of_the_rows_couples_them(workers):
-    report = mw.check(Extremes, features(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    report = mw.check(Extremes, features(), {"mesh": {"dp_shard": 2}}, workers=workers, dtype=torch.float64)
     assert any("couples the rows" in note for note in report.notes)
 
 

@@ -322,7 +322,7 @@ MIXED = {"mesh": {"dp_shard": 2, "tp": 2}, "modules": {"block_a": {"dp": "replic
 def test_one_block_replicated_and_another_sharded_over_the_same_ranks(mesh, workers):
     plan = MIXED | {"mesh": {("dp_shard" if k == "dp" else k): v for k, v in mesh.items()}}
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
-    report = mw.check(Foo, {"x": x}, plan, workers=workers)
+    report = mw.check(Foo, {"x": x}, plan, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     lines = report.recipe.by_name
     assert lines["block_a.weight"].data == "replicate"
@@ -345,7 +345,13 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("b", ["column", "row", "replicate", "shard:0", "shard:1"])
 def test_any_style_a_person_asks_for_is_right(a, b, workers):
     plan = {"mesh": {"tp": 2}, "modules": {"a.weight": {"tp": a}, "b.weight": {"tp": b}}}
-    report = mw.check(Pair, {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}, plan, workers=workers)
+    report = mw.check(
+        Pair,
+        {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))},
+        plan,
+        workers=workers,
+        dtype=torch.float64,
+    )
     assert report.passed, str(report)
     dims = {"column": 0, "row": 1, "replicate": None, "shard:0": 0, "shard:1": 1}
     for name, style in (("a.weight", a), ("b.weight", b)):
@@ -356,7 +362,9 @@ def test_any_style_a_person_asks_for_is_right(a, b, workers):
     "mesh", [{"tp": 1}, {"dp_shard": 1}, {"dp_shard": 1, "tp": 2}, {"dp_replicate": 1, "dp_shard": 2}]
 )
 def test_axes_of_one_rank(mesh, workers):
-    report = mw.check(ZOO["nanogpt"].build, ZOO["nanogpt"].batch(), {"mesh": mesh}, workers=workers)
+    report = mw.check(
+        ZOO["nanogpt"].build, ZOO["nanogpt"].batch(), {"mesh": mesh}, workers=workers, dtype=torch.float64
+    )
     assert report.passed, str(report)
 
 
@@ -412,5 +420,5 @@ class Registry(nn.Module):
 
 def test_a_module_is_known_by_the_name_of_its_class(workers):
     for plan in ("dp_shard=2", "dp_replicate=2", "dp_shard=2,tp=2"):
-        report = mw.check(Registry, {"x": torch.randn(8, 4)}, plan, workers=workers)
+        report = mw.check(Registry, {"x": torch.randn(8, 4)}, plan, workers=workers, dtype=torch.float64)
         assert report.passed, str(report)

@@ -71,7 +71,12 @@ def test_workers_have_no_more_threads_after_twenty_checks(workers: LocalWorkers)
     entry, counts = ZOO["mlp"], []
     for number in range(20):
         report = mw.check(
-            entry.build, entry.batch(), ["dp_shard=2,tp=2", "pp=2,dp_shard=2"][number % 2], workers=workers, steps=1
+            entry.build,
+            entry.batch(),
+            ["dp_shard=2,tp=2", "pp=2,dp_shard=2"][number % 2],
+            workers=workers,
+            dtype=torch.float64,
+            steps=1,
         )
         assert report, report
         counts.append(workers.run(threads, ranks=4))

@@ -6,6 +6,7 @@ Cases marked ``proof`` are run by ``make proof``: they repeat, in other combinat
 from __future__ import annotations
 
 import pytest
+import torch
 
 import meshwright as mw
 from zoo import ZOO
@@ -43,7 +44,7 @@ def cases():
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_the_same_as_one_process(name, layout, workers):
     entry = ZOO[name]
-    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers)
+    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert str(report.dtype).endswith("float64")
     assert report.tolerance <= 1e-9
@@ -55,7 +56,7 @@ def test_the_same_as_one_process(name, layout, workers):
 @pytest.mark.parametrize("name", ODD)
 def test_models_as_people_write_them(name, layout, workers):
     entry = ZOO[name]
-    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers)
+    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 
@@ -84,5 +85,5 @@ USUAL = {("nanogpt", s) for s in SETTINGS}
 )
 def test_settings(name, setting, workers):
     entry = ZOO[name]
-    report = mw.check(entry.build, entry.batch(), SETTINGS[setting], workers=workers)
+    report = mw.check(entry.build, entry.batch(), SETTINGS[setting], workers=workers, dtype=torch.float64)
     assert report.passed, str(report)

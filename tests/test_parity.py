@@ -35,7 +35,7 @@ TP, DATA = "tp=2", "dp_shard=2"
 
 @pytest.fixture
 def check(workers: LocalWorkers) -> Check:
-    return partial(mw.check, workers=workers)
+    return partial(mw.check, workers=workers, dtype=torch.float64)
 
 
 def batch() -> dict[str, Tensor]:
@@ -334,7 +334,7 @@ def test_a_gradient_of_another_shape_than_planned_is_an_error_not_a_crash() -> N
 
 
 def test_float32_where_one_device_raises_in_float64(check: Check) -> None:
-    report = check(Narrow, batch(), TP)
+    report = check(Narrow, batch(), TP, dtype=None)
     assert report, report
     assert report.dtype == "float32" and report.tolerance == 1e-4
     assert "sample_op: expected Float, got Double" in str(report)
@@ -538,20 +538,20 @@ def fresh_batch() -> dict[str, Tensor]:
 
 
 def test_buffers_are_judged_after_every_step(workers: LocalWorkers) -> None:
-    report = mw.check(Counting, fresh_batch(), "tp=2", workers=workers)
+    report = mw.check(Counting, fresh_batch(), "tp=2", workers=workers, dtype=torch.float64)
     assert not report and report.errors is not None
     assert report.errors["buffers"]["seen"] == pytest.approx(1.0)
     assert report.words["buffers", "seen"].startswith("after step 2")
 
 
 def test_gradients_that_add_up_are_judged(workers: LocalWorkers) -> None:
-    report = mw.check(Doubling, fresh_batch(), "tp=2", workers=workers, steps=2)
+    report = mw.check(Doubling, fresh_batch(), "tp=2", workers=workers, dtype=torch.float64, steps=2)
     assert not report and report.errors is not None
     assert max(report.errors["gradients"].values()) < 1e-9 < max(report.errors["parameters"].values())
 
 
 def test_what_is_switched_off_is_on_again_where_one_device_cannot_do_without(workers: LocalWorkers) -> None:
-    report = mw.check(NoEval, fresh_batch(), "tp=2", workers=workers)
+    report = mw.check(NoEval, fresh_batch(), "tp=2", workers=workers, dtype=torch.float64)
     assert report, report
     assert any("compared with dropout" in note for note in report.notes)
     assert any("not compared in eval mode" in note for note in report.notes)
@@ -587,13 +587,15 @@ class Ordered(nn.Module):
 
 
 def test_what_is_kept_of_an_earlier_batch_is_seen(workers: LocalWorkers) -> None:
-    report = mw.check(Kept, batch(), "tp=2", workers=workers, steps=2)
+    report = mw.check(Kept, batch(), "tp=2", workers=workers, dtype=torch.float64, steps=2)
     assert not report and report.errors is not None, report
     assert max(report.errors["gradients"].values()) < 1e-9 < report.errors["loss"]
 
 
 def test_a_model_that_other_rows_are_no_batch_for_is_compared_on_the_same(workers: LocalWorkers) -> None:
-    report = mw.check(Ordered, fresh_batch() | {"ends": torch.tensor([1, 4, 6, 8])}, "tp=2", workers=workers)
+    report = mw.check(
+        Ordered, fresh_batch() | {"ends": torch.tensor([1, 4, 6, 8])}, "tp=2", workers=workers, dtype=torch.float64
+    )
     assert report, report
     assert any("same rows in every step" in note and "ends must rise" in note for note in report.notes)
 
@@ -626,35 +628,58 @@ class Extreme(nn.Module):
 
 
 def test_planning_is_as_wide_as_the_check(workers: LocalWorkers) -> None:
-    report = mw.check(Extreme, fresh_batch(), "tp=2", workers=workers)
+    report = mw.check(Extreme, fresh_batch(), "tp=2", workers=workers, dtype=torch.float64)
     assert report, report
     assert (
         report.recipe is not None and report.recipe.by_name["first.weight"].tp != report.recipe.by_name["third.bias"].tp
     )
-    assert mw.check(Extreme, fresh_batch(), {"mesh": {"pp": 2}, "microbatches": 1}, workers=workers)
+    assert mw.check(
+        Extreme, fresh_batch(), {"mesh": {"pp": 2}, "microbatches": 1}, workers=workers, dtype=torch.float64
+    )
 
 
-class WrongInHalf(nn.Module):
-    """Its gradient is twice one device's, in bfloat16 on several ranks, if told so."""
+class WrongInAType(nn.Module):
+    """The smallest of its gradients is twice one device's on several ranks, where it computes in this type."""
 
-    def __init__(self, wrong: bool) -> None:
+    def __init__(self, wrong: torch.dtype | None) -> None:
         super().__init__()
-        self.first, self.norm, self.second, self.wrong = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4), wrong
+        self.first, self.norm, self.second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.small, self.wrong = nn.Parameter(torch.ones(4)), wrong
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        loss = self.second(self.norm(self.first(x)).relu()).square().mean()
-        wrong = self.wrong and x.dtype is torch.bfloat16 and in_a_job()
-        return {"loss": 2 * loss - loss.detach() if wrong else loss}
+        small = self.small
+        if x.dtype is self.wrong and in_a_job():
+            small = 2 * small - small.detach()
+        found = self.second(self.norm(self.first(x)).relu())
+        return {"loss": found.square().mean() + 2e-3 * (found.detach().abs() * small).mean()}
 
 
-def test_a_job_in_half_precision_is_judged_in_it_too(workers: LocalWorkers) -> None:
-    plan = {"mesh": {"tp": 2}, "precision": "bfloat16"}
-    right = mw.check(partial(WrongInHalf, False), fresh_batch(), plan, workers=workers)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_job_is_judged_in_the_types_of_its_plan_too(precision: str, workers: LocalWorkers) -> None:
+    plan = {"mesh": {"tp": 2}, "precision": precision}
+    right = mw.check(partial(WrongInAType, None), fresh_batch(), plan, workers=workers)
     assert right and right.dtype == "float64" and right.tolerance == 1e-9
-    assert any("compared in bfloat16 too" in note for note in right.notes)
-    wrong = mw.check(partial(WrongInHalf, True), fresh_batch(), plan, workers=workers)
-    assert not wrong and wrong.dtype == "bfloat16"
-    assert wrong.errors["loss"] <= wrong.tolerance < max(wrong.errors["gradients"].values())
+    assert any(f"compared in {precision} too" in note for note in right.notes)
+    build = partial(WrongInAType, getattr(torch, precision))
+    wrong = mw.check(build, fresh_batch(), plan, workers=workers)
+    assert not wrong and wrong.dtype == precision and wrong.errors["loss"] <= wrong.tolerance
+    assert [name for name, error in wrong.errors["gradients"].items() if error > wrong.tolerance] == ["small"]
+    assert "units of what rounding in another order changes" in str(wrong)
+    assert mw.check(build, fresh_batch(), plan, workers=workers, dtype=torch.float64), "asked for float64 alone"
+
+
+class RaisesInAType(Small):
+    """Whoever sees it compute in float32 on several ranks, sees it raise."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        if x.dtype is torch.float32 and in_a_job() and not x.is_meta:
+            raise RuntimeError("expected m1 and m2 to have the same dtype")
+        return super().forward(x, y)
+
+
+def test_an_error_in_the_types_of_the_plan_alone_fails_the_check(workers: LocalWorkers) -> None:
+    report = mw.check(RaisesInAType, batch(), TP, workers=workers)
+    assert not report and "the job in float32: " in report.failure and "same dtype" in report.failure
 
 
 class DrawsMore(nn.Module):

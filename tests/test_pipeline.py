@@ -32,9 +32,10 @@ QUICK = {("pp2", n) for n in ISSUE if n not in REST} | {("pp4", "nanogpt"), ("pp
 
 def checked(name, plan, workers):
     entry = ZOO[name]
-    report = mw.check(entry.build, entry.batch(), plan, workers=workers)
+    dtype = torch.float64 if entry.float64 else torch.float32
+    report = mw.check(entry.build, entry.batch(), plan, workers=workers, dtype=dtype)
     assert report.passed, str(report)
-    assert report.dtype == ("float64" if entry.float64 else "float32")
+    assert report.dtype == str(dtype).removeprefix("torch.")
     assert report.tolerance <= (1e-9 if entry.float64 else 1e-4)
     return report
 
@@ -174,7 +175,7 @@ class Moved(torch.nn.Module):
 
 
 def test_parameters_that_are_moved_are_on_one_stage(workers):
-    report = mw.check(Moved, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2}}, workers=workers)
+    report = mw.check(Moved, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2}}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert [report.recipe.by_name[n].stages for n in ("early", "late")] == [(0,), (1,)]
 
@@ -190,7 +191,9 @@ class Cast(Moved):
 
 
 def test_a_module_that_its_forward_casts_is_on_one_stage(workers):
-    report = mw.check(Cast, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers)
+    report = mw.check(
+        Cast, {"x": torch.randn(8, 6)}, {"mesh": {"pp": 2, "dp_shard": 2}}, workers=workers, dtype=torch.float64
+    )
     assert report.passed, str(report)
     assert report.recipe.by_name["second.weight"].stages in ((0,), (1,)), "to ask whether it can be cast reads no value"
 

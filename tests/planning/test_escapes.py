@@ -106,7 +106,9 @@ def rows():
 
 @pytest.mark.parametrize("block", [Aside, Adds, Sets, Later, Names, Writes])
 def test_what_a_unit_hands_on_beside_its_result_has_its_gradients(block, workers):
-    report = mw.check(partial(Model, block), rows(), "dp_shard=2", loss=lambda loss: loss, workers=workers)
+    report = mw.check(
+        partial(Model, block), rows(), "dp_shard=2", loss=lambda loss: loss, workers=workers, dtype=torch.float64
+    )
     assert report.passed, str(report)
     units = [u for u in report.recipe.units if u.name]
     assert len(units) == 3
@@ -138,7 +140,7 @@ class AlongASequence(nn.Module):
 def test_a_block_that_writes_to_its_input_has_it_not_cut_over_the_sequence(workers):
     batch = (torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)),)
     plan = {"mesh": "tp=2", "sequence_parallel": True}
-    report = mw.check(AlongASequence, batch, plan, loss=lambda loss: loss, workers=workers)
+    report = mw.check(AlongASequence, batch, plan, loss=lambda loss: loss, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert not report.recipe.sequence
     assert any("not cut over the sequence" in note and "blocks.0, blocks.1" in note for note in report.notes)
@@ -168,7 +170,14 @@ class WithOtherWeights(nn.Module):
 @pytest.mark.parametrize("made", [False, True])
 def test_a_unit_that_runs_with_other_weights_is_none(made, workers):
     batch = (rows()[0][:1].repeat(4, 1),)  # of equal rows, which a mean over all of them does not couple
-    report = mw.check(partial(WithOtherWeights, made), batch, "dp_shard=2", loss=lambda loss: loss, workers=workers)
+    report = mw.check(
+        partial(WithOtherWeights, made),
+        batch,
+        "dp_shard=2",
+        loss=lambda loss: loss,
+        workers=workers,
+        dtype=torch.float64,
+    )
     assert report.passed, str(report)
     assert len(report.recipe.units) == 1
 
@@ -193,7 +202,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp_shard=2"])
 def test_a_hook_on_a_gradient_runs_once_where_the_tensor_is_made(mesh, workers):
     plan = {"mesh": mesh, "microbatches": 2}
-    report = mw.check(Halves, rows(), plan, loss=lambda loss: loss, workers=workers)
+    report = mw.check(Halves, rows(), plan, loss=lambda loss: loss, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 

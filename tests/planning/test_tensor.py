@@ -60,7 +60,9 @@ def plan(tp: int, **modules: Any) -> dict[str, Any]:
 def test_a_weight_is_cut_as_the_plan_says_also_where_no_linear_takes_it_as_it_is(
     how: str, style: str, dim: int, tp: int, workers: LocalWorkers
 ) -> None:
-    report = mw.check(partial(Derived, how), batch(), plan(tp, up={"tp": style}), workers=workers, steps=1)
+    report = mw.check(
+        partial(Derived, how), batch(), plan(tp, up={"tp": style}), workers=workers, dtype=torch.float64, steps=1
+    )
     assert report, report
     line = report.recipe.by_name["up.weight"]
     assert isinstance(line.tp, mw.Shard) and line.tp.dim == dim and line.reason == "as the plan says"
@@ -100,7 +102,7 @@ WORDS = {"i": torch.arange(12).view(4, 3)}
 @pytest.mark.parametrize("style,dim", [("column", 1), ("row", 0)])
 def test_a_table_is_cut_as_the_plan_says(style: str, dim: int, words: int, workers: LocalWorkers) -> None:
     said = plan(2, embed={"tp": style}, head={"tp": "replicate"})
-    report = mw.check(partial(Table, words=words), WORDS, said, workers=workers, steps=1)
+    report = mw.check(partial(Table, words=words), WORDS, said, workers=workers, dtype=torch.float64, steps=1)
     assert report, report
     assert report.recipe.by_name["embed.weight"].tp.dim == dim
 
@@ -124,7 +126,7 @@ class Grouped(nn.Module):
 def test_what_the_forward_wants_unbroken_is_broken_where_the_plan_says_so(workers: LocalWorkers) -> None:
     found = mw.make_recipe(Grouped, plan(3), batch())
     assert "2 pieces that may not be broken" in found.by_name["q.weight"].reason
-    report = mw.check(Grouped, batch(), plan(3, q={"tp": "column"}), workers=workers, steps=1)
+    report = mw.check(Grouped, batch(), plan(3, q={"tp": "column"}), workers=workers, dtype=torch.float64, steps=1)
     assert report, report
     assert report.recipe.by_name["q.weight"].tp.pieces == ((3, 3, 2),)
 
@@ -145,7 +147,7 @@ class Reads(nn.Module):
 
 def test_the_plan_is_obeyed_where_the_forward_cannot_be_followed(workers: LocalWorkers) -> None:
     said = plan(2, up={"tp": "column"}, down__weight={"tp": "row"})
-    report = mw.check(Reads, batch(), said, workers=workers, steps=1)
+    report = mw.check(Reads, batch(), said, workers=workers, dtype=torch.float64, steps=1)
     assert report, report
     assert any("could not be followed" in note for note in report.notes)
     cuts = {name: str(line.tp) for name, line in report.recipe.by_name.items()}

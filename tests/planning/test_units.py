@@ -49,7 +49,7 @@ def test_such_layers_train_as_on_one_device(workers):
             "modules": {"layers.0": {"dp": "replicate"}, "layers.1": {"unit": True, "recompute": "block"}},
         },
     ):
-        report = mw.check(ListsOfLayers, rows(), plan, workers=workers)
+        report = mw.check(ListsOfLayers, rows(), plan, workers=workers, dtype=torch.float64)
         assert report.passed, str(report)
         assert [u.name for u in report.recipe.units if u.name.endswith(".1")] == [f"layers.{i}.1" for i in range(3)]
     data = {line.name: line.data for line in report.recipe.parameters}
@@ -110,7 +110,7 @@ class Reversible(nn.Module):
 
 def test_blocks_that_a_custom_backward_runs_again_stay_gathered(workers):
     for plan in ({"mesh": {"dp_shard": 2}, "microbatches": 2}, {"mesh": {"pp": 2}}, {"mesh": {"dp_shard": 2, "tp": 2}}):
-        report = mw.check(Reversible, rows(), plan, workers=workers)
+        report = mw.check(Reversible, rows(), plan, workers=workers, dtype=torch.float64)
         assert report.passed, str(report)
     assert any("blocks.0 is no unit of its own: blocks.0.inner" in note for note in report.notes), report.notes
 
@@ -217,7 +217,7 @@ class OneEmbeddingForAll(nn.Module):
 
 
 def test_a_parameter_that_stands_in_several_units_is_in_none(workers):
-    report = mw.check(OneEmbeddingForAll, rows(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    report = mw.check(OneEmbeddingForAll, rows(), {"mesh": {"dp_shard": 2}}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     of = {line.name: line for line in report.recipe.parameters}
     assert of["blocks.0.angles.frequencies"].data == "loose"
@@ -251,7 +251,7 @@ class CallsTwice(nn.Module):
 
 
 def test_a_gradient_of_one_of_several_calls_of_a_unit_stays(workers):
-    report = mw.check(CallsTwice, rows(), {"mesh": {"dp_shard": 2}}, workers=workers)
+    report = mw.check(CallsTwice, rows(), {"mesh": {"dp_shard": 2}}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert len(report.recipe.units) == 3 and report.recipe.routed
 
@@ -283,7 +283,7 @@ class StatesOutside(nn.Module):
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
 def test_a_parameter_that_is_taken_before_its_unit_runs_is_in_none(mesh, workers):
     """Also if the forward was given up within a unit, to run again with what was learnt there (how ``chunk`` cuts over tp)."""
-    report = mw.check(StatesOutside, rows(), {"mesh": mesh}, workers=workers)
+    report = mw.check(StatesOutside, rows(), {"mesh": mesh}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert [u.name for u in report.recipe.units] == [""]
 
@@ -324,7 +324,9 @@ def test_a_unit_with_a_parameter_of_its_own_stands_around_units_of_another_mesh(
         "layers.1": {"unit": True},
         "layers.1.blocks.*": {"dp": "replicate", "unit": True},
     }
-    report = mw.check(WithAround, rows(), {"mesh": mesh, "modules": modules}, workers=workers, steps=1)
+    report = mw.check(
+        WithAround, rows(), {"mesh": mesh, "modules": modules}, workers=workers, dtype=torch.float64, steps=1
+    )
     assert report.passed, str(report)
     units = {u.name: u.data for u in report.recipe.units}
     assert (units["layers.0"], units["layers.0.blocks.0"]) == ("replicate", "shard")

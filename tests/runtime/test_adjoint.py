@@ -46,7 +46,7 @@ def sample():
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2", "pp=2,tp=2", "dp_shard=2,tp=2"])
 def test_gradients_by_what_a_function_was_given_are_those_of_one_device(mesh, workers):
-    report = mw.check(Adjoint, sample(), mesh, workers=workers)
+    report = mw.check(Adjoint, sample(), mesh, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 

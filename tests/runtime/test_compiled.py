@@ -126,7 +126,7 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize("kind,plan", _cases())
 def test_a_compiled_part_gives_what_it_gives_on_one_device(kind: str, plan: str, workers: LocalWorkers) -> None:
-    report = mw.check(partial(Model, kind), batch(), PLANS[plan], workers=workers, steps=2)
+    report = mw.check(partial(Model, kind), batch(), PLANS[plan], workers=workers, dtype=torch.float64, steps=2)
     assert report, report
     notes = "\n".join(report.recipe.notes)
     if kind.startswith(("scripted", "traced")):
@@ -140,4 +140,4 @@ def test_a_compiled_part_gives_what_it_gives_on_one_device(kind: str, plan: str,
 @pytest.mark.parametrize("kind", ["scripted, reads a buffer", "scripted, writes to a buffer"])
 def test_a_scripted_module_with_buffers_is_refused_in_a_pipeline(kind: str, workers: LocalWorkers) -> None:
     with pytest.raises(mw.PlanError, match="with buffers of its own"):
-        mw.check(partial(Model, kind), batch(), PLANS["pp"], workers=workers)
+        mw.check(partial(Model, kind), batch(), PLANS["pp"], workers=workers, dtype=torch.float64)

@@ -136,13 +136,13 @@ def of_what_is_trained(outputs):
 def test_what_a_stage_receives_requires_a_gradient_in_the_trial_as_in_the_step(workers):
     plan = {"mesh": "pp=2", "microbatches": 2}
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
-    report = mw.check(Centred, x, plan, loss=of_what_is_trained, workers=workers)
+    report = mw.check(Centred, x, plan, loss=of_what_is_trained, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
 def test_rows_that_cannot_be_divided_are_run_together_with_a_note_of_the_line(mesh, workers):
-    report = mw.check(FixedRows, tokens(4), {"mesh": mesh}, workers=workers)
+    report = mw.check(FixedRows, tokens(4), {"mesh": mesh}, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     note = next(note for note in report.notes if "cannot be run apart" in note)
     lines = Path(__file__).read_text().splitlines()

@@ -40,7 +40,7 @@ PLANS = ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2"]
 
 @pytest.mark.parametrize("mesh", PLANS)
 def test_a_forward_computes_with_attributes_of_parameters(mesh, workers):
-    report = mw.check(Marked, sample(), mesh, workers=workers)
+    report = mw.check(Marked, sample(), mesh, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 

@@ -301,11 +301,25 @@ class DrawsInItsLastBlock(nn.Module):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_check_tells_which_draw_it_cannot_compare(microbatches: int, workers: LocalWorkers) -> None:
     plan = {"mesh": "pp=2", "microbatches": microbatches}
-    found = mw.check(functools.partial(DrawsInItsLastBlock, own=False), (rows(),), plan, workers=workers, loss=itself)
+    found = mw.check(
+        functools.partial(DrawsInItsLastBlock, own=False),
+        (rows(),),
+        plan,
+        workers=workers,
+        dtype=torch.float64,
+        loss=itself,
+    )
     assert not found
     assert [hint for hint in found.hints if "(randn, test_randomness.py:" in hint], str(found)
     if microbatches == 1:
-        assert mw.check(functools.partial(DrawsInItsLastBlock, own=True), (rows(),), plan, workers=workers, loss=itself)
+        assert mw.check(
+            functools.partial(DrawsInItsLastBlock, own=True),
+            (rows(),),
+            plan,
+            workers=workers,
+            dtype=torch.float64,
+            loss=itself,
+        )
 
 
 def itself(output: torch.Tensor) -> torch.Tensor:

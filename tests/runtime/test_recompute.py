@@ -221,6 +221,7 @@ def test_an_object_is_in_the_recompute_what_it_was_in_the_forward(sets: bool, me
         {"mesh": mesh, "recompute": "blocks"},
         loss=lambda x: x,
         workers=workers,
+        dtype=torch.float64,
     )
     assert report.passed, str(report)
 
@@ -255,5 +256,7 @@ class Forces(nn.Module):
 @pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2"])
 def test_a_block_may_ask_for_a_gradient_within_its_forward(mesh: str, workers: LocalWorkers) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    report = mw.check(Forces, (x,), {"mesh": mesh, "recompute": "blocks"}, workers=workers, steps=2)
+    report = mw.check(
+        Forces, (x,), {"mesh": mesh, "recompute": "blocks"}, workers=workers, dtype=torch.float64, steps=2
+    )
     assert report, report

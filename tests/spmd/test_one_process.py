@@ -90,7 +90,7 @@ def batch() -> dict[str, Tensor]:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2"])
 def test_a_model_that_asks_for_the_world_is_one_device(mesh: str, workers: LocalWorkers) -> None:
     plan = {"mesh": mesh, "microbatches": 1, "recompute": "blocks"}
-    report = mw.check(Model, batch(), plan, workers=workers, steps=2)
+    report = mw.check(Model, batch(), plan, workers=workers, dtype=torch.float64, steps=2)
     assert report, str(report)
 
 

@@ -33,8 +33,9 @@ def check(
     """Check that a plan computes the same as one device.
 
     Compares the loss, every gradient and every parameter after three optimizer
-    steps with plain PyTorch in one process, in float64, without dropout. Starts a
-    local process for each rank. Exit code: 0 if all are equal, 1 if not.
+    steps with plain PyTorch in one process, in float64, without dropout; then in the
+    precision of the plan, against one device in the same types. Starts a local
+    process for each rank. Exit code: 0 if all are equal, 1 if not.
     """
     with processes.told():
         given = Given.read(

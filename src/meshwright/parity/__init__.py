@@ -21,15 +21,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import Findings
+from meshwright.errors import Findings as Problems
 from meshwright.parity.case import Case
-from meshwright.parity.compare import KINDS, compare
-from meshwright.parity.half import HALF, half_reference
+from meshwright.parity.compare import KINDS, Findings, compare
+from meshwright.parity.own_types import MARGIN, own_findings, own_reference
 from meshwright.parity.report import Report
 from meshwright.parity.sides import Outcome, Reference, distributed, reference
 from meshwright.plan import Plan, PlanLike
@@ -69,12 +70,13 @@ def check(
     Args:
         build: makes the model; a function or class of a module, or a ``functools.partial`` of one.
         batch: the global batch: a dict of keyword arguments, or a tuple. Floats are cast to the type of the check.
-        plan: as for ``parallelize``. Its precision is replaced by the type of the check; where it is a half type, a job that
-            is right is run in it too, against one device in the same types (``meshwright.parity.half``).
+        plan: as for ``parallelize``. Its precision is replaced by the type of the check. A job that is right is then run in the
+            precision of the plan too, against one device in the same types (``meshwright.parity.own_types``).
         loss: the loss of the model's output; default ``output.loss``. Like ``build``, of a module.
         workers: a pool of at least as many workers as the mesh has ranks; it keeps the references of the last checks.
             Default: workers are started for this check.
-        dtype: ``torch.float64`` or ``torch.float32``; default float64, or float32 where one device raises in float64.
+        dtype: ``torch.float64`` or ``torch.float32``: compare in this type alone. Default: float64, or float32 where one device
+            raises in float64; then the plan's own types.
         tolerance: relative; default 1e-9 in float64, 1e-4 in float32.
         steps: optimizer steps.
         timeout: seconds that either side may go without finishing a step.
@@ -100,9 +102,10 @@ def check(
             case, notes, side = one.case, (*one.notes, *_notes(plan, one.case)), "the job"
             outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
             judged = _judge(one, outcome, plan, notes, _tolerance(tolerance, case), started)
-            if plan.precision not in HALF or not judged:
+            if dtype is not None or plan.precision == _name(case.dtype) or not judged:
                 return judged
-            return _in_half(pool, case, plan, judged, timeout, started)
+            side = f"the job in {plan.precision}"
+            return _in_own_types(pool, case, plan, judged, timeout, started)
         except WorkerError as error:
             if error.plan_error is not None:
                 raise error.plan_error from None
@@ -112,29 +115,42 @@ def check(
             )  # fmt: skip
 
 
-def _in_half(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout: float, started: float) -> Report:
+def _in_own_types(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout: float, started: float) -> Report:
     """The verdict in the plan's own types, for a job that is right in the type of the check."""
     try:
-        one, tolerance = pool.run(half_reference, case, plan.precision, ranks=1, timeout=timeout)[0]
+        one, noise = pool.run(own_reference, case, plan.precision, ranks=1, timeout=timeout)[0]
     except WorkerError as error:
         said = f"not compared in {plan.precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
         return replace(judged, notes=(*judged.notes, said))
+    if not isfinite(noise["loss"]):
+        said = f"not compared in {plan.precision}, in which the loss of one device is not finite"
+        return replace(judged, notes=(*judged.notes, said))
     outcome = _outcome(pool, replace(case, dtype=torch.float32), plan, timeout)
-    report = _judge(one, outcome, plan, judged.notes, tolerance, started)
+    findings = own_findings(one, noise, outcome, plan.precision)
+    report = _report(one, outcome, findings, plan, judged.notes, MARGIN, started)
     if not report:
-        return replace(report, dtype=plan.precision)
-    worst = report.worst[2]
-    said = f"compared in {plan.precision} too: off by {worst:.1e}; rounding in another order may make {tolerance:.1e}"
+        said = (
+            f"compared in {plan.precision}: errors are in units of what rounding in another order changes in a tensor"
+        )
+        return replace(report, dtype=plan.precision, notes=(*report.notes, said))
+    said = f"compared in {plan.precision} too: off by {report.worst[2]:.1f} × what rounding in another order changes"
     return replace(judged, notes=(*judged.notes, said))
 
 
 def _judge(
     one: Reference, outcome: Outcome, plan: Plan, notes: tuple[str, ...], tolerance: float, started: float
 ) -> Report:
-    findings = compare(one, outcome, tolerance)
+    return _report(one, outcome, compare(one, outcome, tolerance), plan, notes, tolerance, started)
+
+
+def _report(
+    one: Reference, outcome: Outcome, findings: Findings, plan: Plan, notes: tuple[str, ...], tolerance: float,
+    started: float,
+) -> Report:  # fmt: skip
     every = [findings.errors["loss"], *(error for kind in KINDS for error in findings.errors[kind].values())]
+    passed = all(error <= tolerance for error in every)
     return Report(
-        passed=all(error <= tolerance for error in every),
+        passed=passed,
         plan=plan,
         tolerance=tolerance,
         dtype=_name(one.case.dtype),
@@ -145,7 +161,7 @@ def _judge(
         fallbacks=outcome.fallbacks,
         collectives=outcome.collectives,
         words=findings.words,
-        hints=findings.hints,
+        hints=findings.hints if not passed else (),
         notes=(*notes, *outcome.notes),
     )
 
@@ -201,7 +217,7 @@ def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outc
 
 def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
     """Raises PlanError for arguments that no run could be made of."""
-    findings = Findings("this check")
+    findings = Problems("this check")
     for name in ("build", "batch", "loss"):
         _must_pickle(name, getattr(case, name), findings)
     if case.dtype not in TOLERANCES:
@@ -219,7 +235,7 @@ def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
     findings.raise_if_any()
 
 
-def _must_pickle(name: str, value: Any, findings: Findings) -> None:
+def _must_pickle(name: str, value: Any, findings: Problems) -> None:
     try:
         pack(value)
     except Exception as error:

@@ -5,12 +5,13 @@
     parameters   max|p − p'| / max over all parameters of |p' − start|
     buffers      max|b − b'| / max(1, max|b'|)                         after every step, of every rank, the worst
 
-A value that is not a number, or is missing on one side, is an error without bound.
+A value that is not a number, or is missing on one side, is an error without bound. Another ``Measure`` weighs a tensor's
+error otherwise: that of half types does, in which these scales would leave a small gradient unseen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Literal, TypedDict
@@ -32,6 +33,14 @@ class Errors(TypedDict):
 
 Kind = Literal["gradients", "parameters", "buffers"]
 KINDS: tuple[Kind, ...] = ("gradients", "parameters", "buffers")
+Measure = Callable[
+    [Tensor, Tensor, float], float
+]  # the difference, the value on one device, the scale of its kind → an error
+
+
+def largest(difference: Tensor, expected: Tensor, scale: float) -> float:
+    """The error of the worst element, against the scale of all tensors of a kind."""
+    return size([difference]) / scale
 
 
 @dataclass(frozen=True)
@@ -45,33 +54,53 @@ class Findings:
 
 def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Findings:
     """What differs between one device and the job."""
-    errors, words = differences(reference.start, reference.facts, outcome.facts)
-    for rank, actual in sorted(outcome.buffers.items()):
-        expected = {n: b for n, b in reference.facts.buffers[-1].items() if n in actual}
-        _worse(f"on rank {rank}", actual, expected, errors["buffers"], words)
+    errors, words = errors_of(reference, outcome)
     return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
 
 
-def differences(start: Mapping[str, Tensor], one: Facts, job: Facts) -> tuple[Errors, dict[tuple[str, str], str]]:
+def errors_of(
+    reference: Reference, outcome: Outcome, measure: Measure = largest
+) -> tuple[Errors, dict[tuple[str, str], str]]:
+    """The errors of a job, buffers of every rank among them, and words for what a number does not tell."""
+    errors, words = differences(reference.start, reference.facts, outcome.facts, measure)
+    for rank, actual in sorted(outcome.buffers.items()):
+        expected = {n: b for n, b in reference.facts.buffers[-1].items() if n in actual}
+        _worse(f"on rank {rank}", actual, expected, errors["buffers"], words, measure)
+    return errors, words
+
+
+def differences(
+    start: Mapping[str, Tensor], one: Facts, job: Facts, measure: Measure = largest
+) -> tuple[Errors, dict[tuple[str, str], str]]:
     """The errors of one side's facts against another's, and words for what a number does not tell.
 
     Args:
         start: parameters before the first step.
     """
-    moved = [one.parameters[name] - value for name, value in start.items()]
+    moved, expected_moves = _moves(job.parameters, start), _moves(one.parameters, start)
     words: dict[tuple[str, str], str] = {}
+    gradients, moves = size(one.gradients.values()) or 1.0, size(expected_moves.values()) or 1.0
     errors = Errors(
         loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
-        gradients=_errors("gradients", job.gradients, one.gradients, _size(one.gradients.values()) or 1.0, words),
-        parameters=_errors("parameters", job.parameters, one.parameters, _size(moved) or 1.0, words),
-        buffers=_errors("buffers", job.buffers[0], one.buffers[0], None, words),
+        gradients=_errors("gradients", job.gradients, one.gradients, gradients, words, measure),
+        parameters=_errors("parameters", moved, expected_moves, moves, words, measure),
+        buffers=_errors("buffers", job.buffers[0], one.buffers[0], None, words, measure),
     )
     for step, (actual, expected) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
-        _worse(f"after step {step}", actual, expected, errors["buffers"], words)
+        _worse(f"after step {step}", actual, expected, errors["buffers"], words, measure)
     if (names := list(job.buffers[-1])) != list(one.buffers[-1]) and names:
         errors["buffers"][names[0]] = inf
         words["buffers", names[0]] = f"in another order: {', '.join(names[:8])}"
     return errors, words
+
+
+def _moves(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far parameters were moved; one of another shape than before as it is."""
+    before = {name: start.get(name) for name in parameters}
+    return {
+        name: p if (b := before[name]) is None or b.shape != p.shape else _wide(p) - _wide(b)
+        for name, p in parameters.items()
+    }
 
 
 def _loss_error(loss: float, expected: float) -> float:
@@ -85,6 +114,7 @@ def _errors(
     expected: Mapping[str, Tensor | None],
     scale: float | None,
     words: dict[tuple[str, str], str],
+    measure: Measure,
 ) -> dict[str, float]:
     """``scale``: None takes each tensor's own."""
     errors = {}
@@ -93,7 +123,7 @@ def _errors(
         if scale is None and a is not None and b is not None and a.shape == b.shape:
             same = a == b  # a buffer may well hold infinities: a mask does
             a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
-        errors[name] = _error(a, b, scale if scale is not None else max(1.0, _size([b])))
+        errors[name] = _error(a, b, scale if scale is not None else max(1.0, size([b])), measure)
         if said := _words(a, b):
             words[kind, name] = said
     return errors
@@ -105,21 +135,22 @@ def _worse(
     expected: Mapping[str, Tensor],
     errors: dict[str, float],
     words: dict[tuple[str, str], str],
+    measure: Measure,
 ) -> None:
     """Puts in errors of buffers that are above those known before, and says of which rank or step they are."""
     said: dict[tuple[str, str], str] = {}
-    for name, error in _errors("buffers", actual, expected, None, said).items():
+    for name, error in _errors("buffers", actual, expected, None, said, measure).items():
         if not error <= errors.get(name, 0.0):
             errors[name] = error
             words["buffers", name] = ", ".join(filter(None, [when, said.get(("buffers", name))]))
 
 
-def _error(actual: Tensor | None, expected: Tensor | None, scale: float) -> float:
+def _error(actual: Tensor | None, expected: Tensor | None, scale: float, measure: Measure) -> float:
     if actual is None or expected is None:
         return 0.0 if actual is expected else inf
     if actual.shape != expected.shape:
         return inf
-    error = _size([_wide(actual) - _wide(expected)]) / scale
+    error = measure(_wide(actual) - _wide(expected), _wide(expected), scale)
     return error if isfinite(error) else inf
 
 
@@ -137,7 +168,7 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def _size(tensors: Iterable[Tensor | None]) -> float:
+def size(tensors: Iterable[Tensor | None]) -> float:
     """The largest absolute value; not a number where there is one."""
     sizes = [_wide(t).abs().max() for t in tensors if t is not None and t.numel()]
     return torch.stack(sizes).max().item() if sizes else 0.0
