@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero_bubble": {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "zero_bubble", "microbatches": 2},
     "odd": {"mesh": {"tp": 3}},
 }
+NO_BFLOAT16 = {"batchnorm", "complex_rotary", "codebook"}  # of which a kernel wants float32
 PRECISIONS = ("float32", "bfloat16")
 MODELS = [name for name, entry in ZOO.items() if entry.family == "issue"]
 # What continuous integration runs: of each axis and each type something, with a model that needs no package.
@@ -54,13 +55,27 @@ def test_models_train_in_the_types_of_their_plan(name: str, layout: str, precisi
     same_in_its_own_types(entry.build, entry.batch(), {**LAYOUTS[layout], "precision": precision}, workers)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["dp_shard2-tp2", "pp2-tp2"])
-@pytest.mark.parametrize("name", [name for name, e in ZOO.items() if e.family == "odd" and e.float64 and not e.random])
+ODD = [name for name, entry in ZOO.items() if entry.family == "odd" and entry.float64 and not entry.random]
+ODD_OFTEN = {("branch_on_parameter", "dp_shard2-tp2", "bfloat16")}  # FSDP2 does not follow the inputs of a routed model
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "precision"),
+    [
+        pytest.param(n, k, p, marks=() if (n, k, p) in ODD_OFTEN else pytest.mark.proof)
+        for n in ODD
+        for k in ("dp_shard2-tp2", "pp2-tp2")
+        for p in PRECISIONS
+    ],
+)
 def test_models_as_people_write_them(name: str, layout: str, precision: str, workers: LocalWorkers) -> None:
     entry = ZOO[name]
-    same_in_its_own_types(entry.build, entry.batch(), {**LAYOUTS[layout], "precision": precision}, workers)
+    plan = {**LAYOUTS[layout], "precision": precision}
+    if name in NO_BFLOAT16 and precision == "bfloat16":
+        report = mw.check(entry.build, entry.batch(), plan, workers=workers)
+        assert report.passed and any("raises on one device" in note for note in report.notes), str(report)
+    else:
+        same_in_its_own_types(entry.build, entry.batch(), plan, workers)
 
 
 BRANCHES: dict[str, tuple[Any, dict[str, Any]]] = {

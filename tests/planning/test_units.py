@@ -331,3 +331,37 @@ def test_a_unit_with_a_parameter_of_its_own_stands_around_units_of_another_mesh(
     units = {u.name: u.data for u in report.recipe.units}
     assert (units["layers.0"], units["layers.0.blocks.0"]) == ("replicate", "shard")
     assert (units["layers.1"], units["layers.1.blocks.0"]) == ("shard", "replicate")
+
+
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum(0)
+
+
+class HandsItsScale(FeedForward):
+    """As a norm does whose kernel is somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return Multiplied.apply(super().forward(x), self.scale).square().mean()
+
+
+def test_a_parameter_that_a_function_of_the_model_s_own_is_handed_is_sharded():
+    """What planning asked of it on the way was taken for a use from elsewhere than its module: it was whole on every rank, and in
+    a half type nobody cast it."""
+    for mesh in ("dp_shard=2", "dp_shard=2,tp=2"):
+        recipe = mw.make_recipe(HandsItsScale, {"mesh": mesh}, rows())
+        assert {line.name: line.data for line in recipe} == dict.fromkeys(
+            ["scale", "up.weight", "up.bias", "down.weight", "down.bias"], "shard"
+        )
+        assert not recipe.notes

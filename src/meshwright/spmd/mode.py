@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Shard
-from meshwright.private import pytree, storage_of, version
+from meshwright.private import pytree, storage_of, version, without_modes
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     Segment,
@@ -209,7 +209,8 @@ class GlobalTensorMode(FunctionMode):
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Custom ``autograd.Function`` s get, and give, whole tensors; what they write to one reaches the global tensor."""
-        ours, args, kwargs = self._substitute(args, kwargs)
+        with without_modes():  # this mode is on here, and would take what is asked of a parameter for a use of it
+            ours, args, kwargs = self._substitute(args, kwargs)
         function = giving(function, whole)
         if ours is None:
             return apply(function, *args, **kwargs)

@@ -5,7 +5,7 @@ All reductions are sums: the mean is taken once, in the loss (runtime/rows/micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,13 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         if unit.name and not any(p.unit == unit.name for p in sharded):
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
-        with _hooks_without_view(module, unit), class_name_kept(module):
+        policy = _policy(recipe, unit)
+        with _hooks_without_view(module, unit, policy), class_name_kept(module):
             fully_shard(
                 module,
                 mesh=_mesh(unit, groups),
                 reshard_after_forward=recipe.reshard_after_forward and bool(unit.name) and unit.follows_outputs,
-                mp_policy=_policy(recipe, unit),
+                mp_policy=policy,
                 ignored_params=others or None,
             )
         assert isinstance(module, FSDPModule)
@@ -139,9 +140,24 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
         if group.reduce_grads:
             for fsdp_param in group.fsdp_params:
                 act(fsdp_param)
+            _put_in_one_type(group.fsdp_params)
         return reduce(*args)
 
     set_on(group, "post_backward", post_backward)
+
+
+def _put_in_one_type(fsdp_params: Sequence[Any]) -> None:
+    """Gradients of a group that is to be reduced, if some were added up over microbatches, in the type of the reduction.
+
+    Those of parameters that the last microbatch was the first to use are in the type of the backward, and FSDP2 reduces one
+    type at once.
+
+    Private: what FSDP2 does with accumulated gradients has no public name.
+    """
+    if any(fsdp_param.unsharded_accumulated_grad is not None for fsdp_param in fsdp_params):
+        for fsdp_param in fsdp_params:
+            if hasattr(fsdp_param, "_unsharded_param") and fsdp_param.unsharded_accumulated_grad is None:
+                fsdp_param.to_accumulated_grad_if_needed()
 
 
 def without_gradient(fsdp_param: Any) -> Tensor | None:
@@ -168,7 +184,7 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def _hooks_without_view(module: nn.Module, unit: Unit) -> Iterator[None]:
+def _hooks_without_view(module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> Iterator[None]:
     """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
 
     There is no public way to order a hook against a function mode; its hooks are the ones that appear meanwhile.
@@ -179,14 +195,25 @@ def _hooks_without_view(module: nn.Module, unit: Unit) -> Iterator[None]:
     for table, known in zip(tables, before, strict=True):
         for key in [k for k in table if k not in known]:
             before_it = table is tables[0]
-            table[key] = _locally(table[key], before=before_it, given=unit.follows_inputs or not before_it)
+            if before_it:
+                table[key] = _locally(table[key], given=unit.follows_inputs, low=_type_of_inputs(policy))
+            else:
+                table[key] = _locally(table[key], after=True)
 
 
 _KEPT = (RemoteTensor, nn.Parameter)  # not here; or known by being what it is, which nothing may stand in for
 
 
-def _locally(hook: Callable[..., Any], *, before: bool, given: bool) -> Callable[..., Any]:
-    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view; none, unless ``given``.
+def _type_of_inputs(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What FSDP2 casts the inputs of a unit to; None: to nothing."""
+    return policy.param_dtype if policy.cast_forward_inputs else None
+
+
+def _locally(
+    hook: Callable[..., Any], *, after: bool = False, given: bool = True, low: torch.dtype | None = None
+) -> Callable[..., Any]:
+    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view; none, unless ``given``: then
+    what it would have cast to ``low`` is cast here.
 
     FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
     none, run no backward hook and leave gradients unreduced; so it is given a flat list.
@@ -199,18 +226,21 @@ def _locally(hook: Callable[..., Any], *, before: bool, given: bool) -> Callable
     def run(module: nn.Module, *values: Any) -> Any:
         *leading, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
-        subject = (*leading, last) if before else last
-        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)] if given else []
+        subject = last if after else (*leading, last)
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
         plain = [local_of(held(t)) for t in tensors]
         with without_modes():
-            if before:
+            if after:
+                new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
+            elif given:
                 (new,), _ = hook(module, (plain,), {})
             else:
-                new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
+                hook(module, ([],), {})
+                new = [t.to(low) if low is not None and t.is_floating_point() else t for t in plain]
         if all(a is b for a, b in zip(plain, new, strict=True)):
-            return subject if before else None
+            return None if after else subject
         back = iter(zip(tensors, new, strict=True))
-        told = handed if before else replaced
+        told = replaced if after else handed
         return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back), told), subject)
 
     return run
