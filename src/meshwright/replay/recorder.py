@@ -37,7 +37,7 @@ from meshwright.spmd.torch_functions import (
     written_by,
 )
 
-_CONSTANTS = (
+CONSTANTS = (
     bool, int, float, complex, str, type(None), type(...), slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
@@ -208,7 +208,7 @@ class Recorder(FunctionMode):
                 self.refuse("it takes a tensor that is neither given nor kept by its modules")
                 return x
             return Value(number)
-        if not isinstance(x, _CONSTANTS):
+        if not isinstance(x, CONSTANTS):
             self.refuse(f"it hands torch an object of the type {type(x).__name__}")
         return x
 
@@ -317,4 +317,4 @@ def _has_effect(function: Any) -> bool:
     )
 
 
-__all__ = ["Recorder", "Refused"]
+__all__ = ["CONSTANTS", "Recorder", "Refused"]

@@ -36,7 +36,7 @@ from meshwright.replay.program import (
     moves_of,
     valid_moves,
 )
-from meshwright.replay.recorder import Recorder, Refused
+from meshwright.replay.recorder import CONSTANTS, Recorder, Refused
 from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.mode import SpmdMode
@@ -68,6 +68,7 @@ class Block:
 
     Attributes:
         refusal: why it has none; empty while it may have one.
+        given: what it was given that no key holds; its calls with that stay eager.
         modules: those in it, itself first.
         variants: by key, each with its states.
     """
@@ -76,6 +77,7 @@ class Block:
     module: nn.Module
     forward: Callable[..., Any]
     refusal: str = ""
+    given: str = ""
     variants: dict[Hashable, list[Variant]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,8 +135,9 @@ class LocalPrograms:
         """Which blocks stay eager, and why."""
         why: dict[str, list[str]] = {}
         for name, block in self._blocks.items():
-            if block.refusal and block.refusal != _SMALL:
-                why.setdefault(block.refusal, []).append(name or "the model")
+            reason = block.refusal or block.given
+            if reason and reason != _SMALL:
+                why.setdefault(reason, []).append(name or "the model")
         return tuple(f"{few(names)}: no recorded program, as {reason}" for reason, names in why.items())
 
     # --- a call -----------------------------------------------------------------------------------------------------------
@@ -153,7 +156,10 @@ class LocalPrograms:
                 if passed:  # parameters are others: recorded anew
                     block.variants[key].remove(variant)
                     variant = None
-        if key is None or (variant is not None and variant.bound is not None):
+        if key is None:
+            block.given = block.given or _unkeyed(args, kwargs)
+            return block.forward(*args, **kwargs)
+        if variant is not None and variant.bound is not None:
             return block.forward(*args, **kwargs)
         return self._record(block, key, variant, view, tensors, args, kwargs)
 
@@ -240,7 +246,7 @@ _SMALL = "it is too small to gain by one"
 
 
 def _candidates(model: nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
-    """The names of the modules that may be blocks, each after what it stands in: all but those that repeated blocks stand in."""
+    """The names of the modules that may be blocks, each after what is around it: not those around repeated blocks."""
     above = {*([""] if blocks else []), *(block[:end] for block in blocks for end in _ends(block))}
     return tuple(
         name
@@ -293,6 +299,16 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable | None
         parts.append(tuple(ids.index(i) for i in ids))
     key = tuple(parts)
     return (None if NEVER in key else key), tensors
+
+
+def _unkeyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What of a call no key holds."""
+    named = [*enumerate(args), *kwargs.items()]
+    for name, x in named:
+        for leaf in pytree.tree_leaves(x):
+            if type(leaf) not in (Tensor, GlobalTensor) and not isinstance(leaf, CONSTANTS):
+                return f"it is given an object of the type {type(leaf).__name__} ({name})"
+    return "what it is given cannot be told apart from other calls"
 
 
 def _below(
