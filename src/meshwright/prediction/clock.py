@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.mesh import Mesh
+from meshwright.prediction.exchanges import Exchanges, axes_of, exchanges_in
 from meshwright.prediction.trace import Began, Collective, Event, Op, Trace
 from meshwright.schedule import Action
 
@@ -50,11 +51,18 @@ class Spent:
 
 @dataclass(frozen=True)
 class Phase:
-    """One action or phase of a rank's step, in order."""
+    """One action or phase of a rank's step, in order.
+
+    Attributes:
+        spent: its seconds.
+        sends: bytes that go to another stage.
+        exchanges: its collectives, the numbers of blocks left out of the names of modules.
+    """
 
     what: Action | str
     spent: Spent
     sends: int = 0
+    exchanges: tuple[Exchanges, ...] = ()
 
 
 class Clock:
@@ -83,7 +91,7 @@ class Clock:
                 sends += event.nbytes
             elif isinstance(event, Collective) and event.kind != "recv":
                 self._collective(event, played)
-        return Phase(what, played.end(queue=self._queue), sends)
+        return Phase(what, played.end(queue=self._queue), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
 
     def _collective(self, event: Collective, played: _Playing) -> None:
         axis, group = self._where(event.ranks)
@@ -159,9 +167,3 @@ def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
         elif phases:
             phases[-1][1].append(event)
     return phases
-
-
-def axes_of(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The axes along which ranks differ, joined by dots: ``dp_replicate·dp_shard``."""
-    at = [mesh.coordinate(rank) for rank in ranks]
-    return "·".join(axis for axis, _ in mesh.axes if len({where.get(axis, 0) for where in at}) > 1)

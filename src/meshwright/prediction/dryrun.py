@@ -6,40 +6,25 @@ same is what the comparison shows. Where the rank is the first of its role, both
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.allocations import CPU, GPU
-from meshwright.prediction.clock import axes_of, last_step
+from meshwright.prediction.clock import last_step
+from meshwright.prediction.exchanges import Exchanges, axes_of, exchanges_in, without_modules
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.predict import Build, adamw_on
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
 from meshwright.prediction.result import memory_json
 from meshwright.prediction.roles import Role, roles_of
-from meshwright.prediction.trace import Collective, Op, Trace
+from meshwright.prediction.trace import Op, Trace
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.loss import Loss
-
-
-@dataclass(frozen=True)
-class Exchanges:
-    """The collectives of one kind along one axis, in one step of one rank.
-
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send or recv.
-        axis: of the mesh; several that one group lies along are joined, ``dp_replicate·dp_shard``.
-        calls: how many.
-        nbytes: of the whole tensors, summed: what is reduced, or what all ranks have gathered.
-    """
-
-    kind: str
-    axis: str
-    calls: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ class DryRun:
             "functions": self.functions,
             "flops": self.flops,
             "collectives": [
-                {"kind": e.kind, "axis": e.axis, "calls": e.calls, "bytes": e.nbytes} for e in self.exchanges
+                {"kind": e.kind, "axis": e.axis, "calls": round(e.calls), "bytes": round(e.nbytes)} for e in self.exchanges
             ],
             "host_reads": [{"function": function, "line": line} for function, line in self.host_reads],
             "capacity": self.capacity,
@@ -137,12 +122,7 @@ def _memory(trace: Trace, profile: Profile) -> Memory:
 
 
 def _exchanges(trace: Trace, recipe: Recipe) -> tuple[Exchanges, ...]:
-    """The collectives of the last step, by kind and axis; those of one rank alone move nothing, and are left out."""
-    calls, nbytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for _, events in last_step(trace):
-        for event in events:
-            if isinstance(event, Collective) and len(event.ranks) > 1:
-                key = event.kind, axes_of(recipe.mesh, event.ranks)
-                calls[key] += 1
-                nbytes[key] += event.nbytes
-    return tuple(Exchanges(kind, axis, calls[kind, axis], nbytes[kind, axis]) for kind, axis in sorted(calls))
+    """The collectives of the last step, by kind and axis."""
+    axis_of = cache(partial(axes_of, recipe.mesh))
+    of_phases = (exchanges_in(events, axis_of) for _, events in last_step(trace))
+    return tuple(sorted(without_modules(chain.from_iterable(of_phases)), key=lambda e: (e.kind, e.axis)))

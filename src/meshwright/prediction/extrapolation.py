@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from meshwright.hardware.profile import NOTHING, Estimate
-from meshwright.names import pattern
 from meshwright.prediction.clock import Phase, Spent
+from meshwright.prediction.exchanges import of_all, of_all_blocks
 from meshwright.prediction.memory import KERNELS, Levels, Moment, PhaseMoments, Site
 from meshwright.prediction.passing import NotAlike
 from meshwright.schedule import Action
@@ -73,15 +73,34 @@ def items_of(rehearsed: Sequence[Levels], level: Level) -> tuple[dict[str, int],
         for kind, nbytes in (*kinds.items(), (KERNELS, moment.within)):
             items[kind] += times * nbytes
         for (module, line, function), nbytes in places.items():
-            sites[_of_all(module), line, function] += times * nbytes
+            sites[of_all(module), line, function] += times * nbytes
     return _positive(items), _positive(sites)
+
+
+def kinds_at(moments: Sequence[Level], rehearsed: Sequence[Levels]) -> dict[Level, dict[str, int]]:
+    """Moment of the whole model → what lives at it: bytes by kind. Each rehearsal is gone through once."""
+    asked = [{moment.at for level in moments for i, _, moment in level.parts if i == which}
+             for which in range(len(rehearsed))]  # fmt: skip
+    kinds = [levels.kinds(after) for levels, after in zip(rehearsed, asked, strict=True)]
+    found: dict[Level, dict[str, int]] = {}
+    for level in dict.fromkeys(moments):
+        items = defaultdict[str, int](int)
+        for which, times, moment in level.parts:
+            for kind, nbytes in (*kinds[which][moment.at].items(), (KERNELS, moment.within)):
+                items[kind] += times * nbytes
+        found[level] = _positive(items)
+    return found
 
 
 def phases_of(rehearsed: Sequence[Sequence[Phase]], weights: Sequence[int]) -> list[Phase]:
     """The phases of the whole model in time."""
     base, *others = rehearsed
     return [
-        replace(phase, spent=_spent(phase.spent, [other[i].spent for other in others], weights))
+        replace(
+            phase,
+            spent=_spent(phase.spent, [other[i].spent for other in others], weights),
+            exchanges=of_all_blocks(phase.exchanges, [other[i].exchanges for other in others], weights),
+        )
         for i, phase in enumerate(base)
     ]
 
@@ -140,11 +159,6 @@ def _common(one: Sequence[Moment], other: Sequence[Moment]) -> int:
         if a.name != b.name:
             return i
     return min(len(one), len(other))
-
-
-def _of_all(module: str) -> str:
-    """A place in a block, as that of all blocks: ``layers.*.mlp``."""
-    return ".".join("*" if part == "#" else part for part in pattern(module))
 
 
 def _nbytes(moment: Moment) -> int:

@@ -14,7 +14,7 @@ A storage is called by when it comes and goes:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.prediction.allocations import CPU, Allocations
@@ -28,6 +28,15 @@ Site = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
+class PhaseMemory:
+    """The most bytes that live in an action of the schedule, or a phase of the step: bytes, and what they are."""
+
+    what: str
+    nbytes: int
+    items: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Memory:
     """The most bytes that live at once on a rank, and what they are.
 
@@ -38,6 +47,7 @@ class Memory:
         sites: bytes of activations and temporaries, by where they were made.
         kept: bytes that live between steps.
         reserve: fraction by which an allocator may hold more than what lives.
+        phases: the same of each action and phase of the step, in order; none if only the peak is known.
     """
 
     peak: int
@@ -46,6 +56,7 @@ class Memory:
     sites: Mapping[Site, int] = field(default_factory=dict)
     kept: int = 0
     reserve: float = 0.0
+    phases: tuple[PhaseMemory, ...] = ()
 
     @property
     def low(self) -> int:
@@ -99,6 +110,18 @@ class Levels:
     def items(self, at: int) -> tuple[dict[str, int], dict[Site, int]]:
         """What lives after an event: bytes by kind, and by site."""
         return _items(self.trace, self.events[: at + 1])
+
+    def kinds(self, after: Iterable[int]) -> dict[int, dict[str, int]]:
+        """Event → what lives after it: bytes by kind. ``after``: the events that are asked about."""
+        kinds, live, asked = kinds_of(self.trace), dict[int, int](), frozenset(after)
+        items: dict[str, int] = defaultdict(int)
+        found: dict[int, dict[str, int]] = {-1: {}}
+        for index, event in enumerate(self.events):
+            if isinstance(event, (Allocated, Resized, Freed)):
+                items[kinds[event.storage]] += _change(event, live)
+            if index in asked:
+                found[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
+        return found
 
     @property
     def kept(self) -> int:

@@ -13,8 +13,9 @@ of general arithmetic expressions, JACM 1974).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.hardware.profile import Estimate
 from meshwright.prediction.clock import Phase
@@ -30,6 +31,8 @@ class Played:
 
     Attributes:
         spans: each action of each rank of the pipeline axis, in seconds.
+        phases: each action and phase of each rank with what it takes, and when it begins.
+        sent: each transfer to another rank.
         ends: rank of the pipeline axis → when its step ends.
         waits: rank of the pipeline axis → seconds that it waits for others.
     """
@@ -37,6 +40,26 @@ class Played:
     spans: tuple[Span, ...]
     ends: Mapping[int, float]
     waits: Mapping[int, float]
+    phases: tuple[Placed, ...] = ()
+    sent: tuple[Sent, ...] = ()
+
+
+class Placed(NamedTuple):
+    """A phase of a rank of the pipeline axis, and when it begins, in seconds."""
+
+    rank: int
+    start: float
+    phase: Phase
+
+
+class Sent(NamedTuple):
+    """A transfer: the send, the rank that does it, when it begins and when it arrives, and its bytes."""
+
+    action: Action
+    rank: int
+    start: float
+    stop: float
+    nbytes: int
 
 
 def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
@@ -51,6 +74,8 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
     arrivals: dict[tuple[int, str, int, int], float] = {}
     needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]] = {}
     spans: list[Span] = []
+    placed: list[Placed] = []
+    sent: list[Sent] = []
     while any(left.values()):
         moved = False
         for rank, phases in left.items():
@@ -62,12 +87,13 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
                 start = max(clocks[rank], ready)
                 waits[rank] += start - clocks[rank]
                 clocks[rank] = start + phase.spent.total.seconds
+                placed.append(Placed(rank, start, phase))
                 if isinstance(phase.what, Action):
                     spans.append(Span(rank, start, clocks[rank], phase.what))
-                    _send(phase, start, transfer, arrivals)
+                    sent += _send(phase, rank, start, transfer, arrivals)
         if not moved:
             raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in left.values() if p]}")
-    return Played(tuple(spans), clocks, waits)
+    return Played(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
 
 
 def _ready(
@@ -91,9 +117,12 @@ def _ready(
     return max((arrivals[key] for key in taken), default=0.0)
 
 
-def _send(phase: Phase, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]) -> None:
+def _send(
+    phase: Phase, rank: int, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]
+) -> Iterator[Sent]:
     action = phase.what
     assert isinstance(action, Action)
     if action.kind.startswith("SEND") and action.other is not None:
-        seconds = transfer(action.stage, action.other, phase.sends).seconds
-        arrivals[action.stage, action.kind[-1], action.microbatch, action.other] = start + seconds
+        stop = start + transfer(action.stage, action.other, phase.sends).seconds
+        arrivals[action.stage, action.kind[-1], action.microbatch, action.other] = stop
+        yield Sent(action, rank, start, stop, phase.sends)

@@ -16,9 +16,10 @@ from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.clock import Phase
+from meshwright.prediction.exchanges import summed
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory
-from meshwright.prediction.play import Transfer, play
+from meshwright.prediction.play import Played, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
@@ -70,10 +71,14 @@ def predict(
     phases = {rank: one.phases for rank, one in taken.items()}
     memories = {rank: one.memory for rank, one in taken.items()}
     assumed = dict.fromkeys(read for one in taken.values() for read in one.assumed)
-    seconds = _step(recipe, profile, roles, phases)
+    played, seconds = _step(recipe, profile, roles, phases)
+    exchanges = {rank: summed(e for phase in one for e in phase.exchanges) for rank, one in phases.items()}
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
+        played=played, exchanges=exchanges,
+        ran_whole=tuple(dict.fromkeys(place for one in taken.values() for place in one.ran_whole)),
+        per_node=profile.devices_per_node,
     )  # fmt: skip
 
 
@@ -129,8 +134,10 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def _step(recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]) -> StepSeconds:
-    """Seconds of a step, and their terms on the rank that ends last."""
+def _step(
+    recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
+) -> tuple[Played, StepSeconds]:
+    """A step in time; and its seconds, and their terms on the rank that ends last."""
     lines: dict[int, Role] = {}  # stage → its slowest role, for which the others wait at their joins
     for role in sorted(roles, key=lambda role: -_work(phases[role.rank])):
         lines.setdefault(role.stage, role)
@@ -141,7 +148,7 @@ def _step(recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Map
     seconds = max(played.ends[last], _shared_cores(recipe, profile, roles, phases))
     if seconds > played.ends[last]:
         terms["shared cores"] = seconds - played.ends[last]
-    return StepSeconds(seconds, scatter, terms)
+    return played, StepSeconds(seconds, scatter, terms)
 
 
 def _terms(phases: list[Phase], wait: float) -> dict[str, float]:

@@ -161,7 +161,8 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
             _update(rehearsal, job, optimizer, tracker)
         with tracker.paused():
             edges = job.runner.executor.edges(rows.pieces().batches)
-        return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges)
+        ran_whole = tuple((f.function, f.module, f.line) for f in job.ledger.fallbacks)
+        return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges, ran_whole=ran_whole)
 
 
 class _Rows:

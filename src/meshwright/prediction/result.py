@@ -8,7 +8,9 @@ from typing import Any
 
 from meshwright.amounts import duration_text, size_text
 from meshwright.hardware.profile import Estimate
+from meshwright.prediction.exchanges import Exchanges
 from meshwright.prediction.memory import Memory
+from meshwright.prediction.play import Played
 from meshwright.prediction.roles import Role
 
 
@@ -39,6 +41,9 @@ class Prediction:
         mesh: the plan's.
         source: ``predicted`` or ``measured``.
         notes: what a reader should know.
+        played: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank; ``ran_whole``:
+            (function, module, the model's line) of each function without a rule for its shards; ``per_node``: devices of a
+            node. Of a prediction alone.
     """
 
     roles: tuple[Role, ...]
@@ -50,6 +55,10 @@ class Prediction:
     taken: int = 0
     source: str = "predicted"
     notes: tuple[str, ...] = ()
+    played: Played | None = None
+    exchanges: Mapping[int, tuple[Exchanges, ...]] = field(default_factory=dict)
+    ran_whole: tuple[tuple[str, str, str], ...] = ()
+    per_node: int = 0
 
     def memory(self, rank: int = 0) -> Memory:
         """What a rank needs. ``rank``: any of the mesh.

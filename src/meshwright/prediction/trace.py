@@ -36,12 +36,17 @@ class Op(NamedTuple):
     workspace: int = 0
 
 
-class Collective(NamedTuple):
-    """``nbytes``: of the whole tensor: what is reduced, or what all ranks have gathered; ``ranks``: of the group."""
+@dataclass(frozen=True)
+class Collective:
+    """``nbytes``: of the whole tensor: what is reduced, or what all ranks have gathered; ``ranks``: of the group.
+
+    ``module``: whose forward asks for it; empty in a backward. Collectives of two blocks that do the same are equal.
+    """
 
     kind: str
     nbytes: int
     ranks: tuple[int, ...]
+    module: str = field(default="", compare=False)
 
 
 class Allocated(NamedTuple):
@@ -77,6 +82,7 @@ class Trace:
         sent: those that were sent to another stage.
         assumed: (function, the model's line) of each read of a value that was not there.
         edges: the stages of a pipeline between which values cross.
+        ran_whole: (function, module, the model's line) of each function that ran whole, for want of a rule for its shards.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -85,3 +91,4 @@ class Trace:
     sent: set[int] = field(default_factory=set)
     assumed: tuple[tuple[str, str], ...] = ()
     edges: Edges = NO_EDGES
+    ran_whole: tuple[tuple[str, str, str], ...] = ()

@@ -143,7 +143,7 @@ class Tracker(TorchDispatchMode):
         if kind is not None and groups:
             # The larger of what is put in and what comes out: the whole tensor, as one or as a list.
             nbytes = max(nbytes_of(_tensors(value)) for value in args)
-            self.trace.events.append(Collective(kind, nbytes, groups[0]))
+            self.trace.events.append(Collective(kind, nbytes, groups[0], self._modules[-1] if self._forward else ""))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ five do in three stages, with three. A model whose blocks cannot be told apart s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,8 +24,9 @@ from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.blocks import Folding, Pruned, folding_of
 from meshwright.prediction.clock import Clock, Phase, Spent
 from meshwright.prediction.composition import REHEARSED, Templates
-from meshwright.prediction.extrapolation import PhaseLevels, items_of, linear, phase_levels, phases_of
-from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, Levels, Memory, levels_of
+from meshwright.prediction.exchanges import of_all
+from meshwright.prediction.extrapolation import PhaseLevels, items_of, kinds_at, linear, phase_levels, phases_of
+from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, Levels, Memory, PhaseMemory, levels_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import Role
 from meshwright.prediction.trace import Trace
@@ -40,12 +41,13 @@ class Taken:
 
     Attributes:
         phases: its actions and phases in order, in seconds.
-        assumed: see ``Trace``.
+        assumed, ran_whole: see ``Trace``.
     """
 
     memory: Memory
     phases: list[Phase]
     assumed: tuple[tuple[str, str], ...] = ()
+    ran_whole: tuple[tuple[str, str, str], ...] = ()
 
 
 def taken_by(roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> dict[int, Taken]:
@@ -94,13 +96,14 @@ class Whole:
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
         seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
+        whole = tuple(dict.fromkeys((f, of_all(module), line) for trace in traces for f, module, line in trace.ran_whole))
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
             as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
-            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed)
+            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed, whole)
         actions = self._schedule.ranks[role.stage]
         in_order = _in_order(phases, actions, self._more_rows(role.rank))
-        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed)
+        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, whole)
 
     # --- rehearsals ---------------------------------------------------------------------------------------------------
 
@@ -150,18 +153,23 @@ class Whole:
     def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
         most = max(phases, key=lambda phase: phase.highest)
         items, sites = items_of(levels, most.levels.highest)
-        besides = {
-            "batch": most.rows,
-            ACTIVATIONS: most.in_flight + min(0, most.gradients),
-            _gradients(levels, phases): max(0, most.gradients),
-        }
-        for kind, nbytes in besides.items():
-            items[kind] = items.get(kind, 0) + nbytes
         kept = round(linear(levels[0].kept, [other.kept for other in levels[1:]], weights)) + most.rows
+        gradients = _gradients(levels, phases)
         return Memory(
-            most.highest, {kind: nbytes for kind, nbytes in items.items() if nbytes}, str(most.what), sites, kept,
-            self._profile.reserve,
+            most.highest, most.with_others(items, gradients), str(most.what), sites, kept, self._profile.reserve,
+            _by_phase(levels, phases, gradients),
         )  # fmt: skip
+
+
+def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: str) -> tuple[PhaseMemory, ...]:
+    """What lives at most in each action and phase of the last step."""
+    begun = max((i for i, phase in enumerate(phases) if str(phase.what).startswith("step")), default=0)
+    step = [phase for phase in phases[begun:] if phase.what]
+    kinds = kinds_at([phase.levels.highest for phase in step], levels)
+    return tuple(
+        PhaseMemory(str(phase.what), phase.highest, phase.with_others(kinds[phase.levels.highest], gradients))
+        for phase in step
+    )
 
 
 def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
@@ -190,6 +198,14 @@ class _InOrder:
     @property
     def highest(self) -> int:
         return self.levels.highest.nbytes + self.in_flight + self.gradients + self.rows
+
+    def with_others(self, items: Mapping[str, int], gradients: str) -> dict[str, int]:
+        """What lives, of which ``items`` lived in the rehearsal. ``gradients``: what gradients are that backwards add up."""
+        most = dict(items)
+        besides = {"batch": self.rows, ACTIVATIONS: self.in_flight + min(0, self.gradients)}
+        for kind, nbytes in (*besides.items(), (gradients, max(0, self.gradients))):
+            most[kind] = most.get(kind, 0) + nbytes
+        return {kind: nbytes for kind, nbytes in most.items() if nbytes}
 
 
 def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: int) -> list[_InOrder]:
