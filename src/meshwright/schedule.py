@@ -190,10 +190,13 @@ class _Queues:
                 self.held -= 1
 
 
-def timeline(schedule: Schedule, durations: Mapping[str, float] = DURATIONS) -> list[Span]:
+def timeline(
+    schedule: Schedule, durations: Mapping[str, float] = DURATIONS, lengths: Sequence[float] = ()
+) -> list[Span]:
     """When each action runs, transfers taking no time, if each rank does its own in order as soon as it can.
 
-    ``durations``: by kind. Raises ValueError for a schedule that would wait for ever, saying where.
+    ``durations``: by kind; ``lengths``: of each stage, by which its durations are multiplied; default 1. Raises ValueError for
+    a schedule that would wait for ever, saying where.
     """
     actions = [[a for a in rank if a.kind in COMPUTE] for rank in schedule.ranks]
     last = len(schedule.stage_rank) - 1
@@ -218,7 +221,7 @@ def timeline(schedule: Schedule, durations: Mapping[str, float] = DURATIONS) -> 
             stuck = [f"rank {r} at {actions[r][i]}" for r, i in enumerate(at) if i < len(actions[r])]
             raise ValueError(f"this schedule waits for ever: {', '.join(stuck)}")
         start, r, a = min(ready, key=lambda x: (x[0], x[1]))
-        done[a[:3]] = free[r] = start + durations[a.kind]
+        done[a[:3]] = free[r] = start + durations[a.kind] * (lengths[a.stage] if lengths else 1.0)
         spans.append(Span(r, start, free[r], a))
         at[r] += 1
     return spans

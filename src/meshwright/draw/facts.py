@@ -147,12 +147,14 @@ class Row:
     Attributes:
         label: their name, with the ranges of the numbers: ``model.layers.{0…31}.mlp.up_proj.weight``.
         names: all of them, in the model's order.
-        first: the facts of the first, which are those of all.
+        first: the facts of the first, which are those of all, but for the stage.
+        by_stage: stages of a pipeline → the names that these stages use.
     """
 
     label: str
     names: tuple[str, ...]
     first: ParameterFacts
+    by_stage: Mapping[tuple[int, ...], tuple[str, ...]]
 
     @property
     def count(self) -> int:
@@ -208,6 +210,10 @@ class ShardMap:
         if not chosen:
             raise KeyError(f"no parameter {glob!r}; the nearest: {', '.join(self.near(glob))}")
         return fold(chosen)
+
+    def example(self, row: Row, rank: int) -> str:
+        """A parameter of a row that a rank holds; the first, if it holds none of them."""
+        return next((names[0] for names in row.by_stage.values() if self.holds(names[0], rank)), row.names[0])
 
     def near(self, glob: str) -> tuple[str, ...]:
         """The names of parameters that are spelt most like a glob; some of them, where none is near."""
@@ -417,11 +423,18 @@ def _kind(facts: ParameterFacts) -> Any:
         layout,
         facts.reason,
         facts.requires_grad,
-        facts.stages,
+        facts.stages if len(facts.stages) > 1 else (),  # stages that do the same are told once
         facts.places,
     )
 
 
 def _rows(alike: list[ParameterFacts]) -> list[Row]:
     facts = {f.name: f for f in alike}
-    return [Row(folded.label, folded.names, facts[folded.names[0]]) for folded in fold_alike(list(facts))]
+    rows = []
+    for folded in fold_alike(list(facts)):
+        by_stage: dict[tuple[int, ...], list[str]] = {}
+        for name in folded.names:
+            by_stage.setdefault(facts[name].stages, []).append(name)
+        stages = {stages: tuple(names) for stages, names in by_stage.items()}
+        rows.append(Row(folded.label, folded.names, facts[folded.names[0]], stages))
+    return rows

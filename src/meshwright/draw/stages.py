@@ -10,7 +10,7 @@ rank 0   0 1 0…  2 1…  3 2…  3…
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich import box
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text, size_text
+from meshwright.draw.facts import Row
 from meshwright.draw.text import ranks_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
@@ -38,9 +39,12 @@ def stages(recipe: Recipe) -> Iterator[RenderableType]:
     yield drawn(recipe)
 
 
-def stages_text(indices: Sequence[int]) -> str:
-    """``stage 1``, ``stages 0, 2``."""
-    return f"stage{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+def stages_text(row: Row) -> str:
+    """The stages that use the parameters of a row: ``stage 1``, ``stages 0–7, 10 each``; of one that several use ``stages 0, 2``."""
+    indices = sorted({stage for stages in row.by_stage for stage in stages})
+    counts = {len(names) for names in row.by_stage.values()}
+    each = f", {min(counts)} each" if len(row.by_stage) > 1 and len(counts) == 1 else ""
+    return f"stage{'s' * (len(indices) > 1)} {ranks_text(indices)}{each}"
 
 
 def _table(recipe: Recipe) -> Table:

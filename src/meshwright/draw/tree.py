@@ -94,12 +94,13 @@ class _Columns:
     def cells(self, row: Row) -> list[str]:
         facts = row.first
         layouts = [
-            stages_text(facts.stages) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
+            stages_text(row) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
             for axis in self.axes
         ]
         layouts += [self.ranks(facts)] * self.parted
-        held = slices_text(self.map.slices(facts.name, self.rank), facts.shape)
-        return [shape_text(facts), *layouts, held if self.map.holds(facts.name, self.rank) else "nothing"]
+        name = self.map.example(row, self.rank)
+        held = slices_text(self.map.slices(name, self.rank), facts.shape)
+        return [shape_text(facts), *layouts, held if self.map.holds(name, self.rank) else "nothing"]
 
     def ranks(self, facts: ParameterFacts) -> str:
         """Who holds a parameter; of one of a branch ``2–7 (tp[2:8])``."""

@@ -1,0 +1,190 @@
+"""A ``Report`` as the page has it: repeated blocks folded, slots as rows of numbers. It does not grow with parameters × ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from meshwright.draw.communication import Communication
+from meshwright.draw.facts import Row, ShardMap, itemsize
+from meshwright.draw.memory import MemoryProfile
+from meshwright.draw.plain import to_plain
+from meshwright.draw.report import Report
+from meshwright.draw.text import layout_text
+from meshwright.draw.timeline import Timeline
+from meshwright.layout import Shard
+from meshwright.names import fold_names
+from meshwright.recipe import Recipe
+
+_DIGITS = 6  # of a number of seconds
+
+
+def payload(report: Report) -> dict[str, Any]:
+    """What the scripts of the page draw."""
+    shards = report.shards
+    sizes = shards.bytes_by_rank
+    return {
+        "title": report.title,
+        "axes": [list(axis) for axis in report.recipe.mesh.axes],
+        "perNode": report.per_node,
+        "places": _places(shards),
+        "stageRank": list(report.recipe.stage_rank),
+        "stages": _stages(report.recipe),
+        "rows": [_row(row, shards) for row in shards.rows],
+        "numel": shards.numel,
+        "bytes": shards.bytes,
+        "held": [min(sizes), max(sizes)],
+        "timeline": _timeline(report.timeline),
+        "memory": _memory(report.memory),
+        "communication": _communication(report.communication),
+        "steps": to_plain(report.steps),
+        "mismatches": to_plain(report.mismatches),
+        "notes": list(report.notes),
+        "plan": report.recipe.plan,
+    }
+
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def _places(shards: ShardMap) -> list[dict[str, Any]]:
+    """The trunk and the branches: what `Submeshes.at` needs to know."""
+    facts = {branch.number: branch for branch in shards.branches}
+    return [
+        {
+            "parent": place.parent,
+            "start": place.start,
+            "stop": place.stop,
+            "axes": [list(axis) for axis in place.mesh.axes],
+            "on": shards.recipe.places.spelled(number),
+            "modules": [folded.label for folded in fold_names(place.modules)],
+            "work": facts[number].work if number in facts else 1,
+            "numel": facts[number].numel if number in facts else 0,
+            "splits": place.splits,
+        }
+        for number, place in enumerate(shards.recipe.places.all)
+    ]
+
+
+def _stages(recipe: Recipe) -> list[dict[str, Any]]:
+    whole = sum(stage.work for stage in recipe.stages) or 1
+    return [
+        {
+            "from": stage.where,
+            "to": stage.modules[-1] if stage.modules else "–",
+            "modules": [folded.label for folded in fold_names(stage.modules)],
+            "work": stage.work / whole,
+            "parameters": stage.parameters,
+            "sends": stage.sends,
+        }
+        for stage in recipe.stages
+    ]
+
+
+def _row(row: Row, shards: ShardMap) -> dict[str, Any]:
+    facts, line = row.first, shards.recipe.by_name[row.first.name]
+    return {
+        "label": row.label,
+        "count": row.count,
+        "shape": list(facts.shape),
+        "dtype": facts.dtype,
+        "item": itemsize(facts.dtype),
+        "tp": [line.tp.dim, [list(piece) for piece in line.tp.pieces]] if isinstance(line.tp, Shard) else None,
+        "shards": shards.recipe.shards(line),
+        "places": list(line.places),
+        "unit": facts.unit,
+        "reason": facts.reason,
+        "aliases": list(facts.aliases),
+        "trained": facts.requires_grad,
+        "layouts": {axis.split(" ")[0]: layout_text(one, len(facts.shape)) for axis, one in facts.layout.items()},
+        "variants": [
+            {"stages": list(stages), "name": names[0], "label": _label(names), "count": len(names)}
+            for stages, names in row.by_stage.items()
+        ],
+    }
+
+
+def _label(names: Sequence[str]) -> str:
+    return ", ".join(folded.label for folded in fold_names(names))
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    """Slots as [start, stop, what, stage, microbatch, parts], the last an index into ``parts``."""
+    whats: dict[str, int] = {}
+    parts: dict[tuple[tuple[str, float], ...], int] = {}
+    lines = []
+    for line in timeline.lines:
+        slots = []
+        for slot in line.slots:
+            what = whats.setdefault(slot.what, len(whats))
+            taken = tuple((name, _short(amount)) for name, amount in slot.parts.items())
+            part = parts.setdefault(taken, len(parts))
+            slots.append([_short(slot.start), _short(slot.stop), what, slot.stage, slot.microbatch, part])
+        lines.append({"stages": list(line.stages), "inFlight": line.in_flight, "busy": _short(line.busy), "slots": slots})
+    return {
+        "unit": timeline.unit,
+        "schedule": timeline.schedule,
+        "microbatches": timeline.microbatches,
+        "length": _short(timeline.length),
+        "idle": timeline.idle,
+        "whats": list(whats),
+        "parts": [dict(one) for one in parts],
+        "lines": lines,
+        "transfers": [
+            [t.source, t.target, _short(t.start), _short(t.stop), t.way, t.microbatch, t.bytes]
+            for t in timeline.transfers
+        ],
+    }
+
+
+def _memory(profile: MemoryProfile) -> dict[str, Any]:
+    """Moments as [what, bytes, bytes of each of ``kinds``]."""
+    most: dict[str, int] = {}
+    for role in profile.roles:
+        for moment in role.moments:
+            for kind, nbytes in moment.items.items():
+                most[kind] = max(most.get(kind, 0), nbytes)
+    kinds = sorted(most, key=lambda kind: -most[kind])
+    return {
+        "kinds": kinds,
+        "capacity": profile.capacity,
+        "taken": profile.taken,
+        "roles": [
+            {
+                "name": role.name,
+                "runs": _runs(role.ranks),
+                "stage": role.stage,
+                "atRest": list(role.at_rest),
+                "moments": [[m.what, m.bytes, [m.items.get(kind, 0) for kind in kinds]] for m in role.moments],
+                "peak": role.peak,
+                "device": list(role.device),
+                "sites": to_plain(role.sites),
+            }
+            for role in profile.roles
+        ],
+    }
+
+
+def _communication(facts: Communication) -> dict[str, Any]:
+    return {
+        "source": facts.source,
+        "exchanges": [[e.role, e.axis, e.kind, e.module, e.calls, round(e.bytes)] for e in facts.exchanges],
+        "ranWhole": to_plain(facts.ran_whole),
+    }
+
+
+def _runs(ranks: Iterable[int]) -> list[list[int]]:
+    """Ranks as half-open runs."""
+    runs = []
+    for _, group in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in group]
+        runs.append([members[0], members[-1] + 1])
+    return runs
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
