@@ -27,7 +27,8 @@ class Exchange:
         role: whose ranks enter them, by name; empty where a plan alone is known.
         axis: of the mesh; several that one group lies along are joined, ``dp_replicate·dp_shard``.
         kind: all_gather, reduce_scatter, …; of a plan alone, what is exchanged.
-        module: whose forward asks for them, with ``*`` for the numbers of blocks; empty in a backward.
+        module: whose forward asks for them, with ``*`` for the numbers of blocks; else the direction
+            (``backward``) or the phase of the step (``clip``).
         calls: in a step; 0 where it is not known.
         bytes: of the whole tensors: what is reduced, or what all ranks have gathered.
     """

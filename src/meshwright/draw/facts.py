@@ -11,7 +11,7 @@ when it is asked for, so that a mesh of a thousand ranks is drawn as fast as one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -245,11 +245,35 @@ class ShardMap:
         """`bytes_at` every rank."""
         sizes = [0] * self.mesh.size
         for line, count in self._alike.items():
-            for ranks, slices in _held_by(line, self.recipe):
-                held = count * elements(slices) * itemsize(line.dtype)
-                for rank in ranks:
-                    sizes[rank] += held
+            held = self._bytes_of_trunk(line) if line.places == (0,) else self._bytes_of_branch(line)
+            for rank, nbytes in held:
+                sizes[rank] += count * nbytes
         return tuple(sizes)
+
+    def _bytes_of_trunk(self, line: ParameterRecipe) -> Iterator[tuple[int, int]]:
+        """(rank, bytes that it holds of a parameter): alike for each place of the pipeline, and worked out for the first."""
+        cut = line.shape, line.dtype, line.tp, line.data
+        if cut not in self._cuts:
+            sizes = (elements(self.recipe.held(line, rank)) for rank in self._of_first_stage)
+            self._cuts[cut] = [size * itemsize(line.dtype) for size in sizes]
+        for pp in self.recipe.owners(line):
+            offset = self.mesh.rank({"pp": pp}) if pp else 0
+            for rank, nbytes in zip(self._of_first_stage, self._cuts[cut], strict=True):
+                yield rank + offset, nbytes
+
+    def _bytes_of_branch(self, line: ParameterRecipe) -> Iterator[tuple[int, int]]:
+        for ranks, slices in _held_by(line, self.recipe):
+            for rank in ranks:
+                yield rank, elements(slices) * itemsize(line.dtype)
+
+    @cached_property
+    def _cuts(self) -> dict[Any, list[int]]:
+        return {}
+
+    @cached_property
+    def _of_first_stage(self) -> list[int]:
+        others = [axis for axis in self.mesh.names if axis != "pp"]
+        return self.mesh.group_of(0, *others)
 
     @cached_property
     def bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.clock import Phase
-from meshwright.prediction.exchanges import summed
+from meshwright.prediction.exchanges import Exchanges, summed
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory
 from meshwright.prediction.play import Played, Transfer, play
@@ -27,6 +28,7 @@ from meshwright.prediction.whole import taken_by
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.schedule import TRANSFERS, Action
 from meshwright.workers.pool import LocalWorkers, local_workers
 
 Build = Callable[[], nn.Module]
@@ -72,7 +74,7 @@ def predict(
     memories = {rank: one.memory for rank, one in taken.items()}
     assumed = dict.fromkeys(read for one in taken.values() for read in one.assumed)
     played, seconds = _step(recipe, profile, roles, phases)
-    exchanges = {rank: summed(e for phase in one for e in phase.exchanges) for rank, one in phases.items()}
+    exchanges = {rank: _exchanges(one) for rank, one in phases.items()}
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
@@ -124,6 +126,20 @@ def _notes(assumed: Iterable[tuple[str, str]]) -> list[str]:
     return [
         f"{function} at {line} reads a value that follows from parameters; it was assumed" for function, line in assumed
     ]
+
+
+def _exchanges(phases: Iterable[Phase]) -> tuple[Exchanges, ...]:
+    """The collectives of a step; what no module asks for is told by the direction, or by the phase of the step."""
+    named = ((phase.what, one) for phase in phases for one in phase.exchanges)
+    return summed(replace(one, module=one.module or _during(what)) for what, one in named)
+
+
+def _during(what: Action | str) -> str:
+    if not isinstance(what, Action):
+        return what
+    if what.kind in TRANSFERS:
+        return "values" if what.kind.endswith("F") else "gradients of values"
+    return "forward" if what.kind == "F" else "backward"
 
 
 def adamw_on(profile: Profile) -> MakeOptimizer:

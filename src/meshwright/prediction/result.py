@@ -41,7 +41,8 @@ class Prediction:
         mesh: the plan's.
         source: ``predicted`` or ``measured``.
         notes: what a reader should know.
-        played: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank; ``ran_whole``:
+        played: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank, with the
+            direction or phase for what no module asks for; ``ran_whole``:
             (function, module, the model's line) of each function without a rule for its shards; ``per_node``: devices of a
             node. Of a prediction alone.
     """

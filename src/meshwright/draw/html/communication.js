@@ -21,7 +21,7 @@ function exchangeTable(exchanges) {
   const most = Math.max(...exchanges.map((one) => one.bytes));
   const counted = exchanges.some((one) => one.calls);
   const rows = [...exchanges].sort((a, b) => b.bytes - a.bytes).slice(0, 200).map(({ axis, kind, module, calls, bytes }) => [
-    el("span", { class: "cut", style: `--axis:${firstAxis(axis)}`, text: axis }), kind.replaceAll("_", "-"), module || "in the backward",
+    el("span", { class: "cut", style: `--axis:${firstAxis(axis)}`, text: axis }), kind.replaceAll("_", "-"), module,
     ...(counted ? [`${+calls.toFixed(1)}`] : []), sizeText(bytes), bar(bytes / most, firstAxis(axis)),
   ]);
   return table("What is exchanged in a step", ["axis", "what", "for", ...(counted ? ["calls"] : []), "bytes", ""], rows, counted ? [3, 4] : [3]);

@@ -6,7 +6,7 @@ const sizeOf = (axis) => axisSizes[axis] ?? 1;
 
 /** Where a rank stands on each axis: {pp: 0, tp: 3}. The last axis is the fastest. */
 function coordinate(rank) {
-  const at = {};
+  const at = Object.fromEntries(facts.axes); // in the order of the mesh
   for (const [name, size] of [...facts.axes].reverse()) {
     at[name] = rank % size;
     rank = Math.floor(rank / size);

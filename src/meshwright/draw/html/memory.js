@@ -13,6 +13,21 @@ const roleRanks = (role) => {
   return role.runs.length === 1 ? (count === 1 ? `rank ${first[0]}` : `ranks ${first[0]}–${last}`) : `${count} ranks, ${first[0]} … ${last}`;
 };
 
+// An action is written stage, kind, microbatch, and of a transfer the other stage: 0F3, 0SEND_F2:1.
+const ACTION = /^(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?::(\d+))?$/;
+const KIND_WORDS = { F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", SEND_F: "send of values", RECV_F: "receipt of values", SEND_B: "send of gradients", RECV_B: "receipt of gradients" };
+const isTransfer = (what) => /SEND|RECV/.test(what);
+
+function shortName(what) {
+  const action = ACTION.exec(what);
+  return action ? `${action[2]}${action[3]}` : what.startsWith("step") ? "begin" : what;
+}
+
+function momentName(what) {
+  const action = ACTION.exec(what);
+  return action ? `${KIND_WORDS[action[2]]}, microbatch ${action[3]}` : shortName(what);
+}
+
 function drawRole(role, context, width, height, pointed) {
   const moments = role.moments;
   const most = Math.max(...memory.roles.flatMap((one) => one.moments.map(([, bytes]) => bytes)));
@@ -33,11 +48,11 @@ function drawRole(role, context, width, height, pointed) {
       context.lineWidth = 1.5;
       context.strokeRect(left + i * wide, y - 0.5, Math.max(1, wide - 1), top + tall - y + 0.5);
     }
-    if (wide > 22) write(context, what, left + (i + 0.5) * wide, height - 7, { colour: css("muted"), align: "center", most: wide - 2, size: 10 });
+    if (wide > 22 && !isTransfer(what)) write(context, shortName(what), left + (i + 0.5) * wide, height - 7, { colour: css("muted"), align: "center", most: wide - 2, size: 10 });
     if (i === role.peak) {
       const x = left + (i + 0.5) * wide;
       const align = x > width * 0.8 ? "right" : x < width * 0.2 ? "left" : "center";
-      write(context, `▾ peak ${sizeText(bytes)} at ${what}`, align === "center" ? x : x + (align === "right" ? wide / 2 : -wide / 2), Math.max(9, y - 9), { bold: true, align });
+      write(context, `▾ peak ${sizeText(bytes)} at ${shortName(what)}`, align === "center" ? x : x + (align === "right" ? wide / 2 : -wide / 2), Math.max(9, y - 9), { bold: true, align });
     }
   });
 }
@@ -45,7 +60,7 @@ function drawRole(role, context, width, height, pointed) {
 function aboutMoment(role, i) {
   const [what, bytes, kinds] = role.moments[i];
   const parts = kinds.map((amount, k) => [amount, memory.kinds[k]]).filter(([amount]) => amount > 0).sort((a, b) => b[0] - a[0]);
-  return [`${role.name}, ${what}: ${sizeText(bytes)}${i === role.peak ? " (the peak)" : ""}`, ...parts.map(([amount, kind]) => `${kind}: ${sizeText(amount)}`)];
+  return [`${role.name}, ${momentName(what)}: ${sizeText(bytes)}${i === role.peak ? " (the peak)" : ""}`, ...parts.map(([amount, kind]) => `${kind}: ${sizeText(amount)}`)];
 }
 
 function rolePicture(role) {
@@ -82,7 +97,7 @@ function deviceText(role) {
 }
 
 function momentTable(role) {
-  const rows = role.moments.slice(0, 400).map(([what, bytes, kinds], i) => [i === role.peak ? `${what} (peak)` : what, sizeText(bytes), ...kinds.map((amount) => (amount ? sizeText(amount) : "–"))]);
+  const rows = role.moments.slice(0, 400).map(([what, bytes, kinds], i) => [i === role.peak ? `${momentName(what)} (peak)` : momentName(what), sizeText(bytes), ...kinds.map((amount) => (amount ? sizeText(amount) : "–"))]);
   return table(`Memory of ${role.name}`, ["at", "all", ...memory.kinds], rows, [...memory.kinds.keys()].map((i) => i + 2).concat(1));
 }
 

@@ -17,8 +17,8 @@ function meshLayout(width) {
   const label = bands > 1 ? 92 : 0;
   const most = Math.max(240, Math.min(560, innerHeight * 0.62));
   let best = null;
-  for (const cell of [34, 28, 22, 17, 13, 10, 8, 6, 5, 4, 3]) {
-    const gap = cell > 12 ? 3 : cell > 5 ? 1 : 0.5;
+  for (const cell of [58, 46, 34, 28, 22, 17, 13, 10, 8, 6, 5, 4, 3]) {
+    const gap = cell > 40 ? 5 : cell > 12 ? 3 : cell > 5 ? 1 : 0.5;
     const between = Math.max(4, cell * 0.5);
     const wide = strip * (cell + gap) + between;
     const column = wide <= width - label || strip === 1;
@@ -26,7 +26,7 @@ function meshLayout(width) {
     const cellsPerLine = column ? strip : Math.max(1, Math.floor((width - label) / (cell + gap)));
     const stripLines = column ? 1 : Math.ceil(strip / cellsPerLine);
     const lines = Math.ceil(strips / perLine) * stripLines;
-    const bandHeight = lines * (cell + gap) + (bands > 1 ? 10 : 0);
+    const bandHeight = lines * (cell + gap) + (bands > 1 ? Math.max(6, cell / 4) : 0);
     best = { cell, gap, between, wide, perLine, cellsPerLine, stripLines, bandHeight, label, strip, strips, bands, sizes };
     if (bands * bandHeight + 8 <= most) break;
   }
@@ -104,7 +104,7 @@ function drawMesh(context, width, height, pointed) {
     } else context.fillRect(x, y, plan.cell, plan.cell);
     if (numbers) {
       const ink = colour === plain ? css("muted") : inkOn(colour);
-      const size = rank > 99 ? Math.min(10, plan.cell / 2.2) : Math.min(12, plan.cell / 2);
+      const size = rank > 99 ? Math.min(10, plan.cell / 2.2) : Math.min(15, plan.cell / 2);
       write(context, `${rank}`, x + plan.cell / 2, y + plan.cell / 2 + 0.5, { colour: ink, align: "center", bold: rank === centre, size });
     }
   }

@@ -10,6 +10,9 @@ views.push(() => {
   byId("rank-at").textContent = coordinateText(chosen.rank);
 });
 
+const card = document.querySelector("#card-step [data-seconds]");
+if (card) card.textContent = secondsText(Number(card.dataset.seconds));
+
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const theme = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
 byId("theme").addEventListener("click", () => {
