@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import typer
 
 from meshwright.cli import processes
 from meshwright.cli.comparison import compared
+from meshwright.cli.files import write_whole
 from meshwright.cli.given import Problems
 from meshwright.cli.options import (
     GlobalBatchOption,
@@ -110,7 +109,7 @@ def plan(
             if measure is not None:
                 found = _measured(subject, found, devices, global_batch, measure, status.update)
         if out is not None:
-            _write(found, out)
+            write_whole(out, found.plans[0].plan.dump())
         if as_json:
             print(json.dumps(_data(found)))
         else:
@@ -162,15 +161,6 @@ def _check(devices: int | None, precision: str | None) -> None:
 def _check_measured(measure: int | None, devices: int | None, profile: Profile) -> None:
     if measure is not None and devices is not None:
         check_measurable(Plan({"dp_shard": devices}), profile)
-
-
-def _write(found: Found, file: Path) -> None:
-    """The best plan, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".yaml")
-    with os.fdopen(handle, "w") as stream:
-        stream.write(found.plans[0].plan.dump())
-    os.replace(temporary, file)
 
 
 def _data(found: Found) -> dict[str, Any]:

@@ -57,8 +57,9 @@ def _made(kind: Any, data: Any) -> Any:
     if origin is not None and issubclass(origin, Sequence):
         return [_made(of[0], one) for one in data]
     if is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**{name: _made(hints[name], one) for name, one in data.items()})
+        make: Any = kind
+        hints = _hints(make)
+        return make(**{name: _made(hints[name], one) for name, one in data.items()})
     if not isinstance(data, (kind, int) if kind is float else kind):
         raise TypeError(f"{data!r} is no {kind.__name__}")
     return data

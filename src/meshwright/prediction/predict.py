@@ -78,7 +78,7 @@ def predict(
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
-        played=played, exchanges=exchanges,
+        recipe=recipe, played=played, exchanges=exchanges,
         ran_whole=tuple(dict.fromkeys(place for one in taken.values() for place in one.ran_whole)),
         per_node=profile.devices_per_node,
     )  # fmt: skip

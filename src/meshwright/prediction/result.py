@@ -12,6 +12,7 @@ from meshwright.prediction.exchanges import Exchanges
 from meshwright.prediction.memory import Memory
 from meshwright.prediction.play import Played
 from meshwright.prediction.roles import Role
+from meshwright.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Prediction:
         mesh: the plan's.
         source: ``predicted`` or ``measured``.
         notes: what a reader should know.
-        played: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank, with the
+        recipe: of the plan; ``played``: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank, with the
             direction or phase for what no module asks for; ``ran_whole``:
             (function, module, the model's line) of each function without a rule for its shards; ``per_node``: devices of a
             node. Of a prediction alone.
@@ -56,6 +57,7 @@ class Prediction:
     taken: int = 0
     source: str = "predicted"
     notes: tuple[str, ...] = ()
+    recipe: Recipe | None = None
     played: Played | None = None
     exchanges: Mapping[int, tuple[Exchanges, ...]] = field(default_factory=dict)
     ran_whole: tuple[tuple[str, str, str], ...] = ()

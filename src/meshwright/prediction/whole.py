@@ -220,7 +220,10 @@ def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: in
     for (action, levels), (total, held) in zip(whole, _live(whole), strict=True):
         total_then, held_then = before[id(levels)]
         placed.append(_InOrder(action, levels, held - held_then, total - held - (total_then - held_then), rows))
-    return placed + [_InOrder(phase.what, phase, rows=rows) for phase in step if not isinstance(phase.what, Action)]
+    first = next(i for i, phase in enumerate(step) if isinstance(phase.what, Action))
+    before, after = ([_InOrder(phase.what, phase, rows=rows) for phase in those if not isinstance(phase.what, Action)]
+                     for those in (step[:first], step[first:]))  # fmt: skip
+    return [*before, *placed, *after]
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:

@@ -202,7 +202,8 @@ function meshTable() {
 }
 
 byId("mesh-picture").append(meshPicture);
-byId("mesh").append(tableBehind("The groups as a table", meshTable));
+byId("mesh-picture").append(tableBehind("The groups as a table", meshTable));
+byId("mesh-picture").querySelector("details").open = world <= 32;
 views.push(() => {
   meshPicture.paint();
   byId("rank-panel").replaceChildren(...rankPanel());

@@ -46,7 +46,7 @@ function layoutCell(row, axis) {
 function parameterLine(node, depth) {
   const row = facts.rows[node.row];
   const variant = variantOf(row, chosen.rank);
-  const held = variant < 0 ? "nothing" : slicesText(slicesOf(row, chosen.rank), row.shape);
+  const held = variant < 0 ? "nothing" : briefText(slicesOf(row, chosen.rank), row.shape);
   const selected = chosen.row === node.row;
   return el(
     "tr",

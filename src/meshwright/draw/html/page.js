@@ -163,13 +163,13 @@ function picture(label, { height, draw, hit, say, where, step, choose }) {
   return canvas;
 }
 
-/** Text in a picture, cut off where it is wider than its place. */
-function write(context, text, x, y, { colour, align = "left", most = Infinity, bold = false, size = 11 } = {}) {
+/** Text in a picture, cut off where it is wider than its place; left out there, if it is to be `whole`. */
+function write(context, text, x, y, { colour, align = "left", most = Infinity, bold = false, size = 11, whole = false } = {}) {
   context.font = `${bold ? "600 " : ""}${size}px ${css("sans")}`;
   context.textAlign = align;
   context.fillStyle = colour ?? css("ink");
   let said = text;
-  while (said.length > 1 && context.measureText(said).width > most) said = `${said.slice(0, -2)}…`;
+  while (!whole && said.length > 1 && context.measureText(said).width > most) said = `${said.slice(0, -2)}…`;
   if (context.measureText(said).width <= most) context.fillText(said, x, y);
 }
 

@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.amounts import count_text, size_text
+from meshwright.draw.facts import ShardMap
 from meshwright.draw.html.payload import payload
 from meshwright.draw.report import Report
 
@@ -16,10 +17,22 @@ _HERE = files("meshwright.draw.html")
 _SCRIPTS = ("text", "layout", "page", "mesh", "model", "parameter", "step", "memory", "communication", "start")
 
 
-def page(report: Report) -> str:
-    """The file as text. It holds its styles, scripts and facts, and names no other file and no address."""
+def page(report: Report, *, rank: int = 0, parameter: str | None = None) -> str:
+    """The file as text. It holds its styles, scripts and facts, and names no other file and no address.
+
+    Args:
+        rank: that is chosen when it opens.
+        parameter: the same, a glob; default: a large one that is cut.
+
+    Raises:
+        ValueError: the mesh has no such rank.
+        KeyError: no parameter fits.
+    """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     shards = report.shards
+    report.recipe.mesh.coordinate(rank)  # raises for one that is not there
+    first = None if parameter is None else shards.matching(parameter)[0].first.name
+    data = {**payload(report), "rank": rank, "row": _row_of(shards, first)}
     least, most = min(shards.bytes_by_rank), max(shards.bytes_by_rank)
     return environment.from_string(_text("page.html.j2")).render(
         report=report,
@@ -30,8 +43,13 @@ def page(report: Report) -> str:
         held=" to ".join(dict.fromkeys((size_text(least), size_text(most)))),
         style=Markup(_text("page.css")),
         script=Markup("\n".join(_text(f"{name}.js") for name in _SCRIPTS)),
-        facts=Markup(_within_script(json.dumps(payload(report), separators=(",", ":")))),
+        facts=Markup(_within_script(json.dumps(data, separators=(",", ":")))),
     )
+
+
+def _row_of(shards: ShardMap, name: str | None) -> int | None:
+    """The line of a parameter among those of the whole model."""
+    return next((i for i, row in enumerate(shards.rows) if name in row.names), None)
 
 
 def _within_script(text: str) -> str:

@@ -61,7 +61,7 @@ function drawParameter(context, width, height, pointed) {
   boxes.forEach((box) => {
     const [x, y, w, h] = boxPlace(place, box);
     const colour = holderColour(row, held[box.holder]);
-    context.globalAlpha = pointed !== null && box.holder !== pointed.holder ? 0.45 : 1;
+    context.globalAlpha = pointed !== null && box.holder !== pointed.holder ? 0.6 : 1;
     context.fillStyle = colour;
     const gap = w > 5 && h > 5 ? 0.75 : w > 2.5 && h > 2.5 ? 0.25 : 0;
     context.fillRect(x + gap, y + gap, Math.max(0.5, w - 2 * gap), Math.max(0.5, h - 2 * gap));

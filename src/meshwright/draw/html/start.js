@@ -34,7 +34,8 @@ addEventListener("beforeprint", () => {
 });
 // The largest weight that is cut, of those that repeat: what a reader wants to see first.
 const weigh = (row) => (row.shape.length > 1 ? 1 : 0) * ((row.tp ? 2 : 0) + (row.count > 1 ? 1 : 0) + (row.tp && row.tp[1].length > 1 ? 1 : 0));
-chosen.row = facts.rows.reduce((best, row, i) => (weigh(row) > weigh(facts.rows[best]) ? i : best), 0);
+chosen.rank = facts.rank;
+chosen.row = facts.row ?? facts.rows.reduce((best, row, i) => (weigh(row) > weigh(facts.rows[best]) ? i : best), 0);
 chosen.variant = Math.max(0, variantOf(facts.rows[chosen.row], chosen.rank));
 memoryColours();
 

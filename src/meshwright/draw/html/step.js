@@ -17,6 +17,7 @@ const slotName = (what, microbatch) => (microbatch < 0 ? what : `${{ forward: "F
 
 function drawStep(context, width, height, pointed) {
   drawStep.width = width;
+  timeTicks(context, width, height);
   const high = lineHeight();
   const here = coordinate(chosen.rank).pp ?? 0;
   time.lines.forEach((line, i) => {
@@ -27,7 +28,6 @@ function drawStep(context, width, height, pointed) {
     line.slots.forEach((slot, s) => drawSlot(context, width, y, high, slot, pointed?.line === i && pointed.slot === s));
   });
   drawTransfers(context, width, high);
-  timeTicks(context, width, height);
 }
 
 function drawSlot(context, width, y, high, [start, stop, what, , microbatch, part], pointed) {
@@ -51,7 +51,7 @@ function drawSlot(context, width, y, high, [start, stop, what, , microbatch, par
     }
   }
   const name = slotName(time.whats[what], microbatch);
-  if (w > 14 && high > 12) write(context, name, x + w / 2, y + high / 2 - (parts.length > 1 ? 2 : 0), { colour: inkOn(colour), align: "center", most: w - 3, size: Math.min(11, high - 4) });
+  if (w > 14 && high > 12) write(context, name, x + w / 2, y + high / 2 - (parts.length > 1 ? 2 : 0), { colour: inkOn(colour), align: "center", most: w - 3, size: Math.min(11, high - 4), whole: true });
   if (pointed) {
     context.strokeStyle = css("ink");
     context.lineWidth = 2;
@@ -90,7 +90,7 @@ function timeTicks(context, width, height) {
   for (let at = Math.ceil(zoom.from / tick) * tick; at <= zoom.to + tick / 1e6; at += tick) {
     const x = timeX(width, at);
     context.fillStyle = css("line");
-    context.fillRect(x, 15, 1, height - 18);
+    context.fillRect(x, 15, 1, 6);
     write(context, time.unit === "seconds" ? secondsText(at) : `${+at.toPrecision(3)}`, x, 8, { colour: css("muted"), align: at > zoom.from + span * 0.96 ? "right" : at ? "center" : "left", size: 10 });
   }
 }
@@ -195,7 +195,7 @@ function waterfall(step, longest) {
 
 byId("step-picture").append(stepPicture);
 byId("zoom").append(
-  el("button", { type: "button", onclick: () => zoomBy(0.5), "aria-label": "Zoom in" }, "＋"),
+  el("button", { type: "button", onclick: () => zoomBy(0.5), "aria-label": "Zoom in" }, "+"),
   el("button", { type: "button", onclick: () => zoomBy(2), "aria-label": "Zoom out" }, "−"),
   el("button", { type: "button", onclick: () => zoomTo(zoom.from - (zoom.to - zoom.from) / 2, zoom.to - (zoom.to - zoom.from) / 2), "aria-label": "Earlier" }, "←"),
   el("button", { type: "button", onclick: () => zoomTo(zoom.from + (zoom.to - zoom.from) / 2, zoom.to + (zoom.to - zoom.from) / 2), "aria-label": "Later" }, "→"),
@@ -206,7 +206,9 @@ views.push(() => {
   stepPicture.paint();
   const kinds = [...new Set(time.lines.flatMap((line) => line.slots.map((slot) => time.whats[slot[2]])))];
   const parts = [...new Set(time.parts.flatMap((one) => Object.keys(one)))].filter((part) => part !== "compute");
-  const entries = kinds.map((what) => [whatColour(what), what]);
+  const together = new Map(); // what has one colour stands together
+  for (const what of kinds) together.set(whatColour(what), [...(together.get(whatColour(what)) ?? []), what]);
+  const entries = [...together].map(([colour, whats]) => [colour, whats.join(", ")]);
   if (parts.includes("host")) entries.push([css("time-host"), "of that, the host"]);
   if (parts.some((part) => part.startsWith("communication"))) entries.push([css("time-wire"), "of that, exposed communication"]);
   if (time.transfers.length) entries.push([css("time-wire"), "sends to another stage"]);

@@ -61,4 +61,11 @@ function slicesText(slices, shape) {
     .join(", ");
 }
 
+/** The same in short: what is cut, and without the sizes. */
+function briefText(slices, shape) {
+  if (!elementsOf(slices)) return "nothing";
+  const cut = slices.map((ranges, dim) => [ranges, dim]).filter(([ranges, dim]) => lengthOf(ranges) !== shape[dim]);
+  return cut.map(([ranges, dim]) => `${shape.length > 1 ? `${dimText(dim, shape.length)} ` : ""}${rangesText(ranges, 3)}`).join(", ") || "all";
+}
+
 const shapeText = (shape) => (shape.length ? shape.join(" × ") : "a number");

@@ -1,0 +1,325 @@
+"""The pictures in a real browser: each opens from disk, says of every slice what ``ShardMap`` says, and asks no network."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Visit, browser
+from meshwright.amounts import size_text
+from meshwright.draw.facts import elements, shard_map
+from meshwright.draw.html.page import page
+from meshwright.draw.report import Mismatch, report
+from meshwright.layout import even_shard
+from meshwright.mesh import Mesh
+from meshwright.recipe import ParameterRecipe, Recipe, Slices
+from meshwright.submesh import Submesh
+from test_report import piped, predicted, stages
+
+LINE = ParameterRecipe
+CASES = {
+    "fused, uneven, fsdp and tp of one dim": Recipe(
+        Mesh.parse("dp_replicate=2,dp_shard=2,tp=3"),
+        (
+            LINE("h.0.qkv.weight", (96, 288), "float32", tp=even_shard(1, [96, 96, 96], 3), reason="a fused QKV"),
+            LINE("h.0.qkv.bias", (288,), "float32", tp=even_shard(0, [96, 96, 96], 3)),
+            LINE("h.1.qkv.weight", (96, 288), "float32", tp=even_shard(1, [96, 96, 96], 3), reason="a fused QKV"),
+            LINE("h.1.qkv.bias", (288,), "float32", tp=even_shard(0, [96, 96, 96], 3)),
+            LINE("table.weight", (515, 7), "bfloat16", tp=even_shard(0, 515, 3), aliases=("head.weight",)),
+            LINE("few.weight", (4, 10, 3), "float32", tp=even_shard(1, 10, 3, units=5)),
+            LINE("norm.weight", (1,), "float32"),
+            LINE("positions", (5, 2), "float32", data="replicate", requires_grad=False),
+            LINE("scale", (), "float32", data="loose"),
+        ),
+    ),
+    "a pipeline, one weight in two stages": Recipe(
+        Mesh.parse("dp_shard=2,pp=2,tp=2"),  # stages need not be outermost
+        (
+            LINE("table.weight", (64, 8), "float32", stages=(0, 3), tp=even_shard(0, 64, 2)),
+            *(LINE(f"blocks.{i}.up.weight", (16, 8), "float32", stages=(i // 2,), tp=even_shard(0, 16, 2)) for i in range(8)),
+        ),
+        stages=stages(3, 2, 2, 3), schedule="interleaved", microbatches=4,
+    ),
+    "branches, one within another": Recipe(
+        Mesh.parse("dp_shard=2,tp=6"),
+        (
+            LINE("trunk.weight", (12, 6), "float32", tp=even_shard(0, 12, 6)),
+            LINE("a.weight", (9, 4), "float32", places=(1,), tp=even_shard(0, 9, 2)),
+            LINE("b.weight", (9, 4), "float32", places=(2,), tp=even_shard(1, 4, 2)),
+            LINE("c.weight", (9, 4), "float32", places=(3,)),
+            LINE("both.weight", (9, 4), "float32", places=(1, 2)),
+        ),
+        branches=(
+            Submesh("tp[0:2]", 0, 0, 2, Mesh.parse("tp=2"), ("a",), work=10),
+            Submesh("tp[2:6]", 0, 2, 6, Mesh.parse("dp_shard=2,tp=2"), ("b",), work=20),
+            Submesh("tp[0]", 1, 0, 1, Mesh.parse("tp=1"), ("c",), work=5),
+        ),
+    ),
+}  # fmt: skip
+
+
+def large() -> Recipe:
+    """Ten thousand ranks, 80 blocks of 9 parameters, 400 microbatches."""
+    shapes = {"q": (8192, 8192, 0), "k": (1024, 8192, 0), "v": (1024, 8192, 0), "o": (8192, 8192, 1),
+              "gate": (28672, 8192, 0), "up": (28672, 8192, 0), "down": (8192, 28672, 1)}  # fmt: skip
+    lines = [
+        LINE(f"layers.{i}.{name}.weight", (rows, columns), "bfloat16", stages=(i // 8,), unit=f"layers.{i}",
+             tp=even_shard(dim, (rows, columns)[dim], 8))
+        for i in range(80) for name, (rows, columns, dim) in shapes.items()
+    ]  # fmt: skip
+    mesh = Mesh.parse("pp=10,dp_shard=125,tp=8")
+    return Recipe(mesh, tuple(lines), stages=stages(*[9] * 10), schedule="1f1b", microbatches=400)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Any]:
+    with browser() as one:
+        yield one
+
+
+@pytest.fixture
+def visit(running: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a page from disk; in the end, nothing went wrong in it, and it asked for nothing but itself."""
+    visits: list[tuple[Visit, str]] = []
+
+    def opened(text: str, **context: Any) -> Visit:
+        file = tmp_path / f"page {len(visits)}.html"
+        file.write_text(text, encoding="utf-8")
+        visits.append((Visit(running, file.as_uri(), **context), file.as_uri()))
+        return visits[-1][0]
+
+    yield opened
+    for one, address in visits:
+        assert one.errors == [] and one.requests == [address]
+        one.page.close()
+
+
+def said(slices: Slices, shape: tuple[int, ...], ranks: tuple[int, ...], itemsize: int) -> str:
+    """What a tooltip says of a slice, worked out from ``ShardMap`` alone."""
+    words = [("rows", "columns")[dim] if len(shape) == 2 else f"dim {dim}" if len(shape) > 2 else "elements"
+             for dim in range(len(shape))]  # fmt: skip
+    parts = []
+    for word, ranges, size in zip(words, slices, shape, strict=True):
+        text = [str(start) if stop - start == 1 else f"{start}–{stop - 1}" for start, stop in ranges]
+        listed = f"{', '.join(text[:-1])} and {text[-1]}" if len(text) > 1 else text[0]
+        parts.append(f"{word} {'all' if ranges == ((0, size),) else f'{listed} of {size}'}")
+    held = re.sub(r"\.0 ", " ", size_text(elements(slices) * itemsize))
+    plain = ", ".join(map(str, ranks))
+    run = f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1 else plain
+    return f"{', '.join(parts) or 'the one number'}, {held}, {'rank' if len(ranks) == 1 else 'ranks'} {run}"
+
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_page_works_out_what_the_shard_map_says(case: str, visit: Any) -> None:
+    """Every parameter, every rank: what is held, and how many bytes lie at rest."""
+    shards = shard_map(CASES[case])
+    told = visit(page(report(shards))).page.evaluate(
+        """() => { const { facts, holds, slicesOf, bytesAt } = window.meshwright;
+            const world = facts.axes.reduce((n, [, size]) => n * size, 1);
+            const ranks = Array.from({ length: world }, (_, rank) => rank);
+            return { bytes: ranks.map(bytesAt), held: facts.rows.flatMap((row) => row.variants.map((one) =>
+                [one.name, ranks.map((rank) => (holds(row, one.stages, rank) ? slicesOf(row, rank) : null))])) }; }"""
+    )
+    assert told["bytes"] == list(shards.bytes_by_rank)
+    checked = set()
+    for name, held in told["held"]:
+        checked.add(name)
+        for rank, slices in enumerate(held):
+            assert (slices is not None) == shards.holds(name, rank), (name, rank)
+            if slices is not None:
+                assert slices == [[list(r) for r in ranges] for ranges in shards.slices(name, rank)], (name, rank)
+    assert checked == {names[0] for row in shards.rows for names in row.by_stage.values()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pointing_at_a_box_says_the_slice_and_its_owners(case: str, visit: Any) -> None:
+    shards = shard_map(CASES[case])
+    opened = visit(page(report(shards)))
+    for index, row in enumerate(shards.rows):
+        name = row.first.name
+        opened.page.evaluate(f"window.meshwright.chosen.variant = 0, window.meshwright.chooseRow({index})")
+        opened.page.evaluate("window.meshwright.chosen.variant = 0")
+        held = {(ranks, slices) for ranks, slices in shards.held_by(name) if elements(slices)}
+        itemsize = row.first.bytes // max(1, shards.recipe.by_name[name].numel)
+        expected = {said(slices, row.first.shape, ranks, itemsize) for ranks, slices in held}
+        boxes = opened.page.evaluate("window.meshwright.drawing.boxes.length")
+        pointed = {opened.point("parameterPicture", f"drawing.boxes[{box}]")[0] for box in range(boxes)}
+        assert pointed == expected, name
+
+
+def test_pointing_at_a_rank_says_where_it_stands_and_with_whom(visit: Any) -> None:
+    shards = shard_map(CASES["fused, uneven, fsdp and tp of one dim"])
+    opened = visit(page(report(shards)))
+    mesh = shards.mesh
+    for rank in range(mesh.size):
+        lines = opened.point("meshPicture", str(rank))
+        at = " · ".join(f"{axis} {i}" for axis, i in mesh.coordinate(rank).items())
+        held = re.sub(r"\.0 ", " ", size_text(shards.bytes_by_rank[rank]))
+        assert lines[:2] == [f"rank {rank}", at] and f"holds {held} of weights at rest" in lines
+        shared = [axis for axis in mesh.names if rank and rank in mesh.group_of(0, axis)]
+        assert ([f"with rank 0 on {', '.join(shared)}"] if shared else []) == [line for line in lines if "with rank" in line]
+
+
+def test_a_rank_is_followed_through_all_views(visit: Any) -> None:
+    opened = visit(page(report(CASES["a pipeline, one weight in two stages"]))).page
+    opened.locator("#find").fill("up")
+    assert opened.locator("#model-table tr[data-row]").count() == 1
+    opened.locator("#find").fill("")
+    opened.get_by_role("button", name="up.weight: draw it").click()
+    opened.locator("#rank").fill("3")
+    opened.locator("#rank").press("Enter")
+    assert opened.locator("#rank-panel h3").inner_text().startswith("Rank 3")
+    shards = shard_map(CASES["a pipeline, one weight in two stages"])
+    name = shards.example(shards.matching("blocks.*")[0], 3)
+    slices = shards.slices(name, 3)
+    owners = next(ranks for ranks, held in shards.held_by(name) if 3 in ranks and held == slices)
+    assert opened.locator("#parameter-mine").inner_text() == f"Rank 3 holds {said(slices, (16, 8), owners, 4)}."
+    assert opened.locator("#model-table th", has_text="rank 3 holds").count() == 1
+
+
+def test_the_page_opens_at_a_rank_and_a_parameter(visit: Any) -> None:
+    recipe = CASES["branches, one within another"]
+    opened = visit(page(report(recipe), rank=4, parameter="b.weight")).page
+    assert opened.locator("#rank").input_value() == "4"
+    assert opened.locator("#parameter-facts .name").inner_text() == "b.weight"
+    with pytest.raises(ValueError, match="no rank 40"):
+        page(report(recipe), rank=40)
+    with pytest.raises(KeyError, match="no parameter"):
+        page(report(recipe), parameter="z")
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_view_shows_what_was_predicted(visit: Any) -> None:
+    prediction = predicted()
+    assert prediction.recipe is not None
+    facts = report(prediction.recipe, prediction, title="a tower", others={"other.yaml": predicted(mesh="dp_shard=8")})
+    opened = visit(page(facts), color_scheme="dark")
+    shown = opened.page
+    assert shown.locator("#terms figure").count() == 2 and "other.yaml" in shown.locator("#terms").inner_text()
+    assert shown.locator("#memory-roles figure").count() == 2
+    role = facts.memory.roles[0]
+    assert shown.evaluate("window.meshwright.facts.memory.roles[0].moments.length") == len(role.moments)
+    shown.locator("#memory-roles figure").first.get_by_text("as a table").click()
+    table = shown.locator("#memory-roles figure").first.locator("table")
+    assert table.locator("tbody tr").count() == len(role.moments)
+    peak = table.locator("tr", has_text="(peak)")
+    assert peak.count() == 1 and re.sub(r"\.0 ", " ", size_text(role.moments[role.peak].bytes)) in peak.inner_text()
+    total = sum(e.bytes for e in facts.communication.exchanges if e.role == role.name and e.axis == "tp")
+    bars = shown.locator("#exchanges .axisbars li").filter(has=shown.get_by_text("tp", exact=True))
+    assert re.sub(r"\.0 ", " ", size_text(total)) in bars.inner_text()
+    shown.locator("#step-picture canvas").focus()
+    shown.keyboard.press("ArrowRight")
+    first = facts.timeline.lines[0].slots[0]
+    assert opened.tip()[0].startswith(first.what)
+    assert shown.locator("#spoken").inner_text().startswith(first.what)  # for who does not see it
+
+
+def test_a_plan_alone_has_its_timeline_and_says_what_it_lacks(visit: Any) -> None:
+    opened = visit(page(report(piped(3, 1, 2))))
+    assert "With --hardware" in opened.page.locator("#memory").inner_text()
+    assert opened.page.locator("#memory-roles tbody tr").count() == 3
+    assert f"bubble: {100 * report(piped(3, 1, 2)).timeline.idle:.0f} %" in opened.page.locator("#step-legend").inner_text()
+
+
+# --- for everybody ----------------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_reaches_a_rank_and_a_box(visit: Any) -> None:
+    opened = visit(page(report(CASES["fused, uneven, fsdp and tp of one dim"])))
+    opened.page.locator("#mesh-picture canvas").focus()
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.keyboard.press("Enter")
+    assert opened.page.locator("#rank").input_value() == "1"
+    opened.page.locator("#parameter-picture canvas").focus()
+    opened.page.keyboard.press("ArrowLeft")
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.tip() and opened.page.locator("#spoken").inner_text().startswith(opened.tip()[0])
+    opened.page.keyboard.press("Escape")
+    assert not opened.tip()
+
+
+def test_what_can_be_clicked_has_a_name(visit: Any) -> None:
+    shown = visit(page(report(CASES["branches, one within another"]))).page
+    unnamed = shown.evaluate(
+        """() => [...document.querySelectorAll("button, a, input, select, canvas, [role=region]")].filter((e) =>
+            !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+    assert shown.evaluate("[...document.querySelectorAll('table')].every((t) => t.caption || t.closest('[role=alert]'))")
+    assert shown.locator("h1").count() == 1 and shown.locator("main section > h2").count() == 6
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_ink_can_be_read_on_its_paper(visit: Any, scheme: str) -> None:
+    """The contrast of WCAG 2: at least 4.5 for text, in both schemes, and after the switch."""
+    shown = visit(page(report(CASES["branches, one within another"])), color_scheme=scheme).page
+    script = """() => { const style = getComputedStyle(document.documentElement);
+        const value = (name) => style.getPropertyValue(name).trim();
+        const light = (hex) => { const c = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+            .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)); return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
+        const ratio = (a, b) => { const [x, y] = [light(value(a)), light(value(b))].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05); };
+        return ["--ink", "--muted", "--accent", "--bad", "--good"].flatMap((ink) => ["--back", "--panel"].map((paper) => [ink, paper, ratio(ink, paper)])); }"""
+    for _ in range(2):
+        for ink, paper, ratio in shown.evaluate(script):
+            assert ratio >= 4.5, (ink, paper)
+        shown.locator("#theme").click()
+
+
+def test_an_alarm_is_told_and_no_picture_is_taken_for_what_is_held(visit: Any) -> None:
+    wrong = [Mismatch(3, "blocks.0.weight", "rows 4:8", "rows 0:4")]
+    opened = visit(page(report(piped(1, 1), mismatches=wrong))).page
+    assert opened.get_by_role("alert").inner_text().startswith("This job does not hold what its recipe says")
+    assert "rows 4:8" in opened.get_by_role("alert").inner_text()
+    agrees = visit(page(report(piped(1, 1), mismatches=[]))).page
+    assert agrees.get_by_role("alert").count() == 0 and "no difference" in agrees.locator("#agrees").inner_text()
+
+
+def test_names_are_text_and_never_markup(visit: Any) -> None:
+    name = "</script><img src=x onerror=alert(1)>.weight"
+    recipe = Recipe(Mesh.parse("tp=2"), (LINE(name, (4, 4), "float32"),), notes=("<b>bold</b>",))
+    text = page(report(recipe, title="<i>it</i> & co"))
+    opened = visit(text).page
+    assert opened.locator("h1").inner_text() == "<i>it</i> & co"
+    assert opened.locator(".notes li").inner_text() == "<b>bold</b>"
+    assert opened.evaluate("window.meshwright.facts.rows[0].label") == name
+    assert opened.locator("img").count() == 0
+
+
+def test_the_page_names_no_address() -> None:
+    text = page(report(CASES["branches, one within another"]))
+    addresses = set(re.findall(r"(?:https?:)?//[a-z][\w.]+\.\w+", text))
+    assert addresses == {"http://www.w3.org"}  # the name space of SVG
+
+
+def test_ten_thousand_ranks_open_at_once(visit: Any, record_property: Any) -> None:
+    opened = visit(page(report(large())))
+    load = opened.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    count = opened.page.evaluate("document.querySelectorAll('*').length")
+    frames = opened.page.evaluate(
+        """async () => { const times = []; let last = performance.now();
+            for (let i = 0; i < 40; i++) { scrollBy(0, 90); await new Promise(requestAnimationFrame);
+                const now = performance.now(); times.push(now - last); last = now; }
+            return times.sort((a, b) => a - b); }"""
+    )
+    print(f"10,000 ranks: open after {load:.0f} ms, {count} elements, frame {frames[20]:.0f} ms (median), {frames[-1]:.0f} ms (most)")
+    record_property("load_ms", load)
+    assert load < 8000  # 2 s where nothing else runs; this machine may be busy
+    assert count < 3000
+    shards = shard_map(large())
+    for rank, name in itertools.product((0, 4711, 9999), ("layers.0.q.weight", "layers.79.down.weight")):
+        opened.page.evaluate(f"window.meshwright.chooseRank({rank})")
+        row = next(i for i, row in enumerate(shards.rows) if name in row.names)
+        held = opened.page.evaluate(f"window.meshwright.slicesOf(window.meshwright.facts.rows[{row}], {rank})")
+        assert held == [[list(r) for r in ranges] for ranges in shards.recipe.held(shards.recipe.by_name[name], rank)]
+    assert opened.point("meshPicture", "4711")[0] == "rank 4711"
