@@ -51,21 +51,27 @@ class Visit:
         self.errors: list[str] = []
         self.page = running.new_page(viewport=context.pop("viewport", {"width": 1400, "height": 900}), **context)
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(address)
         self.page.wait_for_function("window.meshwright !== undefined")
 
     def tip(self) -> list[str]:
         """The lines of the tooltip; none, if there is none."""
-        lines: list[str] = self.page.evaluate("[...document.querySelectorAll('#tip:not([hidden]) > *')].map((e) => e.textContent)")
+        lines: list[str] = self.page.evaluate(
+            "[...document.querySelectorAll('#tip:not([hidden]) > *')].map((e) => e.textContent)"
+        )
         return lines
 
     def point(self, picture: str, item: str) -> list[str]:
         """Moves the mouse to an item of a picture, both as the page's scripts name them; gives the tooltip's lines."""
         x, y = self.page.evaluate(
-            f"""() => {{ const {{ {picture}: canvas, drawing, facts }} = window.meshwright;
-                canvas.scrollIntoView({{ block: "center", behavior: "instant" }});
+            f"""async () => {{ const {{ {picture}: canvas, drawing, facts }} = window.meshwright;
+                canvas.scrollIntoView({{ block: "center" }});
+                await new Promise(requestAnimationFrame);
+                await new Promise(requestAnimationFrame); // it has been told that it was scrolled
                 const box = canvas.getBoundingClientRect();
                 const {{ x, y }} = canvas.at({item});
                 return [box.left + x, box.top + y]; }}"""

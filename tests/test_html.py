@@ -52,13 +52,14 @@ CASES = {
             LINE("a.weight", (9, 4), "float32", places=(1,), tp=even_shard(0, 9, 2)),
             LINE("b.weight", (9, 4), "float32", places=(2,), tp=even_shard(1, 4, 2)),
             LINE("c.weight", (9, 4), "float32", places=(3,)),
-            LINE("both.weight", (9, 4), "float32", places=(1, 2)),
+            LINE("both.weight", (9, 4), "float32", places=(1, 2), data="replicate"),
         ),
         branches=(
             Submesh("tp[0:2]", 0, 0, 2, Mesh.parse("tp=2"), ("a",), work=10),
             Submesh("tp[2:6]", 0, 2, 6, Mesh.parse("dp_shard=2,tp=2"), ("b",), work=20),
             Submesh("tp[0]", 1, 0, 1, Mesh.parse("tp=1"), ("c",), work=5),
         ),
+        placed={"a": (1,), "b": (2,), "c": (3,)},
     ),
 }  # fmt: skip
 
@@ -152,7 +153,7 @@ def test_pointing_at_a_box_says_the_slice_and_its_owners(case: str, visit: Any) 
         expected = {said(slices, row.first.shape, ranks, itemsize) for ranks, slices in held}
         boxes = opened.page.evaluate("window.meshwright.drawing.boxes.length")
         pointed = {opened.point("parameterPicture", f"drawing.boxes[{box}]")[0] for box in range(boxes)}
-        assert pointed == expected, name
+        assert sorted(pointed) == sorted(expected), name
 
 
 def test_pointing_at_a_rank_says_where_it_stands_and_with_whom(visit: Any) -> None:
@@ -165,7 +166,9 @@ def test_pointing_at_a_rank_says_where_it_stands_and_with_whom(visit: Any) -> No
         held = re.sub(r"\.0 ", " ", size_text(shards.bytes_by_rank[rank]))
         assert lines[:2] == [f"rank {rank}", at] and f"holds {held} of weights at rest" in lines
         shared = [axis for axis in mesh.names if rank and rank in mesh.group_of(0, axis)]
-        assert ([f"with rank 0 on {', '.join(shared)}"] if shared else []) == [line for line in lines if "with rank" in line]
+        assert ([f"with rank 0 on {', '.join(shared)}"] if shared else []) == [
+            line for line in lines if "with rank" in line
+        ]
 
 
 def test_a_rank_is_followed_through_all_views(visit: Any) -> None:
@@ -202,7 +205,7 @@ def test_the_page_opens_at_a_rank_and_a_parameter(visit: Any) -> None:
 def test_each_view_shows_what_was_predicted(visit: Any) -> None:
     prediction = predicted()
     assert prediction.recipe is not None
-    facts = report(prediction.recipe, prediction, title="a tower", others={"other.yaml": predicted(mesh="dp_shard=8")})
+    facts = report(prediction.recipe, prediction, title="a tower", others={"other.yaml": predicted(mesh="dp_shard=2")})
     opened = visit(page(facts), color_scheme="dark")
     shown = opened.page
     assert shown.locator("#terms figure").count() == 2 and "other.yaml" in shown.locator("#terms").inner_text()
@@ -228,7 +231,10 @@ def test_a_plan_alone_has_its_timeline_and_says_what_it_lacks(visit: Any) -> Non
     opened = visit(page(report(piped(3, 1, 2))))
     assert "With --hardware" in opened.page.locator("#memory").inner_text()
     assert opened.page.locator("#memory-roles tbody tr").count() == 3
-    assert f"bubble: {100 * report(piped(3, 1, 2)).timeline.idle:.0f} %" in opened.page.locator("#step-legend").inner_text()
+    assert (
+        f"bubble: {100 * report(piped(3, 1, 2)).timeline.idle:.0f} %"
+        in opened.page.locator("#step-legend").inner_text()
+    )
 
 
 # --- for everybody ----------------------------------------------------------------------------------------------------
@@ -256,7 +262,9 @@ def test_what_can_be_clicked_has_a_name(visit: Any) -> None:
             !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
     )
     assert unnamed == []
-    assert shown.evaluate("[...document.querySelectorAll('table')].every((t) => t.caption || t.closest('[role=alert]'))")
+    assert shown.evaluate(
+        "[...document.querySelectorAll('table')].every((t) => t.caption || t.closest('[role=alert]'))"
+    )
     assert shown.locator("h1").count() == 1 and shown.locator("main section > h2").count() == 6
 
 
@@ -312,7 +320,9 @@ def test_ten_thousand_ranks_open_at_once(visit: Any, record_property: Any) -> No
                 const now = performance.now(); times.push(now - last); last = now; }
             return times.sort((a, b) => a - b); }"""
     )
-    print(f"10,000 ranks: open after {load:.0f} ms, {count} elements, frame {frames[20]:.0f} ms (median), {frames[-1]:.0f} ms (most)")
+    print(
+        f"10,000 ranks: open after {load:.0f} ms, {count} elements, frame {frames[20]:.0f} ms (median), {frames[-1]:.0f} ms (most)"
+    )
     record_property("load_ms", load)
     assert load < 8000  # 2 s where nothing else runs; this machine may be busy
     assert count < 3000

@@ -77,7 +77,11 @@ def stages(*work: int, sends: int = 1) -> tuple[Stage, ...]:
 def piped(*work: int, schedule: str = "1f1b", microbatches: int = 4) -> Recipe:
     lines = tuple(ParameterRecipe(f"blocks.{i}.weight", (8, 8), "float32", stages=(i,)) for i in range(len(work)))
     return Recipe(
-        Mesh.parse({"pp": len(work), "dp_shard": 2}), lines, stages=stages(*work), schedule=schedule, microbatches=microbatches
+        Mesh.parse({"pp": len(work), "dp_shard": 2}),
+        lines,
+        stages=stages(*work),
+        schedule=schedule,
+        microbatches=microbatches,
     )
 
 
@@ -91,7 +95,8 @@ def test_a_plan_alone_is_played_as_its_schedule_says(schedule: str) -> None:
     assert facts.idle == pytest.approx(idle(spans))
     drawn = [(r, s.start, s.stop, s.stage, s.microbatch) for r, line in enumerate(facts.lines) for s in line.slots]
     assert drawn == [
-        (s.rank, s.start, s.stop, s.action.stage, s.action.microbatch) for s in sorted(spans, key=lambda s: (s.rank, s.start))
+        (s.rank, s.start, s.stop, s.action.stage, s.action.microbatch)
+        for s in sorted(spans, key=lambda s: (s.rank, s.start))
     ]
 
 
@@ -190,13 +195,17 @@ def test_a_function_that_runs_whole_is_told_with_its_line() -> None:
     prediction = predict(Odd, tokens(), {"mesh": "tp=2", "modules": {"*.up": {"tp": "column"}}}, loss=loss)
     assert prediction.recipe is not None
     told = communication(prediction.recipe, prediction).ran_whole
-    assert [(one.function, one.line.rpartition("/")[2].partition(":")[0]) for one in told] == [("fft_fft", "test_report.py")]
+    assert [(one.function, one.line.rpartition("/")[2].partition(":")[0]) for one in told] == [
+        ("fft_fft", "test_report.py")
+    ]
 
 
 def test_a_plan_alone_tells_what_units_gather_and_stages_hand_on() -> None:
     facts = communication(make_recipe(Tower, PLAN, tokens(), loss))
     blocks = next(one for one in facts.exchanges if one.module == "blocks.{0…7}")
-    per_block = 2 * WIDE + WIDE * WIDE + WIDE + WIDE * WIDE + WIDE  # norm; half of up and its bias; half of down; its bias
+    per_block = (
+        2 * WIDE + WIDE * WIDE + WIDE + WIDE * WIDE + WIDE
+    )  # norm; half of up and its bias; half of down; its bias
     assert (blocks.axis, blocks.bytes) == ("dp_shard", 8 * 4 * per_block)
     assert [one.module for one in facts.exchanges if one.axis == "pp"] == ["stage 0"]
 
@@ -213,7 +222,7 @@ def test_a_report_comes_back_from_json_as_it_was(recipe: Recipe) -> None:
 def test_a_predicted_report_comes_back_from_json_as_it_was() -> None:
     prediction = predicted()
     assert prediction.recipe is not None
-    facts = report(prediction.recipe, prediction, title="tower", others={"another": predicted(mesh="dp_shard=8")})
+    facts = report(prediction.recipe, prediction, title="tower", others={"another": predicted(mesh="dp_shard=2")})
     again = Report.from_json(facts.to_json())
     assert again == facts and again.shards.held_by("table.weight") == facts.shards.held_by("table.weight")
     assert [step.name for step in again.steps] == ["this plan", "another"]
@@ -226,9 +235,9 @@ def test_what_is_no_report_is_an_error() -> None:
 
 def test_ten_thousand_ranks_are_worked_out_at_once() -> None:
     """Bytes of every rank, against those of some ranks asked one by one."""
-    lines = tuple(
-        ParameterRecipe(f"layers.{i}.w", (4096, 512), "float32", stages=(i // 8,)) for i in range(80)
-    )
+    lines = tuple(ParameterRecipe(f"layers.{i}.w", (4096, 512), "float32", stages=(i // 8,)) for i in range(80))
     recipe = Recipe(Mesh.parse("pp=10,dp_shard=125,tp=8"), lines, stages=stages(*[1] * 10))
     shards = shard_map(recipe)
-    assert [shards.bytes_by_rank[r] for r in range(0, 10_000, 997)] == [shards.bytes_at(r) for r in range(0, 10_000, 997)]
+    assert [shards.bytes_by_rank[r] for r in range(0, 10_000, 997)] == [
+        shards.bytes_at(r) for r in range(0, 10_000, 997)
+    ]

@@ -49,7 +49,9 @@ def show(
     html: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", dir_okay=False, show_default=False,
+            metavar="FILE",
+            dir_okay=False,
+            show_default=False,
             help="Write all pictures to this one file, which a browser opens from disk",
         ),
     ] = None,
@@ -64,7 +66,9 @@ def show(
     global_batch: GlobalBatchOption = None,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", show_default=False, help="With --hardware: also predict this plan; may be repeated"),
+        typer.Option(
+            metavar="FILE", show_default=False, help="With --hardware: also predict this plan; may be repeated"
+        ),
     ] = None,
     as_json: JSONOption = False,
     loss: LossOption = None,

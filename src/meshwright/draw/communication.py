@@ -1,7 +1,7 @@
 """``Communication``: what ranks exchange in a step, by axis and module; and what ran whole. Facts before ink.
 
-    of a plan alone      what each unit gathers over the data axes, and what each stage hands on: what the recipe says
-    of a prediction      every collective that the rehearsed rank of each role enters, counted
+of a plan alone      what each unit gathers over the data axes, and what each stage hands on: what the recipe says
+of a prediction      every collective that the rehearsed rank of each role enters, counted
 """
 
 from __future__ import annotations

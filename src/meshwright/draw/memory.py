@@ -1,7 +1,7 @@
 """``MemoryProfile``: what is alive when on the ranks of each role, the peak marked. Facts before ink.
 
-    of a plan alone      the parameters that each role holds at rest, in bytes
-    of a prediction      also what lives at most in each action and phase of the step, by what it is
+of a plan alone      the parameters that each role holds at rest, in bytes
+of a prediction      also what lives at most in each action and phase of the step, by what it is
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``Timeline``: the schedule of a step, played: what each rank of the pipeline does when. Facts before ink.
 
-    of a plan alone      in work: 1 is the mean forward of a stage, a backward takes two; nothing is sent in no time
-    of a prediction      in seconds: what each action takes of compute, host and each axis's exposed communication
+of a plan alone      in work: 1 is the mean forward of a stage, a backward takes two; nothing is sent in no time
+of a prediction      in seconds: what each action takes of compute, host and each axis's exposed communication
 
-    stage 0  F0 F1 ·· B0── F2 B1──          a line for each rank of the pipeline axis
-    stage 1  ·· F0 B0── F1 B1── …           what stands between slots is the bubble
+stage 0  F0 F1 ·· B0── F2 B1──          a line for each rank of the pipeline axis
+stage 1  ·· F0 B0── F1 B1── …           what stands between slots is the bubble
 """
 
 from __future__ import annotations

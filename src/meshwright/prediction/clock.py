@@ -91,7 +91,9 @@ class Clock:
                 sends += event.nbytes
             elif isinstance(event, Collective) and event.kind != "recv":
                 self._collective(event, played)
-        return Phase(what, played.end(queue=self._queue), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+        return Phase(
+            what, played.end(queue=self._queue), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0])
+        )
 
     def _collective(self, event: Collective, played: _Playing) -> None:
         axis, group = self._where(event.ranks)

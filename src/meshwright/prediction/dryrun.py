@@ -69,7 +69,8 @@ class DryRun:
             "functions": self.functions,
             "flops": self.flops,
             "collectives": [
-                {"kind": e.kind, "axis": e.axis, "calls": round(e.calls), "bytes": round(e.nbytes)} for e in self.exchanges
+                {"kind": e.kind, "axis": e.axis, "calls": round(e.calls), "bytes": round(e.nbytes)}
+                for e in self.exchanges
             ],
             "host_reads": [{"function": function, "line": line} for function, line in self.host_reads],
             "capacity": self.capacity,

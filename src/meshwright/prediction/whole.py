@@ -96,7 +96,9 @@ class Whole:
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
         seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
-        whole = tuple(dict.fromkeys((f, of_all(module), line) for trace in traces for f, module, line in trace.ran_whole))
+        whole = tuple(
+            dict.fromkeys((f, of_all(module), line) for trace in traces for f, module, line in trace.ran_whole)
+        )
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
             as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
@@ -221,9 +223,11 @@ def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: in
         total_then, held_then = before[id(levels)]
         placed.append(_InOrder(action, levels, held - held_then, total - held - (total_then - held_then), rows))
     first = next(i for i, phase in enumerate(step) if isinstance(phase.what, Action))
-    before, after = ([_InOrder(phase.what, phase, rows=rows) for phase in those if not isinstance(phase.what, Action)]
-                     for those in (step[:first], step[first:]))  # fmt: skip
-    return [*before, *placed, *after]
+    others = [
+        [_InOrder(phase.what, phase, rows=rows) for phase in those if not isinstance(phase.what, Action)]
+        for those in (step[:first], step[first:])
+    ]
+    return [*others[0], *placed, *others[1]]
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:

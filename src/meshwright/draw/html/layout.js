@@ -118,10 +118,11 @@ function bytesAt(rank) {
 /** [{ranks, slices, tp, shard}] for each distinct slice of a row's parameters that these stages use, by first rank. */
 function holders(row, stages) {
   const found = new Map();
+  const cut = row.tp !== null || row.shards > 1;
   for (let rank = 0; rank < world; rank++) {
     if (!holds(row, stages, rank)) continue;
     const at = standsAt(rank, row.places[0]);
-    const key = at === null ? "whole" : `${row.shards > 1 ? at.shard : 0}/${row.tp ? at.tp : 0}`;
+    const key = at === null && cut ? "whole" : at === null ? "0/0" : `${row.shards > 1 ? at.shard : 0}/${row.tp ? at.tp : 0}`;
     if (!found.has(key)) {
       found.set(key, { ranks: [], slices: slicesAt(row, at), tp: at?.tp ?? 0, shard: at?.shard ?? 0 });
     }

@@ -90,6 +90,7 @@ const tip = byId("tip");
 function showTip(lines, x, y, spoken = false) {
   tip.replaceChildren(...lines.map((line, i) => el(i ? "div" : "strong", { text: line })));
   tip.hidden = false;
+  tip.scrolled = scrollY;
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - width - 8))}px`;
   tip.style.top = `${y + height + 22 > innerHeight ? Math.max(4, y - height - 12) : y + 16}px`;
@@ -101,7 +102,7 @@ function hideTip() {
 }
 
 addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
-addEventListener("scroll", hideTip, { passive: true });
+addEventListener("scroll", () => Math.abs(scrollY - tip.scrolled) > 40 && hideTip(), { passive: true });
 
 // --- pictures --------------------------------------------------------------------------------------------------------
 

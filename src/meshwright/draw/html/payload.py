@@ -124,7 +124,9 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             taken = tuple((name, _short(amount)) for name, amount in slot.parts.items())
             part = parts.setdefault(taken, len(parts))
             slots.append([_short(slot.start), _short(slot.stop), what, slot.stage, slot.microbatch, part])
-        lines.append({"stages": list(line.stages), "inFlight": line.in_flight, "busy": _short(line.busy), "slots": slots})
+        lines.append(
+            {"stages": list(line.stages), "inFlight": line.in_flight, "busy": _short(line.busy), "slots": slots}
+        )
     return {
         "unit": timeline.unit,
         "schedule": timeline.schedule,
