@@ -14,9 +14,10 @@ from browser import Visit, browser
 from meshwright.amounts import size_text
 from meshwright.draw.facts import elements, shard_map
 from meshwright.draw.html.page import page
-from meshwright.draw.report import Mismatch, report
+from meshwright.draw.report import report
 from meshwright.layout import even_shard
 from meshwright.mesh import Mesh
+from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 from meshwright.submesh import Submesh
 from test_report import piped, predicted, stages

@@ -14,9 +14,13 @@ from meshwright.api import make_recipe
 from meshwright.draw.communication import communication
 from meshwright.draw.facts import shard_map
 from meshwright.draw.memory import memory_profile
-from meshwright.draw.report import Mismatch, Report, report
+from meshwright.draw.report import Report, report
 from meshwright.draw.timeline import timeline
 from meshwright.mesh import Mesh
+from meshwright.mismatch import Mismatch
+from meshwright.parity.compare import Errors
+from meshwright.parity.report import Report as Verdict
+from meshwright.plan import Plan
 from meshwright.prediction.dryrun import dry_run
 from meshwright.prediction.predict import predict
 from meshwright.prediction.result import Prediction
@@ -226,6 +230,21 @@ def test_a_predicted_report_comes_back_from_json_as_it_was() -> None:
     again = Report.from_json(facts.to_json())
     assert again == facts and again.shards.held_by("table.weight") == facts.shards.held_by("table.weight")
     assert [step.name for step in again.steps] == ["this plan", "another"]
+
+
+def test_a_notebook_shows_what_the_terminal_shows() -> None:
+    recipe = Recipe(Mesh.parse("tp=2"), (ParameterRecipe("<b>.weight", (4, 4), "float32"),), notes=("a & b",))
+    for shown in (recipe._repr_html_(), shard_map(recipe)._repr_html_()):
+        assert "&lt;b&gt;.weight" in shown and "a &amp; b" in shown and "<b>" not in shown
+    prediction = predicted()
+    assert "seconds of a step" in prediction._repr_html_() and "a second" not in prediction._repr_html_()
+    assert Plan.parse(PLAN)._repr_html_().startswith("<pre>mesh:")
+    verdict = Verdict(
+        True, Plan.parse(PLAN), 1e-9, "float64", 3, 1.0, Errors(loss=0.0, gradients={}, parameters={}, buffers={})
+    )
+    assert "PASSED" in verdict._repr_html_()
+    frame = report(recipe, title="it's")._repr_html_()
+    assert frame.count("<") == 2 and "&lt;!DOCTYPE html&gt;" in frame  # nothing of the page ends the frame
 
 
 def test_what_is_no_report_is_an_error() -> None:

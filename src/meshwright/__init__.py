@@ -21,6 +21,8 @@
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
+    draw.notebook  html_of                     the same, as a notebook shows it
+    draw.report  report                        everything there is to see of a plan, as data and as one HTML file
     calls.placeholder  RemoteTensor, RowShard  what a hook sees of a value that is not here, or not whole
 
 Names load when they are first used, so that a picture of a plan needs no torch.
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from meshwright.cost.compare import compare_branches
     from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
+    from meshwright.draw.notebook import html_of
+    from meshwright.draw.report import report
     from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError, UnfrozenError
     from meshwright.hardware import Hardware
     from meshwright.layout import Partial, Replicate, Shard
@@ -77,7 +81,8 @@ _HOME = {
     "compare": "prediction.difference", "Difference": "prediction.difference",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
-    "shard_map": "draw.facts", "ShardMap": "draw.facts",
+    "shard_map": "draw.facts", "ShardMap": "draw.facts", "report": "draw.report",
+    "html_of": "draw.notebook",
     "RemoteTensor": "calls.placeholder", "RowShard": "calls.placeholder",
 }  # fmt: skip
 
@@ -111,12 +116,14 @@ __all__ = [
     "compare",
     "compare_branches",
     "find_plans",
+    "html_of",
     "load_checkpoint",
     "local_workers",
     "make_recipe",
     "measure",
     "parallelize",
     "predict",
+    "report",
     "save_checkpoint",
     "shard_map",
 ]

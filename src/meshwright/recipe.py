@@ -292,6 +292,11 @@ class Recipe:
             distinct *= parameter.tp.ranks
         return self.holders(parameter) // distinct
 
+    def _repr_html_(self) -> str:
+        import meshwright  # whose names load what draws
+
+        return meshwright.html_of(self)
+
     def __iter__(self) -> Iterator[ParameterRecipe]:
         return iter(self.parameters)
 

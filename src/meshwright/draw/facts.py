@@ -312,6 +312,11 @@ class ShardMap:
         """The places besides the trunk, each after its parent."""
         return tuple(_branch(number, self.recipe) for number in self.recipe.places.branches)
 
+    def _repr_html_(self) -> str:
+        import meshwright  # whose names load what draws
+
+        return meshwright.html_of(self)
+
     def _held(self, name: str) -> list[dict[str, Any]]:
         together: dict[Slices, list[int]] = {}
         for rank in filter(lambda rank: self.holds(name, rank), self.ranks):

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text, duration_text, size_text
-from meshwright.draw.text import ranks_text
+from meshwright.draw.text import ranks_text, sparkline
 from meshwright.errors import source_place
 from meshwright.names import few, fold_names
 
@@ -37,21 +37,23 @@ _WIDE, _NARROW = 40, 10  # columns of the bars of time, and of memory
 _CAPTION = "at: the action of the schedule (stage, F: forward, B: backward, microbatch), or the phase of the step"
 
 
-def drawn(prediction: Prediction, unit: str, amount: float) -> RenderableType:
+def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> RenderableType:
     """A prediction.
 
     Args:
-        unit, amount: what a step works on: so many tokens, or rows.
+        unit, amount: what a step works on: so many tokens, or rows; nothing, if that is not known.
     """
     ranks = sum(role.count for role in prediction.roles)
     heading = Text.assemble(
         (f"{prediction.mesh}: {ranks} rank{'s' * (ranks > 1)}", "bold"),
-        f" on {prediction.hardware}, {count_text(amount)} {unit} a step",
+        f" on {prediction.hardware}",
+        f", {count_text(amount)} {unit} a step" if amount else "",
     )
     largest = max(prediction.roles, key=lambda role: prediction.memories[role.rank].peak)
     return Group(
         heading,
         *_titled("memory of a rank", _memory(prediction), Text(_CAPTION, style="dim")),
+        *_when(prediction),
         *_titled("what it is", _items(prediction)),
         *_alive(largest.name, prediction.memories[largest.rank]),
         *_titled("seconds of a step", _waterfall(prediction)),
@@ -118,6 +120,22 @@ def _memory(prediction: Prediction) -> Table:
     if len(prediction.roles) > _MOST:
         table.add_row("…", *[""] * 5)
     return table
+
+
+def _when(prediction: Prediction) -> Iterator[RenderableType]:
+    """A line for each role: what lives in each action and phase of the step, from its first to its last."""
+    memories = [(role, prediction.memories[role.rank]) for role in prediction.roles[:_MOST]]
+    if not any(memory.phases for _, memory in memories):
+        return
+    table = _table(("role",), (), ("from the first action to the last",))
+    for role, memory in memories:
+        amounts = [phase.nbytes for phase in memory.phases]
+        line = sparkline(amounts, prediction.peak)
+        at = line.index(max(line)) if line else 0
+        table.add_row(
+            role.name, Text.assemble((line[:at], "blue"), (line[at : at + 1], "bold red"), (line[at + 1 :], "blue"))
+        )
+    yield from _titled("what lives when, the peak of each role in red", table)
 
 
 def _filled(low: int, high: int, capacity: int) -> Text:
@@ -247,7 +265,7 @@ def _style(term: str) -> str:
 def _rate(prediction: Prediction, unit: str, amount: float) -> Text:
     """Tokens or rows a second, of all ranks and of one."""
     seconds, ranks = prediction.seconds, sum(role.count for role in prediction.roles)
-    if not seconds.seconds:
+    if not seconds.seconds or not amount:
         return Text()
     mean, low, high = (amount / s for s in (seconds.seconds, seconds.high, seconds.low))
     each = f", {count_text(mean / ranks)} a rank" if ranks > 1 else ""

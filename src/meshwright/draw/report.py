@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING
 
 from meshwright.draw.communication import Communication, communication
@@ -20,6 +21,7 @@ from meshwright.draw.facts import ShardMap, shard_map
 from meshwright.draw.memory import MemoryProfile, memory_profile
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.timeline import Timeline, timeline
+from meshwright.mismatch import Mismatch
 from meshwright.recipe import Recipe
 
 if TYPE_CHECKING:  # predictions are made where torch is loaded
@@ -49,16 +51,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """A parameter of which a rank does not hold what the recipe says. ``recipe``, ``held``: as text."""
-
-    rank: int
-    parameter: str
-    recipe: str
-    held: str
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything there is to see of a plan.
 
@@ -84,7 +76,23 @@ class Report:
         """Which rank holds what."""
         return shard_map(self.recipe)
 
+    @property
+    def sound(self) -> bool:
+        """Whether no rank of a job was found to hold something else than the recipe says."""
+        return not self.mismatches
+
+    def html(self) -> str:
+        """All of it as one HTML file, which a browser opens from disk."""
+        from meshwright.draw.html.page import page  # jinja2 is loaded where a page is made
+
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        frame = "width:100%;height:720px;border:1px solid #8888;border-radius:8px"
+        return f'<iframe sandbox="allow-scripts" style="{frame}" srcdoc="{escape(self.html())}"></iframe>'
+
     def to_json(self) -> str:
+        """All of it, also what was worked out."""
         return json.dumps(to_plain(self))
 
     @classmethod
@@ -94,7 +102,7 @@ class Report:
 
 
 def report(
-    shards: ShardMap | Recipe,
+    shards: ShardMap | Recipe | Prediction,
     prediction: Prediction | None = None,
     *,
     title: str = "",
@@ -104,12 +112,17 @@ def report(
     """Everything there is to see of a plan.
 
     Args:
-        shards: of a plan alone (``make_recipe``), or of a job.
+        shards: of a plan alone (``make_recipe``), or of a job; or a prediction, which has its recipe.
         prediction: of the same plan.
         title: what the plan is of.
         others: of other plans of the model, by name, to compare with.
         mismatches: what ranks of a job hold otherwise than the recipe says.
+
+    Raises:
+        ValueError: a prediction without a recipe: what was measured.
     """
+    if not isinstance(shards, (Recipe, ShardMap)):
+        return report(_recipe_of(shards), shards, title=title, others=others, mismatches=mismatches)
     if isinstance(shards, Recipe):
         shards = shard_map(shards)
     recipe = shards.recipe
@@ -126,6 +139,12 @@ def report(
         recipe.notes if prediction is None else prediction.notes,
         0 if prediction is None else prediction.per_node,
     )
+
+
+def _recipe_of(prediction: Prediction) -> Recipe:
+    if prediction.recipe is None:
+        raise ValueError("what was measured has no recipe: report(recipe) of make_recipe, or report(predict(...))")
+    return prediction.recipe
 
 
 def _step(name: str, prediction: Prediction) -> Step:

@@ -1,8 +1,8 @@
 """The stages of a pipeline and the timeline of its schedule, for the terminal.
 
-stage  ranks  from                to                  work  parameters  sends
-0      0, 1   model.embed_tokens  model.layers.{0…3}   49 %        1.6M  64 KiB
-1      2, 3   model.layers.4      lm_head              51 %        1.6M  –
+stage  ranks  from                to              work  parameters  sends   a rank holds at rest
+0      0, 1   model.embed_tokens  model.layers.3   49 %      1.6 M  64 KiB  ███████████▌ 3.1 MiB
+1      2, 3   model.layers.4      lm_head          51 %      1.6 M  –       ████████████ 3.2 MiB
 
 1f1b, 4 microbatches; time goes right, a backward takes two forwards
 rank 0   0 1 0…  2 1…  3 2…  3…
@@ -10,7 +10,7 @@ rank 0   0 1 0…  2 1…  3 2…  3…
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich import box
@@ -19,50 +19,55 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text, size_text
-from meshwright.draw.facts import Row
-from meshwright.draw.text import ranks_text
+from meshwright.draw.facts import Row, ShardMap
+from meshwright.draw.text import bar, ranks_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
 
 _MOST = 16  # ranks whose line is drawn, and stages in the table
 _COLUMNS = 120
+_BAR = 12  # cells of a bar of memory
 _STYLES = {"F": "cyan", "B": "green", "I": "green", "W": "magenta"}
 
 
-def stages(recipe: Recipe) -> Iterator[RenderableType]:
+def stages(shard_map: ShardMap) -> Iterator[RenderableType]:
     """The table of stages and the timeline; nothing without a pipeline."""
+    recipe = shard_map.recipe
     if not recipe.stages:
         return
     yield Text()
-    yield _table(recipe)
+    yield _table(recipe, shard_map.bytes_by_rank)
     yield Text()
     yield drawn(recipe)
 
 
 def stages_text(row: Row) -> str:
-    """The stages that use the parameters of a row: ``stage 1``, ``stages 0–7, 10 each``; of one that several use ``stages 0, 2``."""
+    """The stages that use the parameters of a row: ``stage 1``; ``stages 0–7, 10 each``; of a tied one ``stages 0, 2``."""
     indices = sorted({stage for stages in row.by_stage for stage in stages})
     counts = {len(names) for names in row.by_stage.values()}
     each = f", {min(counts)} each" if len(row.by_stage) > 1 and len(counts) == 1 else ""
     return f"stage{'s' * (len(indices) > 1)} {ranks_text(indices)}{each}"
 
 
-def _table(recipe: Recipe) -> Table:
+def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("stage", "ranks", "from", "to"):
         table.add_column(title, no_wrap=True)
     for title in ("work", "parameters", "sends"):
         table.add_column(title, justify="right", no_wrap=True)
-    whole = sum(stage.work for stage in recipe.stages) or 1
+    table.add_column("a rank holds at rest", no_wrap=True)
+    whole, most = sum(stage.work for stage in recipe.stages) or 1, max(sizes)
     for stage in recipe.stages[:_MOST]:
         last = stage.modules[-1] if stage.modules else "–"
         sends = size_text(stage.sends) if stage.sends else "–"
+        ranks = recipe.stage_ranks_of(stage.index)
+        held = max(sizes[rank] for rank in ranks)
         table.add_row(
-            str(stage.index), ranks_text(recipe.stage_ranks_of(stage.index)), stage.where, last,
-            f"{100 * stage.work / whole:.0f} %", count_text(stage.parameters), sends,
+            str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / whole:.0f} %",
+            count_text(stage.parameters), sends, Text.assemble((bar(held / most, _BAR), "blue"), f" {size_text(held)}"),
         )  # fmt: skip
     if len(recipe.stages) > _MOST:
-        table.add_row("…", *[""] * 6)
+        table.add_row("…", *[""] * 7)
     return table
 
 

@@ -55,7 +55,7 @@ def render(
         ()
         if parameter is not None
         else (
-            *stages(shard_map.recipe),
+            *stages(shard_map),
             *branches(shard_map),
             *notes(shard_map),
         )

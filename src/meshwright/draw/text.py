@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
 
 from meshwright.draw.facts import ParameterFacts, elements
 from meshwright.layout import Interval, Layout, Shard
@@ -53,3 +55,26 @@ def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
     if len(ranks) > most:
         return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
     return ", ".join(map(str, ranks))
+
+
+def bar(share: float, cells: int) -> str:
+    """A bar of so many cells, filled to a share from 0 to 1, to an eighth of a cell.
+
+    >>> bar(0.5, 3)
+    '█▌ '
+    """
+    eighths = round(8 * cells * share)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + " ▏▎▍▌▋▊▉"[rest] * (rest > 0)).ljust(cells)
+
+
+def sparkline(amounts: Sequence[float], most: float, cells: int = 60) -> str:
+    """Amounts from left to right as bars of eight heights; of many, the most of those that share a cell.
+
+    >>> sparkline([1, 4, 8, 2], most=8)
+    '▁▄█▂'
+    """
+    if len(amounts) > cells:
+        ends = [len(amounts) * i // cells for i in range(cells + 1)]
+        amounts = [max(amounts[start:stop]) for start, stop in pairwise(ends)]
+    return "".join("▁▂▃▄▅▆▇█"[max(0, min(7, ceil(8 * amount / most) - 1))] for amount in amounts)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
+from rich.text import Text
+
 from meshwright.names import few, fold_names
 from meshwright.parity.compare import KINDS, Errors, Kind
 from meshwright.plan import Plan
@@ -103,6 +105,14 @@ class Report:
         blocks += _block("Ran whole, in one step of rank 0", _most([f"{n} × {text}" for n, text in self.fallbacks]))
         blocks += _block("Notes", self.notes)
         return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        from meshwright.draw.notebook import as_html  # drawing is loaded when something is drawn
+
+        head, *rest = str(self).split("\n", 1)
+        return as_html(
+            Text.assemble((head, "bold green" if self.passed else "bold red"), *(f"\n{text}" for text in rest))
+        )
 
     def _verdict(self) -> str:
         layout = f"{self.plan.mesh}{_beside(self.recipe)}"

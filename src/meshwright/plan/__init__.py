@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -263,6 +264,9 @@ class Plan:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.dump())}</pre>"
 
     def replace(self, **changes: Any) -> Plan:
         """This plan with some settings changed. Raises PlanError, also for a setting that plans lack."""

@@ -42,10 +42,11 @@ class Prediction:
         mesh: the plan's.
         source: ``predicted`` or ``measured``.
         notes: what a reader should know.
-        recipe: of the plan; ``played``: the step in time; ``exchanges``: the collectives of a step of each role, by its first rank, with the
-            direction or phase for what no module asks for; ``ran_whole``:
-            (function, module, the model's line) of each function without a rule for its shards; ``per_node``: devices of a
-            node. Of a prediction alone.
+        recipe: of the plan; ``played``: the step in time.
+        exchanges: the collectives of a step of each role, by its first rank; what no module asks for has the direction or
+            phase in its place.
+        ran_whole: (function, module, the model's line) of each function without a rule for its shards.
+        per_node: devices of a node. These five are of a prediction alone.
     """
 
     roles: tuple[Role, ...]
@@ -108,6 +109,12 @@ class Prediction:
             "fits": self.fits,
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        from meshwright.draw.notebook import as_html  # drawing is loaded when something is drawn
+        from meshwright.draw.prediction import drawn
+
+        return as_html(drawn(self))
 
     def __sub__(self, other: Prediction) -> dict[str, float]:
         """Signed errors of this one against another, relative to the other: of ``seconds``, and of the memory of each rank

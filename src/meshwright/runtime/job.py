@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.generators import Generators
+from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe
 from meshwright.replay.program import LocalProgram
 from meshwright.replay.replayed import LocalPrograms
@@ -17,6 +18,7 @@ from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
 from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
+from meshwright.runtime.mismatches import mismatches
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.label_counter import LabelCounter
@@ -280,6 +282,16 @@ class Job:
         from meshwright.draw.facts import shard_map  # drawing is loaded when something is drawn
 
         return shard_map(self.recipe)
+
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """Parameters of which a rank really holds something else than the recipe says; the same on all ranks. Collective."""
+        return mismatches(self._held)
+
+    def report(self, title: str = "") -> Any:
+        """Everything there is to see of this job (see ``meshwright.report``), its ``mismatches`` as an alarm. Collective."""
+        from meshwright.draw.report import report  # drawing is loaded when something is drawn
+
+        return report(self.recipe, title=title or type(self.module).__name__, mismatches=self.mismatches())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 every parameter and persistent buffer, whole, on CPU; empty elsewhere. Gathered one at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -11,7 +12,9 @@ from markupsafe import Markup
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.facts import ShardMap
 from meshwright.draw.html.payload import payload
-from meshwright.draw.report import Report
+
+if TYPE_CHECKING:
+    from meshwright.draw.report import Report  # which has pages made
 
 _HERE = files("meshwright.draw.html")
 _SCRIPTS = ("text", "layout", "page", "mesh", "model", "parameter", "step", "memory", "communication", "start")

@@ -1,21 +1,23 @@
-"""A ``Report`` as the page has it: repeated blocks folded, slots as rows of numbers. It does not grow with parameters × ranks."""
+"""A ``Report`` as the page has it: repeated blocks folded, slots as rows of numbers. Nothing grows with parameters × ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.draw.communication import Communication
 from meshwright.draw.facts import Row, ShardMap, itemsize
 from meshwright.draw.memory import MemoryProfile
 from meshwright.draw.plain import to_plain
-from meshwright.draw.report import Report
 from meshwright.draw.text import layout_text
 from meshwright.draw.timeline import Timeline
 from meshwright.layout import Shard
 from meshwright.names import fold_names
 from meshwright.recipe import Recipe
+
+if TYPE_CHECKING:
+    from meshwright.draw.report import Report  # which has pages made
 
 _DIGITS = 6  # of a number of seconds
 
