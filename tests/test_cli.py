@@ -100,7 +100,7 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-COMMANDS = ["show", "check", "predict", "dryrun", "train", "inspect", "export", "env"]
+COMMANDS = ["show", "check", "predict", "dryrun", "train", "report", "inspect", "export", "env"]
 
 
 @pytest.mark.parametrize("command", ["", "calibrate", *COMMANDS])
@@ -172,6 +172,40 @@ def test_show_branches(file: str, tmp_path: Path) -> None:
     assert "ranks 0–2 ─ fork ─┬─ 0     a ─┬─ join" in shown
     assert "dp_replicate=2   divided   b" in shown  # enough rows are made up that its data ranks can divide them
     assert re.search(r"4×8 +Replicate +0 \(tp\[0\]\) +nothing", shown)
+
+
+def test_show_as_one_file(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "out.html"
+    text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=64,tp=2", "--html", str(out), "--rank", "77").output
+    assert "out.html: dp_shard=64 × tp=2, 128 ranks" in text
+    assert '"rank":77' in out.read_text(encoding="utf-8")
+
+
+def test_show_as_one_file_with_a_prediction_beside_another_plan(file: str, tmp_path: Path) -> None:
+    out, other = tmp_path / "out.html", tmp_path / "other.yaml"
+    other.write_text("mesh: {dp_shard: 4}")
+    meshwright(
+        "show", f"{file}:model", "--mesh", "tp=2", "--html", str(out), "--hardware", "h100", "--compare", str(other)
+    )
+    text = out.read_text(encoding="utf-8")
+    assert '"source":"predicted"' in text and str(other) in text and '"unit":"seconds"' in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--hardware", "h100"), "--html out.html"),
+        (("--html", "out.html", "--json"), "one of the two"),
+        (("--html", "out.html", "--compare", "none.yaml"), "--hardware h100"),
+        (("--html", "out.html", "--hardware", "h100", "--compare", "none.yaml"), "none.yaml"),
+        (("--html", "out.html", "--parameter", "layers.99"), "layers.99"),
+    ],
+)
+def test_options_of_the_one_file_that_do_not_go_together_are_told(
+    file: str, options: tuple[str, ...], said: str
+) -> None:
+    assert said in meshwright("show", f"{file}:model", "--mesh", "tp=2", *options, code=2).stderr
+    assert not Path("out.html").exists()
 
 
 def test_show_as_data(file: str) -> None:

@@ -14,12 +14,15 @@ from browser import Visit, browser
 from meshwright.amounts import size_text
 from meshwright.draw.facts import elements, shard_map
 from meshwright.draw.html.page import page
+from meshwright.draw.html.run import run_page
 from meshwright.draw.report import report
 from meshwright.layout import even_shard
 from meshwright.mesh import Mesh
 from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 from meshwright.submesh import Submesh
+from meshwright.train.history import history
+from test_history import a_run
 from test_report import piped, predicted, stages
 
 LINE = ParameterRecipe
@@ -238,6 +241,31 @@ def test_a_plan_alone_has_its_timeline_and_says_what_it_lacks(visit: Any) -> Non
     )
 
 
+def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
+    run = history(a_run(tmp_path / "run"))
+    opened = visit(run_page(run))
+    shown = opened.page
+    assert (
+        shown.locator("#series figure").count() == len(run.series)
+        and shown.locator("#checkpoints tbody tr").count() == 2
+    )
+    shown.locator("#series canvas").first.focus()
+    for line in ("step 1: 3", "step 2: 2", "step 3: not finite", "step 4: 1"):
+        shown.keyboard.press("ArrowRight")
+        assert opened.tip()[0] == line
+    assert "saved after it" in opened.tip()
+
+
+@pytest.mark.parametrize("width", [390, 760, 1400])
+def test_nothing_is_wider_than_the_window(visit: Any, width: int) -> None:
+    prediction = predicted()
+    assert prediction.recipe is not None
+    texts = [page(report(prediction.recipe, prediction)), *(page(report(CASES[case])) for case in CASES)]
+    for text in texts:
+        shown = visit(text, viewport={"width": width, "height": 800}).page
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width
+
+
 # --- for everybody ----------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +290,7 @@ def test_what_can_be_clicked_has_a_name(visit: Any) -> None:
         """() => [...document.querySelectorAll("button, a, input, select, canvas, [role=region]")].filter((e) =>
             !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
     )
-    assert unnamed == []
+    assert unnamed == []  # a person who does not see it hears what it is
     assert shown.evaluate(
         "[...document.querySelectorAll('table')].every((t) => t.caption || t.closest('[role=alert]'))"
     )

@@ -153,7 +153,7 @@ def test_a_plan_alone_tells_what_lies_at_rest() -> None:
     assert [role.at_rest for role in roles] == [(128, 128)] * 2 and not roles[0].moments
 
 
-@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("fold", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_lives_in_each_moment_adds_up_and_its_most_is_the_peak(fold: bool) -> None:
     prediction = predicted() if fold else predict(Tower, tokens(), PLAN, loss=loss, fold=False)
     assert prediction.recipe is not None

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | inspect | export | env``.
+"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | report | inspect | export …``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
@@ -10,8 +10,9 @@
     subject      what predict and dryrun are asked about: a batch of so many rows, a profile
     comparison   plan --compare: two plans instead of a search
     processes    local workers; how a command ends
+    files        what commands write
     help         help that teaches
-    show check plan predict dryrun calibrate train inspect export env    the commands, a file each; bar is the progress of one
+    show check plan predict dryrun calibrate train report inspect export env    the commands, a file each; bar: of train
 
 What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
 """
@@ -33,6 +34,7 @@ from meshwright.cli.help import Taught, TaughtGroup
 from meshwright.cli.inspect import inspect
 from meshwright.cli.plan import plan
 from meshwright.cli.predict import predict
+from meshwright.cli.report import report
 from meshwright.cli.show import show
 from meshwright.cli.train import train
 
@@ -113,6 +115,11 @@ meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --parameter '*.c_attn.*' --pictures 2
 # a plan, and what it changes
 printf 'mesh: {tp: 2}\\nmodules:\\n  "*.mlp": {tp: replicate}\\n' > plan.yaml
 meshwright show hf:gpt2 --plan plan.yaml --parameter 'transformer.h.0' --pictures 0
+
+# all pictures in one file; with the step, predicted
+meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --html gpt2.html
+meshwright show hf:gpt2 --mesh pp=2,tp=2 --hardware h100 --html gpt2.html \\
+    --set microbatches=4,n_layer=2,n_embd=64,n_head=4,vocab_size=512
 
 # as data
 meshwright show hf:gpt2 --mesh tp=2 --json > layout.json
@@ -237,6 +244,15 @@ _SAVED = """
 meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
     --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
 """
+
+app.command(
+    cls=Taught,
+    epilog=f"""{_SAVED}
+# its loss, rate, memory and checkpoints: here, and in run/report.html
+meshwright report run
+meshwright report run --json > run.json
+""",
+)(report)
 
 app.command(
     cls=Taught,

@@ -113,6 +113,7 @@ function restTable() {
 }
 
 const shownRoles = [];
+document.addEventListener("themed", () => { shownRoles.length = 0; });
 views.push(() => {
   const host = byId("memory-roles");
   if (!memory.kinds.length) return host.replaceChildren(restTable());

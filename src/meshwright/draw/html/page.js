@@ -82,6 +82,25 @@ const AXES = { pp: "the other stages of the pipeline", dp_replicate: "the same w
   dp_shard: "other shards of the same weights, other rows of the batch", tp: "other slices of the same layers, the same rows" };
 const axisColour = (axis) => css(`axis-${axis.replace("_", "-")}`) || css("muted");
 
+const darkWanted = matchMedia("(prefers-color-scheme: dark)");
+const theme = () => document.documentElement.dataset.theme ?? (darkWanted.matches ? "dark" : "light");
+
+/** All is drawn anew, in the colours of the theme. */
+function themed() {
+  byId("theme").setAttribute("aria-pressed", String(theme() === "dark"));
+  document.dispatchEvent(new Event("themed"));
+  redraw();
+}
+
+function useTheme(name) {
+  document.documentElement.dataset.theme = name;
+  themed();
+}
+
+byId("theme").addEventListener("click", () => useTheme(theme() === "dark" ? "light" : "dark"));
+darkWanted.addEventListener("change", themed);
+addEventListener("beforeprint", () => useTheme("light"));
+
 // --- tooltip ---------------------------------------------------------------------------------------------------------
 
 const tip = byId("tip");

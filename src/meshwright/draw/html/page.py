@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -31,22 +32,38 @@ def page(report: Report, *, rank: int = 0, parameter: str | None = None) -> str:
         ValueError: the mesh has no such rank.
         KeyError: no parameter fits.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     shards = report.shards
     report.recipe.mesh.coordinate(rank)  # raises for one that is not there
     first = None if parameter is None else shards.matching(parameter)[0].first.name
     data = {**payload(report), "rank": rank, "row": _row_of(shards, first)}
     least, most = min(shards.bytes_by_rank), max(shards.bytes_by_rank)
-    return environment.from_string(_text("page.html.j2")).render(
+    return filled(
+        "page.html.j2",
+        _SCRIPTS,
+        data,
         report=report,
         mesh=str(report.recipe.mesh),
         ranks=report.recipe.mesh.size,
         numel=count_text(shards.numel),
         size=size_text(shards.bytes),
         held=" to ".join(dict.fromkeys((size_text(least), size_text(most)))),
+    )
+
+
+def filled(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
+    """A template of this folder with its styles, scripts and facts within.
+
+    Args:
+        scripts: names of files, in the order in which they run.
+        data: what the scripts have as ``facts``; plain values.
+        values: what the template names besides.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_text(template)).render(
         style=Markup(_text("page.css")),
-        script=Markup("\n".join(_text(f"{name}.js") for name in _SCRIPTS)),
+        script=Markup("\n".join(_text(f"{name}.js") for name in scripts)),
         facts=Markup(_within_script(json.dumps(data, separators=(",", ":")))),
+        **values,
     )
 
 
