@@ -44,7 +44,7 @@ LADDER = (
 FACADES = {
     ("runtime.checkpoints", "checkpoint"),
     ("runtime.job", "draw"),
-}  # Job.save, Job.load and Job.shard_map: when they are called
+}  # Job.save, Job.load, Job.shard_map and Job.report: when they are called
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
