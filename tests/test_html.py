@@ -209,7 +209,7 @@ def test_the_page_opens_at_a_rank_and_a_parameter(visit: Any) -> None:
 def test_each_view_shows_what_was_predicted(visit: Any) -> None:
     prediction = predicted()
     assert prediction.recipe is not None
-    facts = report(prediction.recipe, prediction, title="a tower", others={"other.yaml": predicted(mesh="dp_shard=2")})
+    facts = report(prediction.recipe, prediction, title="a tower", others={"other.yaml": predicted()})
     opened = visit(page(facts), color_scheme="dark")
     shown = opened.page
     assert shown.locator("#terms figure").count() == 2 and "other.yaml" in shown.locator("#terms").inner_text()

@@ -66,8 +66,8 @@ PLAN = {"mesh": "pp=2,dp_shard=2,tp=2", "microbatches": 8}
 
 
 @functools.cache
-def predicted(**plan: object) -> Prediction:
-    return predict(Tower, tokens(), {**PLAN, **plan}, loss=loss)
+def predicted() -> Prediction:
+    return predict(Tower, tokens(), PLAN, loss=loss)
 
 
 def stages(*work: int, sends: int = 1) -> tuple[Stage, ...]:
@@ -196,7 +196,9 @@ class Odd(Tower):
 
 
 def test_a_function_that_runs_whole_is_told_with_its_line() -> None:
-    prediction = predict(Odd, tokens(), {"mesh": "tp=2", "modules": {"*.up": {"tp": "column"}}}, loss=loss)
+    prediction = predict(
+        functools.partial(Odd, 1), tokens(), {"mesh": "tp=2", "modules": {"*.up": {"tp": "column"}}}, loss=loss
+    )
     assert prediction.recipe is not None
     told = communication(prediction.recipe, prediction).ran_whole
     assert [(one.function, one.line.rpartition("/")[2].partition(":")[0]) for one in told] == [
@@ -226,7 +228,7 @@ def test_a_report_comes_back_from_json_as_it_was(recipe: Recipe) -> None:
 def test_a_predicted_report_comes_back_from_json_as_it_was() -> None:
     prediction = predicted()
     assert prediction.recipe is not None
-    facts = report(prediction.recipe, prediction, title="tower", others={"another": predicted(mesh="dp_shard=2")})
+    facts = report(prediction.recipe, prediction, title="tower", others={"another": predicted()})
     again = Report.from_json(facts.to_json())
     assert again == facts and again.shards.held_by("table.weight") == facts.shards.held_by("table.weight")
     assert [step.name for step in again.steps] == ["this plan", "another"]

@@ -96,11 +96,17 @@ def _checkpoints(folder: Path) -> tuple[Saved, ...]:
     return tuple(
         Saved(
             one.path.name, one.step, str(one.about.get("time", "")), one.bytes,
-            " × ".join(f"{axis}={size}" for axis, size in one.about.get("mesh", {}).items()) or "one process",
+            _mesh(one.about.get("mesh", {})),
             "; ".join(f"{problem.where}: {problem.given}" for problem in one.problems),
         )
         for one in inspect(folder, contents=False)
     )  # fmt: skip
+
+
+def _mesh(axes: Mapping[str, int]) -> str:
+    """The mesh of the job that saved it."""
+    cut = [f"{axis}={size}" for axis, size in axes.items()]
+    return " × ".join(cut) if any(size > 1 for size in axes.values()) else "one process"
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 //     pp 1   ▢▢▢▢ ▢▢▢▢ ▢▢▢▢
 
 const shownAxes = new Set(facts.axes.filter(([, size]) => size > 1).map(([name]) => name));
-const meshPlan = { cells: null, width: 0 };
+const meshPlan = { plan: null }; // as it was drawn last
 
 /** Where every cell stands, for a width: {cell, gap, height, at(rank), bands}. */
 function meshLayout(width) {
@@ -93,6 +93,7 @@ function drawMesh(context, width, height, pointed) {
   const plain = css("cell");
   const round = Math.min(5, plan.cell / 5);
   const numbers = plan.cell >= 17 && world <= 1000;
+  shadeNodes(context, plan);
   for (let rank = 0; rank < world; rank++) {
     const { x, y } = cellOf(plan, rank);
     const colour = rank === centre ? css("ink") : colours.get(rank) ?? plain;
@@ -115,6 +116,20 @@ function drawMesh(context, width, height, pointed) {
     context.strokeRect(x - 2, y - 2, plan.cell + 4, plan.cell + 4);
   }
   bandLabels(context, plan);
+}
+
+const nodes = facts.perNode && world > facts.perNode ? Math.ceil(world / facts.perNode) : 1;
+
+/** Every other node has a ground of its own. */
+function shadeNodes(context, plan) {
+  if (nodes === 1) return;
+  context.fillStyle = css("node");
+  const [half, whole] = [plan.gap / 2, plan.cell + plan.gap];
+  for (let rank = 0; rank < world; rank++) {
+    if (Math.floor(rank / facts.perNode) % 2 === 0) continue;
+    const { x, y } = cellOf(plan, rank);
+    context.fillRect(x - half, y - half, whole, whole);
+  }
 }
 
 function bandLabels(context, plan) {
@@ -202,6 +217,7 @@ function meshTable() {
 }
 
 byId("mesh-picture").append(meshPicture);
+if (nodes > 1) byId("mesh-picture").append(el("p", { class: "muted", text: `${nodes} nodes of ${facts.perNode} ranks; every other one has a ground of its own.` }));
 byId("mesh-picture").append(tableBehind("The groups as a table", meshTable));
 byId("mesh-picture").querySelector("details").open = world <= 32;
 views.push(() => {

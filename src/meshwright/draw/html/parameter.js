@@ -60,14 +60,13 @@ function drawParameter(context, width, height, pointed) {
   const mine = held.findIndex((holder) => holder.ranks.includes(chosen.rank));
   boxes.forEach((box) => {
     const [x, y, w, h] = boxPlace(place, box);
-    const colour = holderColour(row, held[box.holder]);
-    context.globalAlpha = pointed !== null && box.holder !== pointed.holder ? 0.6 : 1;
+    const full = holderColour(row, held[box.holder]);
+    const colour = pointed !== null && box.holder !== pointed.holder ? mixed(full, css("panel"), 0.45) : full;
     context.fillStyle = colour;
     const gap = w > 5 && h > 5 ? 0.75 : w > 2.5 && h > 2.5 ? 0.25 : 0;
     context.fillRect(x + gap, y + gap, Math.max(0.5, w - 2 * gap), Math.max(0.5, h - 2 * gap));
     if (w > 30 && h > 13) write(context, ranksText(held[box.holder].ranks, 4), x + w / 2, y + h / 2, { colour: inkOn(colour), align: "center", most: w - 6 });
   });
-  context.globalAlpha = 1;
   for (const [index, colour, line] of [[mine, css("ink"), 2], [pointed?.holder ?? -1, css("accent"), 2.5]]) {
     boxes.filter((box) => box.holder === index).forEach((box) => {
       const [x, y, w, h] = boxPlace(place, box);

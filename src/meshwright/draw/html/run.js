@@ -15,7 +15,8 @@ function curve(name) {
   const values = facts.series[name];
   const known = values.filter((value) => value !== null);
   const low = name === "loss" || name === "grad_norm" ? Math.min(...known) : 0;
-  const high = Math.max(...known, low + 1e-12);
+  const most = Math.max(...known);
+  const high = most > low ? most : low + 1;
   const [left, right, top, bottom] = [64, 10, 12, 22];
   const first = facts.steps[0];
   const last = Math.max(facts.steps.at(-1), first + 1);

@@ -2,7 +2,7 @@
 
 const WHATS = { forward: "forward", backward: "backward", "backward of inputs": "backward", "backward of weights": "weights" };
 const whatColour = (what) => css(WHATS[what] ? `time-${WHATS[what]}` : "time-other");
-const partColour = (part) => css(part === "compute" ? "" : part === "host" ? "time-host" : "time-wire");
+const partColour = (part) => css(part === "host" ? "time-host" : "time-wire"); // of what is not compute
 const time = facts.timeline;
 const zoom = { from: 0, to: time.length };
 const amountText = (amount) => (time.unit === "seconds" ? secondsText(amount) : `${+amount.toPrecision(3)} forwards`);
@@ -101,11 +101,11 @@ function slotUnder(x, y) {
   if (line < 0 || line >= time.lines.length || x < timeLeft()) return null;
   const slots = time.lines[line].slots;
   const slot = slots.findIndex(([start, stop]) => x >= timeX(width, start) && x <= timeX(width, stop));
-  return slot < 0 ? null : held(line, slot);
+  return slot < 0 ? null : sameSlot(line, slot);
 }
 
 /** The same object for the same slot, so that a picture knows that it is pointed at still. */
-const held = (() => {
+const sameSlot = (() => {
   const known = new Map();
   return (line, slot) => {
     const key = `${line}/${slot}`;
@@ -137,13 +137,13 @@ const stepPicture = picture("The step in time. Left and right arrows move from s
     return { x: timeX(drawStep.width, (start + stop) / 2), y: 22 + line * (lineHeight() + 6) + lineHeight() / 2 };
   },
   step: (item, key) => {
-    if (item === null) return held(coordinate(chosen.rank).pp ?? 0, 0);
+    if (item === null) return sameSlot(coordinate(chosen.rank).pp ?? 0, 0);
     const { line, slot } = item;
-    if (key === "left" || key === "right") return held(line, Math.max(0, Math.min(time.lines[line].slots.length - 1, slot + (key === "left" ? -1 : 1))));
+    if (key === "left" || key === "right") return sameSlot(line, Math.max(0, Math.min(time.lines[line].slots.length - 1, slot + (key === "left" ? -1 : 1))));
     const next = Math.max(0, Math.min(time.lines.length - 1, line + (key === "up" ? -1 : 1)));
     const middle = (time.lines[line].slots[slot][0] + time.lines[line].slots[slot][1]) / 2;
     const near = time.lines[next].slots.map(([start, stop], i) => [Math.abs((start + stop) / 2 - middle), i]).sort((a, b) => a[0] - b[0])[0][1];
-    return held(next, near);
+    return sameSlot(next, near);
   },
 });
 
