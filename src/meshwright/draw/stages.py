@@ -42,10 +42,10 @@ def stages(shard_map: ShardMap) -> Iterator[RenderableType]:
 
 
 def stages_text(row: Row) -> str:
-    """The stages that use the parameters of a row: ``stage 1``; ``stages 0–7, 10 each``; of a tied one ``stages 0, 2``."""
+    """The stages that use the parameters of a row: ``stage 1``; ``stages 0–7 (10 each)``; of a tied one ``stages 0, 2``."""
     indices = sorted({stage for stages in row.by_stage for stage in stages})
     counts = {len(names) for names in row.by_stage.values()}
-    each = f", {min(counts)} each" if len(row.by_stage) > 1 and len(counts) == 1 else ""
+    each = f" ({min(counts)} each)" if len(row.by_stage) > 1 and len(counts) == 1 else ""
     return f"stage{'s' * (len(indices) > 1)} {ranks_text(indices)}{each}"
 
 

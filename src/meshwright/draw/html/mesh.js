@@ -15,20 +15,21 @@ function meshLayout(width) {
   const strips = sizes.at(-2)?.size ?? 1;
   const bands = world / (strip * strips);
   const label = bands > 1 ? 92 : 0;
-  const most = Math.max(240, Math.min(560, innerHeight * 0.62));
+  const tallest = Math.max(240, Math.min(560, innerHeight * 0.62));
   let best = null;
   for (const cell of [58, 46, 34, 28, 22, 17, 13, 10, 8, 6, 5, 4, 3]) {
     const gap = cell > 40 ? 5 : cell > 12 ? 3 : cell > 5 ? 1 : 0.5;
     const between = Math.max(4, cell * 0.5);
     const wide = strip * (cell + gap) + between;
     const column = wide <= width - label || strip === 1;
-    const perLine = column ? Math.max(1, Math.floor((width - label + between) / wide)) : 1;
+    const most = column ? Math.max(1, Math.floor((width - label + between) / wide)) : 1;
+    const perLine = Math.ceil(strips / Math.ceil(strips / most)); // lines of one length, but for the last
     const cellsPerLine = column ? strip : Math.max(1, Math.floor((width - label) / (cell + gap)));
     const stripLines = column ? 1 : Math.ceil(strip / cellsPerLine);
     const lines = Math.ceil(strips / perLine) * stripLines;
     const bandHeight = lines * (cell + gap) + (bands > 1 ? Math.max(6, cell / 4) : 0);
     best = { cell, gap, between, wide, perLine, cellsPerLine, stripLines, bandHeight, label, strip, strips, bands, sizes };
-    if (bands * bandHeight + 8 <= most) break;
+    if (bands * bandHeight + 8 <= tallest) break;
   }
   best.height = Math.ceil(best.bands * best.bandHeight + 8);
   return best;
@@ -205,13 +206,15 @@ function rankPanel() {
   ];
 }
 
+const GROUPS = 64; // of an axis that are spelt out
+
 function meshTable() {
-  const axes = facts.axes.filter(([, size]) => size > 1).map(([name]) => name);
-  const rows = axes.flatMap((axis) => {
+  const rows = facts.axes.filter(([, size]) => size > 1).map(([axis]) => {
     const groups = [];
-    for (let rank = 0; rank < world && groups.length < 65; rank++) if ((coordinate(rank)[axis] ?? 0) === 0) groups.push(groupOf(rank, [axis]));
-    const more = groups.length > 64 ? [[axis, "…"]] : [];
-    return [...groups.slice(0, 64).map((ranks) => [axis, ranksText(ranks, 16)]), ...more];
+    for (let rank = 0; rank < world && groups.length <= GROUPS; rank++) {
+      if (coordinate(rank)[axis] === 0) groups.push(`{${ranksText(groupOf(rank, [axis]), 16)}}`);
+    }
+    return [axis, groups.slice(0, GROUPS).join("  ") + (groups.length > GROUPS ? "  …" : "")];
   });
   return table("Groups of ranks along each axis", ["axis", "ranks that stand together"], rows);
 }
