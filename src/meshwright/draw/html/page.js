@@ -99,7 +99,12 @@ function useTheme(name) {
 
 byId("theme").addEventListener("click", () => useTheme(theme() === "dark" ? "light" : "dark"));
 darkWanted.addEventListener("change", themed);
-addEventListener("beforeprint", () => useTheme("light"));
+let themeOnScreen = ""; // while a page is printed, which is light
+addEventListener("beforeprint", () => {
+  themeOnScreen = theme();
+  useTheme("light");
+});
+addEventListener("afterprint", () => useTheme(themeOnScreen));
 
 // --- tooltip ---------------------------------------------------------------------------------------------------------
 
