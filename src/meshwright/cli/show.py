@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,18 +87,10 @@ def show(
         problems = Problems()
         problems.of(lambda: _check_options(html, hardware, network, global_batch, compare, as_json=as_json))
         if hardware is not None:
-            others = problems.of(lambda: plans_in([str(file) for file in compare or ()], set_)) or []
-            subject = problems.of(
-                lambda: Subject.read(
-                    target, mesh, plan, set_, loss, hardware=hardware, network=network, global_batch=global_batch,
-                    seq=seq, ranks=ranks, check=lambda plan, profile: check_rank(plan.mesh, rank),
-                )
+            _show_predicted(
+                html, problems, compare or (), target, mesh, plan, set_, loss, hardware=hardware, network=network,
+                global_batch=global_batch, seq=seq, ranks=ranks, rank=rank, parameter=parameter,
             )  # fmt: skip
-            problems.raise_if_any()
-            assert subject is not None and html is not None
-            processes.tell_found(subject.given)
-            named = dict(zip(map(str, compare or ()), others, strict=True))
-            _write(html, _predicted(subject, named, global_batch), rank, parameter)
             return
         given = problems.of(
             lambda: Given.read(
@@ -124,22 +117,36 @@ def show(
             console().print(render(everything, rank=rank, parameter=parameter, pictures=pictures))
 
 
-def _predicted(subject: Subject, others: dict[str, Any], global_batch: int | None) -> Report:
-    """What there is to see of a plan on some hardware, and of others of the same model and batch."""
+def _show_predicted(
+    file: Path | None, problems: Problems, compare: Sequence[Path], target: str, mesh: str | None, plan: str | None,
+    sets: Sequence[str] | None, loss: str | None, *, rank: int | None, parameter: str | None, **given: Any,
+) -> None:  # fmt: skip
+    """Writes what there is to see of a plan on some hardware, beside other plans of the same model and batch.
+
+    Args:
+        problems: those that are known already.
+        compare: files of the other plans.
+        given: as for ``Subject.read``.
+    """
     from meshwright.draw.report import report
     from meshwright.prediction.predict import predict
 
-    given, plan = subject.given, subject.given.plan
-    batch = subject.batch_of([plan, *others.values()], global_batch) if others else subject.batch
+    others = problems.of(lambda: plans_in([str(one) for one in compare], sets))
+    subject = problems.of(
+        lambda: Subject.read(
+            target, mesh, plan, sets, loss, check=lambda plan, profile: check_rank(plan.mesh, rank), **given
+        )
+    )
+    problems.raise_if_any()
+    assert subject is not None and others is not None and file is not None
+    processes.tell_found(subject.given)
+    plans = [subject.given.plan, *others]
+    batch = subject.batch_of(plans, given["global_batch"]) if others else subject.batch
+    build, loss_of = subject.given.target.build, subject.given.loss
     with quiet(), console(stderr=True).status("rehearsing the step", spinner="dots"):
-        predictions = [
-            predict(given.target.build, batch, one, hardware=subject.profile, loss=given.loss)
-            for one in (plan, *others.values())
-        ]
-    recipe = predictions[0].recipe
-    assert recipe is not None  # a prediction's own
-    beside = dict(zip(others, predictions[1:], strict=True))
-    return report(recipe, predictions[0], title=given.target.spec, others=beside)
+        predictions = [predict(build, batch, one, hardware=subject.profile, loss=loss_of) for one in plans]
+    beside = dict(zip(map(str, compare), predictions[1:], strict=True))
+    _write(file, report(predictions[0], title=subject.given.target.spec, others=beside), rank, parameter)
 
 
 def _write(file: Path, report: Report, rank: int | None, parameter: str | None) -> None:
