@@ -24,9 +24,9 @@ def chromium() -> str:
 
 @contextmanager
 def browser() -> Iterator[Any]:
+    path = chromium()
     from playwright.sync_api import sync_playwright
 
-    path = chromium()
     # In a container of root's there is no sandbox to be had.
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     with sync_playwright() as playwright:
