@@ -144,7 +144,10 @@ def test_the_page_works_out_what_the_shard_map_says(case: str, visit: Any) -> No
     assert checked == {names[0] for row in shards.rows for names in row.by_stage.values()}
 
 
-@pytest.mark.parametrize("case", CASES)
+FIRST, *OTHERS = CASES
+
+
+@pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.proof) for case in OTHERS)])
 def test_pointing_at_a_box_says_the_slice_and_its_owners(case: str, visit: Any) -> None:
     shards = shard_map(CASES[case])
     opened = visit(page(report(shards)))
@@ -257,7 +260,7 @@ def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
     assert "saved after it" in opened.tip()
 
 
-@pytest.mark.parametrize("width", [390, 1000])
+@pytest.mark.parametrize("width", [390, pytest.param(1000, marks=pytest.mark.proof)])
 def test_nothing_is_wider_than_the_window(visit: Any, width: int) -> None:
     prediction = predicted()
     assert prediction.recipe is not None
