@@ -46,13 +46,17 @@ from meshwright.private import (
     bases_of,
     collectives_entered,
     compiles,
+    function_mode_at,
+    function_modes,
     has_gradient,
+    has_hooks,
     held_of,
     hooked,
     in_backward,
     is_done,
     job_store,
     last_collective,
+    modes_are_asked,
     python_body,
     pytree,
     replace_tensors,
@@ -95,7 +99,8 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _distributed_c10d _functorch \
-        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _jit_get_schemas_for_operator _local_tensor _make_wrapper_subclass \
+        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
+        _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
@@ -113,6 +118,9 @@ USES = {
     "deferred/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
     "deferred/log.py": "_neg_view",
     "runtime/module_state.py": "_fields",  # of named tuples
+    "replay/program.py": "_buffers _parameters",
+    "replay/replayed.py": "_buffers _parameters",
+    "replay/state.py": "_has_any_global_hook",
     "runtime/weights/parameters.py": "_parameters",
     "runtime/coupling/paths.py": "_getframe",  # of sys
     "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
@@ -153,6 +161,58 @@ def _private_names_in(file: Path) -> set[str]:
             ):
                 names.add(name)
     return {n for n in (names - own) | imported if n.startswith("_") and not n.startswith(("__", "_mw_"))}
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_function_modes_that_are_on_are_known_outermost_first() -> None:
+    assert function_modes() == 0
+    with Passing() as outer, Passing() as inner:
+        assert [function_mode_at(i) for i in range(function_modes())] == [outer, inner]
+        assert modes_are_asked()
+        with without_modes():
+            assert not modes_are_asked()
+
+
+def test_a_module_tells_its_hooks() -> None:
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        module = nn.Linear(2, 2)
+        assert not has_hooks(module)
+        handle = getattr(module, f"register_{register}")(lambda *_: None)
+        assert has_hooks(module)
+        handle.remove()
+        assert not has_hooks(module)
+
+
+def test_hooks_of_all_modules_are_told() -> None:
+    modules = nn.modules.module
+    assert not modules._has_any_global_hook()
+    handle = modules.register_module_forward_hook(lambda *_: None)
+    assert modules._has_any_global_hook()
+    handle.remove()
+
+
+def test_a_function_is_applied_past_what_stands_around_it() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    def refuse(apply: Any) -> Any:
+        return lambda *_: pytest.fail("what is put around it was asked")
+
+    x = torch.ones(2, requires_grad=True)
+    with patches.CUSTOM_FUNCTION.on(refuse):
+        y = patches.apply_of(Twice)(x)
+    y.sum().backward()
+    assert y.tolist() == [2, 2] and x.grad is not None and x.grad.tolist() == [2, 2]
 
 
 def test_schemas_say_what_can_share_memory_with_an_argument() -> None:
