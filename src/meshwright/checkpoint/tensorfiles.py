@@ -133,8 +133,7 @@ def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], T
 
     Raises ValueError where a value is not what its entry says.
     """
-    # The widest types first, as safetensors' own writer has them: each tensor then starts at a multiple of its width.
-    ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
+    ordered = in_order(entries)
     with open(path, "wb") as file:
         file.write(_header(ordered))
         for entry in ordered:
@@ -143,6 +142,14 @@ def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], T
                 raise ValueError(f"{entry.name}: {value.dtype} {tuple(value.shape)}, not {entry.dtype} {entry.shape}")
             file.write(_bytes(value))
             del value  # before the next one is made
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The order in which ``write_file`` asks for values.
+
+    The widest types come first, as safetensors' own writer has them: each tensor then starts at a multiple of its width.
+    """
+    return sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
 
 
 def _header(entries: Iterable[Entry]) -> bytes:

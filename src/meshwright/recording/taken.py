@@ -1,0 +1,152 @@
+"""What was seen of a step, copied to the host: nothing here waits for another rank.
+
+before the first step   every parameter
+before a step           every gradient, as the optimizer gets it
+after it                every parameter that the optimizer holds
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.private import pytree
+from meshwright.recording.layout import Layout, layout_of
+from meshwright.runtime.weights.parameters import local_tensor
+
+Plain = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What this rank held of a tensor, on the host, and how it lay.
+
+    Attributes:
+        local: None where there was none.
+        local_shape: of what this rank holds of the parameter.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    local: Tensor | None
+    local_shape: tuple[int, ...]
+
+    @property
+    def hollow(self) -> bool:
+        """Whether there is no tensor, and it would have no elements: a rank's share of a flat parameter may be empty."""
+        return self.local is None and 0 in self.local_shape and not self.layout.gathers
+
+    def whole(self) -> Tensor | None:
+        """The whole tensor; zeros stand in for what this rank has not. Collective, if the layout gathers."""
+        local = torch.zeros(self.local_shape, dtype=self.dtype) if self.local is None else self.local
+        return self.layout.whole(local)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that this rank told: its value, its type, and the rows that it is the mean of, where they are known."""
+
+    value: float
+    dtype: str
+    rows: int | None
+
+
+@dataclass
+class Step:
+    """One step of this rank's optimizers.
+
+    Attributes:
+        gradients, parameters: by name.
+        stepped: the parameters that some optimizer holds.
+        losses: as they were told, in order.
+        rows: digests of the rows of its batches, in order.
+        settings: of each optimizer, by its class: those of each group.
+        notes: what a reader should know.
+    """
+
+    gradients: dict[str, Copied] = field(default_factory=dict)
+    parameters: dict[str, Copied] = field(default_factory=dict)
+    stepped: set[str] = field(default_factory=set)
+    losses: list[Loss] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+
+
+def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: Tensor | None = None) -> Copied:
+    """A copy of a tensor; ``like``: the parameter, which says how it lies where there is none.
+
+    Args:
+        layout: as it is known otherwise; default: as the tensor itself says.
+        scale: what a gradient is a multiple of, and is divided by.
+    """
+    if t is None or (layout is not None and not layout.holds):
+        shape = (0,) if layout is not None and not layout.holds else tuple(local_tensor(like).shape)
+        return Copied(layout or layout_of(like), like.dtype, None, shape)
+    local = local_tensor(t.detach())
+    local = (local.to_dense() if local.layout != torch.strided else local).to("cpu", copy=True)
+    if scale is not None:
+        local = local / scale.cpu().to(local.dtype)
+    return Copied(layout or layout_of(t), t.dtype, local.contiguous(), tuple(local.shape))
+
+
+def loss_value(loss: Tensor | float, rows: int | None) -> Loss:
+    """A loss as a number; a DTensor's whole value.
+
+    Raises ValueError where it has more than one element.
+    """
+    if not isinstance(loss, Tensor):
+        return Loss(float(loss), "float64", rows)
+    if loss.numel() != 1:
+        raise ValueError(f"rec.loss takes one number, given a tensor of {tuple(loss.shape)}")
+    whole = getattr(loss, "full_tensor", None)  # of a DTensor
+    value = loss.detach() if whole is None else whole().detach()
+    return Loss(float(value.double().item()), str(loss.dtype).removeprefix("torch."), rows)
+
+
+def digests_of_rows(batch: Any) -> list[str]:
+    """A short digest of each row of a batch: of everything in it that has rows, by its first dim.
+
+    Raises ValueError where the batch has no tensor with rows.
+    """
+    tensors = [t.detach().cpu() for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    if not tensors:
+        raise ValueError("rec.loss(batch=...) takes a tensor with rows, or a dict, list or tuple of such")
+    count = tensors[0].shape[0]
+    cut = [t.contiguous() for t in tensors if t.shape[0] == count]
+    return [_digest([t[row] for t in cut]) for row in range(count)]
+
+
+def _digest(parts: Sequence[Tensor]) -> str:
+    made = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        made.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        made.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+    return made.hexdigest()
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's class, and the settings of each group: numbers and words alone, without how it computes them."""
+    groups = [dict(_settings(group)) for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+_HOW = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+
+
+def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if key in _HOW:
+            continue
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = local_tensor(value.detach()).item()
+        if isinstance(value, tuple):
+            value = list(value)
+        if isinstance(value, Plain) or (isinstance(value, list) and all(isinstance(v, Plain) for v in value)):
+            yield str(key), value
