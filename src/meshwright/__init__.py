@@ -17,6 +17,8 @@
     parity      check, Report                  the same as one device?
     prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
                 compare, Difference            what one plan takes more or less than another
+    recording   record, compare_recordings     a step of any script, written down; two of them, judged
+                Recording, Verdict
     search      find_plans, Found              the fastest plans that fit so many devices
     cost        compare_branches, Comparison   does it pay?
     hardware    Hardware                       rates of devices and links
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
     from meshwright.recipe import Recipe
+    from meshwright.recording.compare import compare_recordings
+    from meshwright.recording.record import Recording, record
+    from meshwright.recording.verdict import Verdict
     from meshwright.runtime.job import Job
     from meshwright.search.find import Found, find_plans
     from meshwright.watch.watchdog import Watch
@@ -79,6 +84,8 @@ _HOME = {
     "find_plans": "search.find", "Found": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
     "compare": "prediction.difference", "Difference": "prediction.difference",
+    "record": "recording.record", "Recording": "recording.record",
+    "compare_recordings": "recording.compare", "Verdict": "recording.verdict",
     "compare_branches": "cost.compare", "Comparison": "cost.comparison",
     "Hardware": "hardware",
     "shard_map": "draw.facts", "ShardMap": "draw.facts", "report": "draw.report",
@@ -102,6 +109,7 @@ __all__ = [
     "PlanError",
     "Prediction",
     "Recipe",
+    "Recording",
     "RemoteTensor",
     "ReplicaError",
     "Replicate",
@@ -111,10 +119,12 @@ __all__ = [
     "Shard",
     "ShardMap",
     "UnfrozenError",
+    "Verdict",
     "Watch",
     "check",
     "compare",
     "compare_branches",
+    "compare_recordings",
     "find_plans",
     "html_of",
     "load_checkpoint",
@@ -123,6 +133,7 @@ __all__ = [
     "measure",
     "parallelize",
     "predict",
+    "record",
     "report",
     "save_checkpoint",
     "shard_map",

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | report | inspect | export …``.
+"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | compare | report | inspect | export …``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
@@ -12,7 +12,7 @@
     processes    local workers; how a command ends
     files        what commands write
     help         help that teaches
-    show check plan predict dryrun calibrate train report inspect export env    the commands, a file each; bar: of train
+    show check plan predict dryrun calibrate train compare report inspect export env    the commands, a file each; bar: of train
 
 What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
 """
@@ -27,6 +27,7 @@ import typer
 from meshwright.cli import processes
 from meshwright.cli.calibrate import calibrate
 from meshwright.cli.check import check
+from meshwright.cli.compare import compare
 from meshwright.cli.dryrun import dryrun
 from meshwright.cli.env import env
 from meshwright.cli.export import export
@@ -238,6 +239,38 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \
     --save-every 5 --out runs/rows
 """,
 )(train)
+
+app.command(
+    cls=Taught,
+    epilog="""
+# a script of yours, of which one step is recorded: on one process, and on two
+cat > script.py <<'END'
+import os, sys
+import torch
+import torch.distributed as dist
+import meshwright as mw
+
+torch.manual_seed(0)
+model, rows, rank = torch.nn.Linear(8, 4), torch.randn(16, 8), int(os.environ.get("RANK", 0))
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    model, rows = torch.nn.parallel.DistributedDataParallel(model), rows.chunk(dist.get_world_size())[rank]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+with mw.record(model, sys.argv[1], optimizer=optimizer) as rec:
+    loss = model(rows).square().mean()
+    loss.backward()
+    rec.loss(loss, batch=rows)
+    optimizer.step()
+END
+python script.py runs/one
+torchrun --standalone --nproc-per-node 2 script.py runs/two
+meshwright compare runs/one runs/two
+
+# names that differ by a prefix; as data
+meshwright compare runs/one runs/two --map '^model\\.='
+meshwright compare runs/one runs/two --json > verdict.json
+""",
+)(compare)
 
 _SAVED = """
 # a run that saves
