@@ -225,3 +225,16 @@ def test_the_script_alone_says_how_to_start_it() -> None:
     run = _script("examples/train.py")
     assert run.returncode != 0
     assert "torchrun --nproc-per-node 4 examples/train.py" in run.stderr
+
+
+# --- a script of one's own, recorded ----------------------------------------------------------------------------------
+
+
+def test_a_script_of_ones_own_is_recorded_and_compared(example: object, workers: LocalWorkers, tmp_path: Path) -> None:
+    module = example("record")  # type: ignore[operator]
+    module.train(tmp_path / "one")
+    assert not (tmp_path / "one" / "gradients-2.safetensors").exists()
+    workers.run(module.train, tmp_path / "two", ranks=2)
+    assert mw.compare_recordings(tmp_path / "one", tmp_path / "two").passed
+    workers.run(module.train, tmp_path / "wrong", True, ranks=2)
+    assert mw.compare_recordings(tmp_path / "one", tmp_path / "wrong").keys() == ["averaged_twice"]

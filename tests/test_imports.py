@@ -37,7 +37,7 @@ LADDER = (
     "train",
     "auto",
     "api",
-    "cost.compare draw parity target prediction",
+    "cost.compare draw parity target prediction recording",
     "search",
     "cli __main__",
 )

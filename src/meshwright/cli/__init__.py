@@ -1,4 +1,4 @@
-"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | compare | report | inspect | export …``.
+"""The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | compare | report | …``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
     --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
