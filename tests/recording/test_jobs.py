@@ -65,7 +65,11 @@ def as_job(path: Path, plan: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [{"mesh": {"dp_shard": 2, "tp": 2}}, {"mesh": {"pp": 2, "dp_shard": 2}, "microbatches": 2}]
+    "plan",
+    [
+        {"mesh": {"dp_shard": 2, "tp": 2}},
+        pytest.param({"mesh": {"pp": 2, "dp_shard": 2}, "microbatches": 2}, marks=pytest.mark.proof),
+    ],
 )
 def test_a_job_is_recorded_as_it_is(plan: dict[str, Any], tmp_path: Path, workers: LocalWorkers) -> None:
     alone(tmp_path / "one")
