@@ -1,0 +1,116 @@
+"""The pen: shapes as SVG text, alike on every machine. Colours of ranks; the page's own follow light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+RANK_COLOURS = ("#4C8BF5", "#18A999", "#8B6CF0", "#5AB04B", "#F2913D", "#E0527A", "#C9A40E", "#A9694A")
+"""Ranks in turn. Middle tones: each can be told from the next on white and on black."""
+
+_STYLE = """
+text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:#1f2430}
+.mono{font-family:ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace}
+.page{fill:#ffffff;stroke:#d5d9e2}.card{fill:#f5f6f9;stroke:#d5d9e2}.ghost{fill:#e3e6ed}.dim{fill:#646c7d}
+.fall{fill:#8b93a5;fill-opacity:.13}.pill{fill:#1f2430}.pill-text{fill:#ffffff}.on{fill:#ffffff;paint-order:stroke;stroke:#000000;stroke-opacity:.35;stroke-width:2px}.shade{fill:#000000;fill-opacity:.28}
+@media(prefers-color-scheme:dark){text{fill:#e8eaf0}
+.page{fill:#12151c;stroke:#2e3440}.card{fill:#1b1f29;stroke:#323947}.ghost{fill:#2b313d}.dim{fill:#9aa3b5}
+.fall{fill:#9aa3b5;fill-opacity:.12}.pill{fill:#e8eaf0}.pill-text{fill:#12151c}.on{fill:#ffffff}}
+"""
+
+_LETTER = 0.56  # of the size of the type: how wide a letter is, on average
+
+
+class Box(NamedTuple):
+    """A rectangle: its upper left corner, width and height, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+    def inner(self, by: float) -> Box:
+        """The rectangle within, with such a margin on each side."""
+        return Box(self.x + by, self.y + by, self.width - 2 * by, self.height - 2 * by)
+
+
+class Canvas:
+    """Shapes in the order they are drawn; `svg` gives the file."""
+
+    def __init__(self) -> None:
+        self._shapes: list[str] = []
+        self._patterns: dict[tuple[int, ...], str] = {}
+
+    def box(self, box: Box, kind: str = "", fill: str = "", radius: float = 0, about: str = "") -> None:
+        """A rectangle. ``kind``: a class of the style; ``fill``: a colour instead; ``about``: shown on hover."""
+        look = f'fill="{fill}"' if fill else f'class="{kind}"'
+        corner = f' rx="{_n(radius)}"' if radius else ""
+        size = f'x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}"'
+        tip = f"><title>{escape(about)}</title></rect>" if about else "/>"
+        self._shapes.append(f"<rect {size}{corner} {look}{tip}")
+
+    def text(
+        self, x: float, y: float, words: str, size: float = 12, kind: str = "", anchor: str = "start", weight: int = 400
+    ) -> None:
+        """Words, whose baseline begins at the point; ``anchor``: ``middle`` or ``end`` have it centred, or end there."""
+        look = f' class="{kind}"' if kind else ""
+        look += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        look += f' font-weight="{weight}"' if weight != 400 else ""
+        self._shapes.append(f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}"{look}>{escape(words)}</text>')
+
+    def polygon(self, points: Iterable[tuple[float, float]], kind: str) -> None:
+        where = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        self._shapes.append(f'<polygon points="{where}" class="{kind}"/>')
+
+    def colour(self, ranks: Sequence[int]) -> str:
+        """The fill of what these ranks hold: a colour, or stripes of several."""
+        tones = tuple(dict.fromkeys(rank % len(RANK_COLOURS) for rank in ranks))
+        if len(tones) == 1:
+            return RANK_COLOURS[tones[0]]
+        name = self._patterns.setdefault(tones, f"held-{'-'.join(map(str, tones))}")
+        return f"url(#{name})"
+
+    def absorb(self, other: Canvas) -> None:
+        """Draws what is on another canvas, above what is on this one."""
+        self._shapes += other._shapes
+        self._patterns |= other._patterns
+
+    def svg(self, width: float, height: float, title: str, about: str) -> str:
+        """The file. ``title`` and ``about`` are read to those who do not see it."""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
+            f'height="{_n(height)}" role="img" aria-labelledby="title about">'
+        )
+        words = f'<title id="title">{escape(title)}</title>\n<desc id="about">{escape(about)}</desc>'
+        stripes = [_stripes(name, tones) for tones, name in self._patterns.items()]
+        defs = ["<defs>", *stripes, "</defs>"] if stripes else []
+        return "\n".join([head, words, f"<style>{_STYLE}</style>", *defs, *self._shapes, "</svg>", ""])
+
+
+def wide(words: str, size: float) -> float:
+    """About how many pixels words take."""
+    return len(words) * size * _LETTER
+
+
+def _stripes(name: str, tones: Sequence[int]) -> str:
+    step = 3.0
+    bars = "".join(
+        f'<rect x="{_n(i * step)}" width="{_n(step)}" height="8" fill="{RANK_COLOURS[tone]}"/>'
+        for i, tone in enumerate(tones)
+    )
+    size = f'width="{_n(step * len(tones))}" height="8"'
+    return f'<pattern id="{name}" patternUnits="userSpaceOnUse" {size} patternTransform="rotate(45)">{bars}</pattern>'
+
+
+def _n(value: float) -> str:
+    """A length to a tenth of a pixel, without a needless end."""
+    return f"{value:.1f}".rstrip("0").rstrip(".")
