@@ -14,6 +14,7 @@
     runtime.job Job                            step, clip, evaluate, batches
     watch.watchdog Watch                       ends a job that hangs, with a report
     workers.pool local_workers                 processes on this machine, started once
+    workers.launch launch                      a function on several of them, in one line
     parity      check, Report                  the same as one device?
     prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
                 compare, Difference            what one plan takes more or less than another
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.job import Job
     from meshwright.search.find import Found, find_plans
     from meshwright.watch.watchdog import Watch
+    from meshwright.workers.launch import launch
     from meshwright.workers.pool import local_workers
 
 __version__ = "0.1.0"
@@ -78,7 +80,7 @@ _HOME = {
     "Branches": "container",
     "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
     "Job": "runtime.job",
-    "local_workers": "workers.pool",
+    "local_workers": "workers.pool", "launch": "workers.launch",
     "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
     "find_plans": "search.find", "Found": "search.find",
@@ -127,6 +129,7 @@ __all__ = [
     "compare_recordings",
     "find_plans",
     "html_of",
+    "launch",
     "load_checkpoint",
     "local_workers",
     "make_recipe",

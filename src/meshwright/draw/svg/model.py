@@ -240,7 +240,9 @@ def _page(canvas: Canvas, shards: ShardMap, title: str, bottom: float) -> str:
     page.text(MARGIN, 34, title, 17, weight=650)
     whole = f"{count_text(shards.numel)} parameters, {size_text(shards.bytes)}, on one device"
     page.text(WIDTH - MARGIN, 34, whole, 12, "dim", "end")
-    legend = "A rectangle is a parameter, in its own proportions. A colour is the rank that holds a piece; stripes: several ranks."
+    legend = (
+        "A rectangle is a parameter, in its own proportions. A colour: the rank that holds a piece; stripes: several."
+    )
     page.text(MARGIN, height - 16, legend, 11, "dim")
     page.absorb(canvas)
     held = "; ".join(f"rank {r} holds {size_text(b)}" for r, b in enumerate(shards.bytes_by_rank))

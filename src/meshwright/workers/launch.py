@@ -1,0 +1,77 @@
+"""``launch``: a function on several local ranks, from a notebook or a script, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
+
+from meshwright.workers import pool
+
+T = TypeVar("T")
+
+
+@overload
+def launch(
+    fn: Callable[..., T],
+    /,
+    *args: Any,
+    nprocs: int,
+    device: str = ...,
+    timeout: float = ...,
+    every: Literal[False] = ...,
+    **kwargs: Any,
+) -> T: ...
+
+
+@overload
+def launch(
+    fn: Callable[..., T],
+    /,
+    *args: Any,
+    nprocs: int,
+    device: str = ...,
+    timeout: float = ...,
+    every: Literal[True],
+    **kwargs: Any,
+) -> list[T]: ...
+
+
+def launch(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    nprocs: int,
+    device: str = "cpu",
+    timeout: float = pool.TIMEOUT,
+    every: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Call ``fn(*args, **kwargs)`` on ``nprocs`` local ranks; the result of rank 0.
+
+    Each rank is a process of its own, in a process group of ``nprocs`` ranks, as under torchrun: ``mw.parallelize`` works
+    there. The processes start for this call and end with it; `local_workers` keeps them for several calls. ``fn`` may be a
+    function of a notebook, a lambda or a nested function. What rank 0 prints appears here, live; what others print does not.
+
+    Args:
+        fn: called on every rank. Its result must be picklable.
+        args, kwargs: of ``fn``, alike on every rank.
+        nprocs: how many ranks.
+        device: ``cpu`` (gloo), or ``cuda`` (rank r on GPU r, NCCL).
+        timeout: seconds without an answer from any rank, after which the call ends with an error.
+        every: return the results of all ranks, in order, instead of that of rank 0.
+
+    Raises:
+        PlanError: a plan, a model or a batch that ``fn`` used is wrong; with every problem.
+        WorkerError: ``fn`` failed: the first rank on which it did, with its traceback and output. The other ranks are ended.
+        TypeError: ``fn``, or what it was given, cannot be pickled.
+        ValueError: ``nprocs`` is less than 1.
+    """
+    with pool.local_workers(nprocs, device=device, timeout=timeout) as workers:
+        try:
+            results = workers.run(partial(fn, *args, **kwargs), ranks=nprocs, echo=True)
+        except pool.WorkerError as error:
+            if error.plan_error is not None:
+                raise error.plan_error from None
+            raise
+    return results if every else results[0]

@@ -1,0 +1,159 @@
+"""Every block of code in the README and in docs/ runs, and prints what the page says it prints. See pages.py for the marks."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import re
+import shutil
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from commands import meshwright
+from pages import PAGES, ROOT, RUN, Block, blocks, commands
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.workers.pool import LocalWorkers
+
+WITH_CODE = [page for page in PAGES if any(block.is_run for block in blocks(page.read_text("utf-8")))]
+REASON = re.compile(r"\w.*")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+class Reader:
+    """Does what a page says, in order; the names that its Python makes live as long as the page."""
+
+    def __init__(self, folder: Path, workers: LocalWorkers) -> None:
+        self.folder, self.workers = folder, workers
+        self.names: dict[str, Any] = {"__name__": "page"}
+
+    def run(self, block: Block) -> None:
+        if "file" in block.marks:
+            (self.folder / block.marks["file"]).write_text(block.text, "utf-8")
+        told = {"python": self.python, "bash": self.bash, "yaml": self.yaml}[block.language](block)
+        if block.output is not None and "parsed" not in block.marks:
+            same(block.output, told)
+
+    def python(self, block: Block) -> str:
+        code = compile(block.text, f"line {block.line} of the page", "exec")
+        if ranks := block.marks.get("ranks"):
+            used = {n: v for n, v in self.names.items() if n in code.co_names}
+            (told, *_) = self.workers.run(_told, block.text, used, ranks=int(ranks))
+            return str(told)
+        if kind := block.marks.get("raises"):
+            with pytest.raises(Exception, match="") as error:
+                exec(code, self.names)
+            assert error.type.__name__ == kind
+            return str(error.value)
+        return _told(code, self.names)
+
+    def yaml(self, block: Block) -> str:
+        plan = mw.Plan.parse(block.text)
+        if of := block.marks.get("resolve"):
+            mw.make_recipe(*(self.names[n] if n != "plan" else plan for n in _order(of)))
+        return ""
+
+    def bash(self, block: Block) -> str:
+        return "".join(self.command(words, "parsed" in block.marks) for words in commands(block.text))
+
+    def command(self, words: list[str], parsed: bool) -> str:
+        program, *rest = words
+        if program == "meshwright":
+            return self.ours(rest, parsed)
+        if program == "make":
+            assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text("utf-8"), f"no target {rest[0]}"
+        elif program in ("python", "torchrun"):
+            scripts = [word for word in rest if word.endswith(".py") and "/" in word]
+            assert scripts or program == "torchrun", "a script of ours, which other tests run"
+            assert all((ROOT / script).is_file() for script in scripts), f"no {scripts}"
+        else:
+            assert program == "pip", f"{program}: mark the block as not run, and say why"
+        return ""
+
+    def ours(self, words: list[str], parsed: bool) -> str:
+        if not parsed:
+            return meshwright(*words).output
+        command, *rest = words
+        known = typer.main.get_command(cli.app)
+        assert command in known.commands, f"no command {command}"  # type: ignore[attr-defined]
+        known.commands[command].make_context(command, rest)  # type: ignore[attr-defined]
+        return ""
+
+
+def _order(of: str) -> list[str]:
+    build, batch, *loss = of.split(",")
+    return [build, "plan", batch, *loss]
+
+
+def _told(code: Any, names: dict[str, Any]) -> str:
+    told = io.StringIO()
+    with redirect_stdout(told):
+        exec(code, names)
+    return told.getvalue()
+
+
+def same(said: str, told: str) -> None:
+    """What a page says is printed is what is printed, but for ``…`` and the ends of lines."""
+    want, got = ("\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n" for text in (said, told))
+    fits = doctest.OutputChecker().check_output(want.replace("…", "..."), got.replace("…", "..."), doctest.ELLIPSIS)
+    assert fits, f"the page says\n{want}\nand this was printed\n{got}"
+
+
+@pytest.fixture
+def reader(workers: LocalWorkers, pooled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """In a folder with the examples; what starts workers is given those of the session."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    for place in ("meshwright.workers.pool", "meshwright.parity", "meshwright.prediction.predict"):
+        monkeypatch.setattr(f"{place}.local_workers", lambda *_, **__: nullcontext(workers))
+    monkeypatch.setattr(mw, "local_workers", lambda *_, **__: nullcontext(workers), raising=False)
+    return Reader(tmp_path, workers)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_what_a_page_shows_is_so(page: Path, reader: Reader) -> None:
+    pytest.importorskip("transformers")
+    for block in filter(lambda block: block.is_run, blocks(page.read_text("utf-8"))):
+        try:
+            reader.run(block)
+        except BaseException as error:
+            error.add_note(f"{name(page)}:{block.line}") if hasattr(error, "add_note") else None
+            print(f"{name(page)}:{block.line}")
+            raise
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_block_that_is_not_run_says_why(page: Path) -> None:
+    for block in blocks(page.read_text("utf-8")):
+        reason = block.marks.get("not run")
+        assert reason is None or REASON.fullmatch(reason), f"{name(page)}:{block.line}"
+        assert block.language in (*RUN, "text", "console"), f"{name(page)}:{block.line}: a block has a language"
+
+
+def test_yaml_that_is_no_plan_can_still_be_read() -> None:
+    for page in PAGES:
+        for block in blocks(page.read_text("utf-8")):
+            if block.language == "yaml":
+                list(yaml.safe_load_all(block.text))
+
+
+def test_the_reader_finds_a_page_out(reader: Reader) -> None:
+    """A page that says what is not so fails."""
+    for wrong in (
+        "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n",
+        "```bash\nmeshwright shwo hf:gpt2\n```\n",
+        "<!-- block: parsed -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
+        "```yaml\nmesh: {tpp: 2}\n```\n",
+        "<!-- block: raises=PlanError -->\n```python\n1 + 1\n```\n",
+    ):
+        (block, *_) = blocks(wrong)
+        with pytest.raises(BaseException, match=""):
+            reader.run(block)
