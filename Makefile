@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit proof fuzz coverage bench gallery clean
+.PHONY: help demo test lint types unit proof fuzz coverage bench gallery site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ bench: $(READY) ## step time against handwritten PyTorch of the same layout
 
 gallery: $(READY) ## the drawings of docs/gallery, from real plans
 	$(PY) examples/gallery.py
+
+site: $(READY) ## the documentation site, into build/site; nothing is fetched
+	$(PY) -m mkdocs build --strict --quiet
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,8 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: raises=PlanError --> python: it raises that, and the next block is the text of the error
     <!-- block: file=plan.yaml -->   any: written into the folder in which the page's commands run, too
     <!-- block: resolve=build,sample -->   yaml: a plan, which is resolved for these names of the page
-    <!-- block: parsed -->           bash: takes long; commands and their options are read, and not carried out
+    <!-- block: proof -->            bash: takes long; carried out in `make proof` alone, else read: commands and their options
+    <!-- block: parsed -->           bash: takes too long for any test; read
     <!-- block: not run: why -->     any: it needs what is not here
 
 A block ``text`` that comes directly after one that is run is what that prints; ``…`` stands for anything.
@@ -49,7 +50,7 @@ def blocks(page: str) -> list[Block]:
     """The blocks of a page, in order."""
     found = list(_FENCE.finditer(page))
     result = []
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip(found, [*found, None][1:], strict=True):
         prints = after is not None and after["language"] == "text" and not page[match.end() : after.start()].strip()
         result.append(
             Block(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import json
 import re
 import shutil
 from contextlib import nullcontext, redirect_stdout
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from commands import meshwright
-from pages import PAGES, ROOT, RUN, Block, blocks, commands
 
 import meshwright as mw
+from commands import meshwright
 from meshwright import cli
 from meshwright.workers.pool import LocalWorkers
+from pages import PAGES, ROOT, RUN, Block, blocks, commands
 
 WITH_CODE = [page for page in PAGES if any(block.is_run for block in blocks(page.read_text("utf-8")))]
 REASON = re.compile(r"\w.*")
@@ -31,22 +32,24 @@ def name(page: Path) -> str:
 class Reader:
     """Does what a page says, in order; the names that its Python makes live as long as the page."""
 
-    def __init__(self, folder: Path, workers: LocalWorkers) -> None:
-        self.folder, self.workers = folder, workers
+    def __init__(self, folder: Path, workers: LocalWorkers, thorough: bool) -> None:
+        self.skipped = {"parsed"} if thorough else {"parsed", "proof"}
+        self.folder, self.workers, self.page = folder, workers, "a page"
         self.names: dict[str, Any] = {"__name__": "page"}
 
     def run(self, block: Block) -> None:
         if "file" in block.marks:
             (self.folder / block.marks["file"]).write_text(block.text, "utf-8")
         told = {"python": self.python, "bash": self.bash, "yaml": self.yaml}[block.language](block)
-        if block.output is not None and "parsed" not in block.marks:
+        if block.output is not None and not self.skipped & set(block.marks):
             same(block.output, told)
 
     def python(self, block: Block) -> str:
-        code = compile(block.text, f"line {block.line} of the page", "exec")
+        text = "\n" * block.line + block.text  # so that errors have the lines of the page
+        code = compile(text, self.page, "exec")
         if ranks := block.marks.get("ranks"):
             used = {n: v for n, v in self.names.items() if n in code.co_names}
-            (told, *_) = self.workers.run(_told, block.text, used, ranks=int(ranks))
+            (told, *_) = self.workers.run(_told, text, used, ranks=int(ranks))
             return str(told)
         if kind := block.marks.get("raises"):
             with pytest.raises(Exception, match="") as error:
@@ -62,7 +65,7 @@ class Reader:
         return ""
 
     def bash(self, block: Block) -> str:
-        return "".join(self.command(words, "parsed" in block.marks) for words in commands(block.text))
+        return "".join(self.command(words, bool(self.skipped & set(block.marks))) for words in commands(block.text))
 
     def command(self, words: list[str], parsed: bool) -> str:
         program, *rest = words
@@ -108,19 +111,22 @@ def same(said: str, told: str) -> None:
 
 
 @pytest.fixture
-def reader(workers: LocalWorkers, pooled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+def reader(
+    workers: LocalWorkers, pooled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Reader:
     """In a folder with the examples; what starts workers is given those of the session."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     for place in ("meshwright.workers.pool", "meshwright.parity", "meshwright.prediction.predict"):
         monkeypatch.setattr(f"{place}.local_workers", lambda *_, **__: nullcontext(workers))
     monkeypatch.setattr(mw, "local_workers", lambda *_, **__: nullcontext(workers), raising=False)
-    return Reader(tmp_path, workers)
+    return Reader(tmp_path, workers, thorough=request.config.option.markexpr != "not proof")
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_what_a_page_shows_is_so(page: Path, reader: Reader) -> None:
     pytest.importorskip("transformers")
+    reader.page = name(page)
     for block in filter(lambda block: block.is_run, blocks(page.read_text("utf-8"))):
         try:
             reader.run(block)
@@ -157,3 +163,30 @@ def test_the_reader_finds_a_page_out(reader: Reader) -> None:
         (block, *_) = blocks(wrong)
         with pytest.raises(BaseException, match=""):
             reader.run(block)
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def cells(notebook: Path) -> list[str]:
+    return ["".join(c["source"]) for c in json.loads(notebook.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_every_cell_of_a_notebook_runs(notebook: Path, reader: Reader) -> None:
+    reader.page = name(notebook)
+    for number, text in enumerate(cells(notebook), 1):
+        reader.python(Block("python", text, number, {}))
+
+
+@pytest.mark.proof  # an interpreter of its own for each, where nbclient is installed
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_a_notebook_runs_in_a_kernel(notebook: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    nbclient.NotebookClient(nbformat.read(notebook, 4), timeout=200, kernel_name="python3").execute()
+
+
+def test_the_notebooks_are_few_and_each_is_named_on_its_page() -> None:
+    assert 4 <= len(NOTEBOOKS) <= 6
+    page = (ROOT / "docs" / "tutorial" / "notebooks.md").read_text("utf-8")
+    assert all(f"../notebooks/{notebook.name}" in page for notebook in NOTEBOOKS)

@@ -43,6 +43,13 @@ class Box(NamedTuple):
         return Box(self.x + by, self.y + by, self.width - 2 * by, self.height - 2 * by)
 
 
+class Drawing(str):
+    """The text of an SVG file; a notebook shows it as a picture."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
 class Canvas:
     """Shapes in the order they are drawn; `svg` gives the file."""
 
@@ -84,7 +91,7 @@ class Canvas:
         self._shapes += other._shapes
         self._patterns |= other._patterns
 
-    def svg(self, width: float, height: float, title: str, about: str) -> str:
+    def svg(self, width: float, height: float, title: str, about: str) -> Drawing:
         """The file. ``title`` and ``about`` are read to those who do not see it."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
@@ -93,7 +100,7 @@ class Canvas:
         words = f'<title id="title">{escape(title)}</title>\n<desc id="about">{escape(about)}</desc>'
         stripes = [_stripes(name, tones) for tones, name in self._patterns.items()]
         defs = ["<defs>", *stripes, "</defs>"] if stripes else []
-        return "\n".join([head, words, f"<style>{_STYLE}</style>", *defs, *self._shapes, "</svg>", ""])
+        return Drawing("\n".join([head, words, f"<style>{_STYLE}</style>", *defs, *self._shapes, "</svg>", ""]))
 
 
 def wide(words: str, size: float) -> float:

@@ -17,7 +17,7 @@ from math import prod
 
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.facts import Row, ShardMap, elements
-from meshwright.draw.svg.canvas import Box, Canvas, wide
+from meshwright.draw.svg.canvas import Box, Canvas, Drawing, wide
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices
 
@@ -35,7 +35,7 @@ _DIVIDES = {
 }
 
 
-def model_svg(shard_map: ShardMap, title: str) -> str:
+def model_svg(shard_map: ShardMap, title: str) -> Drawing:
     """The drawing of a shard map, as the text of an SVG file. Repeated blocks are drawn once.
 
     Args:
@@ -232,7 +232,7 @@ def _plan(canvas: Canvas, shards: ShardMap, middle: float) -> None:
     canvas.text(WIDTH / 2, middle + 21, "  ·  ".join(_DIVIDES[a] for a in shards.mesh.names), 12, "dim", "middle")
 
 
-def _page(canvas: Canvas, shards: ShardMap, title: str, bottom: float) -> str:
+def _page(canvas: Canvas, shards: ShardMap, title: str, bottom: float) -> Drawing:
     """The drawing on its page, with a line above and one below."""
     height = bottom + 40
     page = Canvas()

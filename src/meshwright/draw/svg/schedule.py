@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.draw.svg.canvas import RANK_COLOURS, Box, Canvas
+from meshwright.draw.svg.canvas import RANK_COLOURS, Box, Canvas, Drawing
 from meshwright.schedule import Schedule, idle, timeline
 
 WIDTH, MARGIN, LABEL, LINE = 1000.0, 22.0, 58.0, 30.0
 _KINDS = {"F": "forward", "B": "backward", "I": "backward, gradients of inputs", "W": "backward, gradients of weights"}
 
 
-def schedule_svg(schedule: Schedule, title: str) -> str:
+def schedule_svg(schedule: Schedule, title: str) -> Drawing:
     """The drawing of a schedule of computations, a backward taking two forwards, as the text of an SVG file."""
     canvas, spans = Canvas(), timeline(schedule)
     unit = (WIDTH - 2 * MARGIN - LABEL) / max(span.stop for span in spans)

@@ -1,0 +1,87 @@
+"""The documentation site: it builds, strictly, and fetches nothing; and what its pages claim of the source is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import meshwright as mw
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FETCHED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+""")
+
+
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 20
+    # The address of a page itself, for search engines, is no fetch.
+    fetched = {tag for page in pages for tag in FETCHED.findall(page.read_text("utf-8")) if "canonical" not in tag}
+    assert not fetched
+
+
+def test_every_page_is_in_the_navigation_and_every_entry_is_a_page() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    assert set(_leaves(nav)) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    entries = re.findall(
+        r"^::: meshwright\.(\S+)$", (DOCS / "reference" / "python.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(entry.rpartition(".")[2] for entry in entries) == sorted(mw.__all__)
+
+
+def test_every_test_that_the_traps_name_is_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (DOCS / "traps.md").read_text("utf-8"))
+    assert len(named) > 50
+    missing = [f"{file}::{test}" for file, test in named if test and test not in _functions(ROOT / "tests" / file)]
+    missing += [file for file, _ in named if not (ROOT / "tests" / file).is_file()]
+    assert not missing
+
+
+def test_every_message_of_the_troubleshooting_is_text_of_the_source() -> None:
+    headings = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+    assert len(headings) > 15
+    texts = [text for file in (ROOT / "src").rglob("*.py") for text in _texts(ast.parse(file.read_text("utf-8")))]
+    unknown = [heading for heading in headings if not any(heading.rstrip("…") in text for text in texts)]
+    assert not unknown
+
+
+def test_a_link_of_the_readme_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text("utf-8"))
+    assert len(links) > 10
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def _leaves(nav: object) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _leaves(part)
+
+
+def _functions(file: Path) -> set[str]:
+    if not file.is_file():
+        return set()
+    return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Every text of a file; what an f-string puts in is an ellipsis."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
