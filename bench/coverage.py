@@ -175,7 +175,8 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
         "batch, or off in eval mode. ~: the model draws random numbers in its forward whatever the mode; stages and data",
         "ranks draw their own, so that this table cannot tell whether it is right there.",
         "",
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo on CPU, {date.today()}. {_counts(cells)}.",
+        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo on CPU, {date.today()}. "
+        f"{_counts(cells)}.",
     ]
     for kind in dict.fromkeys(m.kind for m in MODELS.values()):
         rows = [m for m in MODELS.values() if m.kind == kind and m.name in cells]

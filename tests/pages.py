@@ -6,7 +6,7 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: raises=PlanError --> python: it raises that, and the next block is the text of the error
     <!-- block: file=plan.yaml -->   any: written into the folder in which the page's commands run, too
     <!-- block: resolve=build,sample -->   yaml: a plan, which is resolved for these names of the page
-    <!-- block: proof -->            bash: takes long; carried out in `make proof` alone, else read: commands and their options
+    <!-- block: proof -->            any: takes long; run in `make proof` alone. Else Python is compiled, and commands are read
     <!-- block: parsed -->           bash: takes too long for any test; read
     <!-- block: not run: why -->     any: it needs what is not here
 

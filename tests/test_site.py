@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,10 @@ def test_every_test_that_the_traps_name_is_there() -> None:
 def test_every_message_of_the_troubleshooting_is_text_of_the_source() -> None:
     headings = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
     assert len(headings) > 15
-    texts = [text for file in (ROOT / "src").rglob("*.py") for text in _texts(ast.parse(file.read_text("utf-8")))]
+    begins = {" ".join(heading.split("…")[0].split()[:2]) for heading in headings}
+    sources = [file.read_text("utf-8") for file in (ROOT / "src").rglob("*.py")]
+    likely = [source for source in sources if any(begin in source for begin in begins)]  # to parse all takes seconds
+    texts = [text for source in likely for text in _texts(ast.parse(source))]
     unknown = [heading for heading in headings if not any(heading.rstrip("…") in text for text in texts)]
     assert not unknown
 
@@ -72,6 +76,7 @@ def _leaves(nav: object) -> Iterator[str]:
         yield from _leaves(part)
 
 
+@cache
 def _functions(file: Path) -> set[str]:
     if not file.is_file():
         return set()
