@@ -66,6 +66,12 @@ def test_what_no_one_could_read_is_refused() -> None:
         model_svg(shards, "too many")
 
 
+def test_what_has_no_parameters_has_cards_without_any() -> None:
+    recipe = mw.make_recipe(torch.nn.Tanh, {"mesh": {"dp_replicate": 2}}, torch.zeros(4, 4), torch.sum)
+    drawn = model_svg(mw.shard_map(recipe), "nothing to divide")
+    assert "rank 1" in drawn and "ghost" not in drawn.partition("</style>")[2]
+
+
 def test_a_schedule_is_drawn_action_by_action() -> None:
     drawn = ElementTree.fromstring(schedule_svg(make_schedule("1f1b", 2, 2, 3), "drawn"))
     said = [title.text for title in drawn.iter(f"{SVG}title")]

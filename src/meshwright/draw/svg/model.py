@@ -103,17 +103,17 @@ class _Packed:
 def _packed(rows: Sequence[Row]) -> _Packed:
     """Columns from left to right, each as tall as the tallest rectangle at most."""
     sizes = [_sides(row.first.shape) for row in rows]
-    longest = max(max(side) for side in sizes)
+    longest = max((max(side) for side in sizes), default=1.0)  # a stage may have no parameters
     least, between = longest * _THIN, longest * _BETWEEN
     sizes = [(max(across, least), max(down, least)) for across, down in sizes]
-    tallest = max(down for _, down in sizes)
+    tallest = max((down for _, down in sizes), default=1.0)
     boxes, x, y, column = [], 0.0, 0.0, 0.0
     for across, down in sizes:
         if y and y + down > tallest * 1.001:
             x, y, column = x + column + between, 0.0, 0.0
         boxes.append(Box(x, y, across, down))
         y, column = y + down + between, max(column, across)
-    return _Packed(tuple(boxes), x + column, tallest)
+    return _Packed(tuple(boxes), x + column or 1.0, tallest)
 
 
 def _sides(shape: Sequence[int]) -> tuple[float, float]:
