@@ -35,7 +35,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with mw.local_workers(8) as workers:
         for title, plan in PLANS.items():
-            report = mw.check(demo.build, demo.rows(ids), plan, workers=workers)
+            report = mw.check(demo.build, demo.rows(ids), plan, workers=workers, dtype=torch.float64)
             worst = [max(report.errors[kind].values()) for kind in ("gradients", "parameters")]
             cells = [report.errors["loss"], *worst]
             ranks = report.plan.mesh.size
