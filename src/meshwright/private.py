@@ -186,6 +186,11 @@ def hooked(p: Tensor) -> bool:
         return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
+def unhooked(p: Tensor) -> bool:
+    """The reverse of ``hooked``, for a moment in which function modes are off."""
+    return not (p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
 def take_backward_hooks(p: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
     """The hooks of ``register_hook`` on a leaf, which it has no more. There is no public way to ask."""
     hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = p._backward_hooks or {}
@@ -326,6 +331,7 @@ __all__ = [
     "schemas",
     "set_autograd_local",
     "storage_of",
+    "unhooked",
     "unset_fake_temporarily",
     "version",
     "without_any_mode",

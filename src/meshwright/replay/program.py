@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshwright.layout import Layout
-from meshwright.private import pytree, version
+from meshwright.private import held_of, pytree, storage_of, unhooked, version
 from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
@@ -194,25 +194,24 @@ class Binding:
         self._kept = [(_table(block, g.source), g) for g in program.kept]
         self._index = {g.source: i for i, g in enumerate(program.kept)}
         self._fetch = [self._fetching(source) for _, source in program.inputs]
-        self._last: list[Callable[[], Any]] = [_nothing] * len(self._kept)  # what each was when it was looked at last
+        self._known: list[_Known | None] = [None] * len(self._kept)  # what each was when it was looked at last
+        self._quiet = all(isinstance(m.of, int) or m.of[0] == "result" for m in program.left)
         self._one = self._single()
 
     def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
         """What the block returns; ``NotImplemented`` if a parameter is not what it was. Modes are off."""
-        kept, last, local = [], self._last, view.local
+        kept, known = [], self._known
         for i, ((table, name), given) in enumerate(self._kept):
-            t: Any = table.get(name)
-            if type(t) is not Tensor and t is not None:
-                part = local(t)
-                if part is not None:
-                    t = part
-            # Most often it is the same local part, of which nothing has been made.
-            known = t is last[i]() and type(t) is GlobalTensor and t._mw_spec is given.form
-            if not known or t._mw_memo or given.moves:
-                if t is None or not _is_so(t, given):
+            p: Any = table.get(name)
+            part = known[i].part(p) if known[i] is not None else None  # type: ignore[union-attr]
+            if part is None:
+                part = p
+                if type(p) is not Tensor and p is not None and (local := view.local(p)) is not None:
+                    part = local
+                if part is None or not _is_so(part, given):
                     return NotImplemented
-                last[i] = weakref.ref(t)
-            kept.append(t)
+                known[i] = _Known.of(p, part, given) if self._quiet else None
+            kept.append(part)
         inputs = []
         for kind, at, move in self._fetch:
             t = tensors[at] if kind else kept[at]
@@ -293,8 +292,34 @@ class Constant:
     value: Any
 
 
-def _nothing() -> None:
-    return None
+class _Known:
+    """A parameter and its local part, which is the same for as long as nothing about the parameter changes."""
+
+    __slots__ = ("_form", "_held", "_of", "_part", "_trains")
+
+    def __init__(self, p: DTensor, part: Tensor, given: Given) -> None:
+        self._of, self._held, self._part = weakref.ref(p), weakref.ref(held_of(p)), weakref.ref(part)
+        self._form, self._trains = given.form, given.trains
+
+    @classmethod
+    def of(cls, p: Any, part: Tensor, given: Given) -> _Known | None:
+        """None if the part is made anew in each forward."""
+        if not isinstance(p, DTensor) or given.moves or not unhooked(p):
+            return None
+        local = local_of(part)
+        lasts = local.is_leaf and storage_of(local) == storage_of(held_of(p))
+        return cls(p, part, given) if lasts else None
+
+    def part(self, p: Any) -> Tensor | None:
+        """The local part; None if it may be another. Function modes are off."""
+        if p is None or p is not self._of() or held_of(p) is not self._held() or p.requires_grad is not self._trains:
+            return None
+        part: Any = self._part()
+        if part is None or not unhooked(p):
+            return None
+        if type(part) is GlobalTensor:
+            return part if part._mw_spec is self._form and not part._mw_memo else None
+        return part if len(vars(part)) == 1 else None  # that it is a parameter, and nothing else, has been noted
 
 
 def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:
