@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from meshwright.amounts import count_text, size_text
-from meshwright.draw.facts import Row, ShardMap, elements
+from meshwright.draw.facts import Row, ShardMap, elements, fold
 from meshwright.draw.svg.canvas import Box, Canvas, Drawing, wide
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices
@@ -81,10 +81,10 @@ def _groups(shard_map: ShardMap) -> list[_Group]:
     groups = []
     for place in range(mesh.axis_size("pp")):
         ranks = tuple(r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == place)
-        rows = tuple(row for row in shard_map.rows if place in recipe.owners(recipe.by_name[row.names[0]]))
+        here = [f for name, f in shard_map.parameters.items() if place in recipe.owners(recipe.by_name[name])]
         stages = [str(s) for s, where in enumerate(recipe.stage_rank) if where == place]
         several = f"stages {', '.join(stages)}" if len(stages) > 1 else f"stage {stages[0]}"
-        groups.append(_Group(several if recipe.stages else "", ranks, rows))
+        groups.append(_Group(several if recipe.stages else "", ranks, fold(here)))
     return groups
 
 
