@@ -49,7 +49,7 @@ gallery: $(READY) ## the drawings of docs/gallery, from real plans
 	$(PY) examples/gallery.py
 
 site: $(READY) ## the documentation site, into build/site; nothing is fetched
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) -m mkdocs build --strict
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

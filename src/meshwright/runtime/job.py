@@ -177,7 +177,9 @@ class Job:
 
         Args:
             path: a checkpoint, or a folder of them: the newest.
-            optimizer, scheduler, data: as given to ``save``; made as they were then.
+            optimizer: as given to ``save``; made as it was then.
+            scheduler: likewise.
+            data: likewise.
             verify: read all of it first, the ranks together, and compare it with its checksums.
             or_before: of a folder, if its newest checkpoint is damaged, take the one before; the notes of what is
                 returned say so. Else that is an error. For runs that are started again without a person.

@@ -55,7 +55,8 @@ def launch(
 
     Args:
         fn: called on every rank. Its result must be picklable.
-        args, kwargs: of ``fn``, alike on every rank.
+        *args: of ``fn``, alike on every rank.
+        **kwargs: likewise.
         nprocs: how many ranks.
         device: ``cpu`` (gloo), or ``cuda`` (rank r on GPU r, NCCL).
         timeout: seconds without an answer from any rank, after which the call ends with an error.
