@@ -298,7 +298,8 @@ class _Known:
     __slots__ = ("_form", "_held", "_of", "_part", "_trains")
 
     def __init__(self, p: DTensor, part: Tensor, given: Given) -> None:
-        self._of, self._held, self._part = weakref.ref(p), weakref.ref(held_of(p)), weakref.ref(part)
+        self._of: Callable[[], Any] = weakref.ref(p)
+        self._held, self._part = weakref.ref(held_of(p)), weakref.ref(part)
         self._form, self._trains = given.form, given.trains
 
     @classmethod
