@@ -57,9 +57,11 @@ from meshwright.private import (
     job_store,
     last_collective,
     modes_are_asked,
+    norms_of,
     python_body,
     pytree,
     replace_tensors,
+    scale_all,
     schema_of,
     schemas,
     set_autograd_local,
@@ -102,6 +104,7 @@ USES = {
         _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
+        _foreach_mul_ _foreach_norm \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
@@ -937,6 +940,17 @@ def test_ops_pass_dispatch_modes_by_for_a_while() -> None:
         assert not seen and made.is_meta and made.stride() == (1, 2)
         torch.empty(2)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_clipping_rests_on_calls_for_all_tensors_at_once(dtype: torch.dtype) -> None:
+    tensors = [torch.full((300,), 3.0, dtype=dtype), torch.tensor(4.0, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    wide = torch.promote_types(dtype, torch.float32)
+    norms = norms_of(tensors, wide)
+    assert [n.dtype for n in norms] == [wide] * 3
+    assert [round(n.item() ** 2) for n in norms] == [2700, 16, 0]  # in a half type, 2700 would be another number
+    scale_all(tensors, torch.tensor(0.5, dtype=dtype))
+    assert tensors[0].eq(1.5).all() and tensors[1] == 2
 
 
 def test_decisions_are_kept_apart_by_whether_autocast_is_on_for_any_device() -> None:

@@ -113,17 +113,18 @@ class Generators:
         """Whether the ranks of a group were in step; if not, all take the first rank's state. Collective over the group.
 
         Args:
+            group: one that carries tensors of the host, where states are: no device is waited for.
             torch_too: compare torch's generators, and those that modules hold, as well: stages run other modules.
         """
         state = self.state() if torch_too else self.host(held=False)
         digest = state_digest(state)
-        most = torch.tensor([digest, -digest], device=self.device)
+        most = torch.tensor([digest, -digest])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         highest, lowest = most.tolist()
         if highest == -lowest:
             return True
         holder = [state]
-        dist.broadcast_object_list(holder, group_src=0, group=group)
+        dist.broadcast_object_list(holder, group_src=0, group=group, device=torch.device("cpu"))
         self.set(holder[0])
         return False
 

@@ -300,6 +300,22 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
     return [json.loads(dump(includeCollectives=entries)) for dump in dumps if dump is not None]
 
 
+def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each tensor, taken in a type, by one call for all.
+
+    Private by its name alone: ``torch.nn.utils.get_total_norm``, which is made of it, takes norms in the tensors' own type.
+    """
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors of one type by a number of that type, in place, by one call for all.
+
+    Private by its name alone: ``torch.nn.utils.clip_grads_with_norm_``, which is made of it, takes parameters, of one kind.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
 def is_done(work: Any) -> bool:
     """Whether a collective has ended. One of a world without other ranks, which ends at once, never says so. Private: torch's
     backend ``fake`` has no public name for its work."""
@@ -324,9 +340,11 @@ __all__ = [
     "last_collective",
     "make_wrapper",
     "modes_are_asked",
+    "norms_of",
     "python_body",
     "pytree",
     "replace_tensors",
+    "scale_all",
     "schema_of",
     "schemas",
     "set_autograd_local",

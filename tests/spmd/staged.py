@@ -157,7 +157,7 @@ class Staged:
     def step(self, batch: Any, *, backward: bool = True) -> float:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
         pieces = list(microbatches(batch, self.microbatches))
-        scale, shares = weights(pieces, self.counter, 1, torch.device("cpu"), alone=True)
+        scale, shares = weights(pieces, self.counter, 1, among=None)
         with in_one_process(len(self.ranks)):
             own = [
                 pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks

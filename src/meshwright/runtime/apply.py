@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -150,13 +149,12 @@ def _runner(stages: Stages, hooks: Mapping[str, Hooks], replanner: Replanner, lo
 
 
 def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stages) -> Programs:
-    among = [group for group in (groups.pipeline, groups.tp) if dist.get_world_size(group) > 1]
+    among = [groups.hosts[axis] for axis in ("pp", "tp") if axis in groups.hosts]
     return Programs(
         recipe,
         replanner,
         stages.numbers,
         among,
-        groups.device,
         stages.modes,
         mine=None if stages.branching is None else stages.branching.mine,
         streamed=stages.streams is not None,

@@ -80,7 +80,8 @@ class Checkpoints:
         return loaded
 
     def _begin(self) -> None:
-        """The last save is done, whose ranks agree over the same group; parameters are at rest."""
+        """The last step and the last save, whose ranks agree over the same group, are done; parameters are at rest."""
+        self._division.finish_step()
         self.saved()
         self._held.reshard()
 

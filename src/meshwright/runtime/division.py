@@ -37,12 +37,14 @@ from meshwright.runtime.coupling.trial import (
     how_rows_combine,
     notes,
 )
+from meshwright.runtime.late import Late
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.weights.parameters import local_tensor
 
 _OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
 _UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
@@ -74,8 +76,21 @@ class Done:
 
 
 _ALL_OF, _MOST_KNOWN = 8, 1 << 12
-# Numbers of each step that are summed over all ranks: loss, its type, ignored labels, whether it is new, unfrozen parameters.
-_SUMS = 5
+
+
+@dataclass
+class Unread:
+    """A step of which the loss is not read yet.
+
+    Attributes:
+        finite: whether the loss of all ranks is.
+        kind: how rows combine; ``losses``, ``pieces``: of this rank.
+    """
+
+    finite: Late
+    kind: str
+    losses: list[Tensor]
+    pieces: Pieces
 
 
 @dataclass
@@ -96,6 +111,9 @@ class Division:
     Args:
         counter: what means divide by; None: rows alone.
         random: the generators that a forward may draw from.
+
+    Attributes:
+        late: whether the loss of a step is looked at a step later, so that no host waits for its device.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
@@ -111,6 +129,8 @@ class Division:
         self._divided, self._batch = False, None
         self._form: Hashable = None
         self._begin: ModuleState | None = None
+        self._unread: Unread | None = None
+        self.late = self._device.type != "cpu"
 
     @property
     def rows(self) -> str:
@@ -193,7 +213,13 @@ class Division:
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
         row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
         scale, shares = weights(
-            split, self._counter, self._copies, self._device, way=way, waiting=self._runner.waiting, stand_in=row
+            split,
+            self._counter,
+            self._copies,
+            among=self._runner.groups,
+            way=way,
+            waiting=self._runner.waiting,
+            stand_in=row,
         )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
@@ -221,10 +247,11 @@ class Division:
             return self._row
         return mapped(lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() and not len(t) else t.clone(), batch)
 
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over the data axes, the innermost first."""
-        mesh, sharded = self._recipe.mesh, self._runner.groups.sharded
-        return [sharded[axis].get_group() for axis in reversed(mesh.data_axes) if mesh.axis_size(axis) > 1]
+    def _data_groups(self) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+        """The groups over the data axes, the innermost first: of their ranks, and of the hosts of these."""
+        mesh, groups = self._recipe.mesh, self._runner.groups
+        axes = [axis for axis in reversed(mesh.data_axes) if mesh.axis_size(axis) > 1]
+        return [(groups.sharded[axis].get_group(), groups.hosts[axis]) for axis in axes]
 
     # --- trials -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +281,7 @@ class Division:
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
         """For a trial: the loss of each piece, what it weighs, and what was read of it."""
-        scale, shares = weights(pieces, self._counter, self._copies, self._device, way=way, alone=True)
+        scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
         for piece in pieces:  # what is recorded draws no numbers in the trial
             self._runner.executor.record(piece)
         losses, reads = [], [Reads(numbers=True) for _ in pieces]
@@ -265,8 +292,8 @@ class Division:
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""
-        extremes = torch.tensor([-number, number], device=self._device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        extremes = torch.tensor([-number, number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._runner.groups.hosts[""])
         smallest, largest = extremes.tolist()
         return -smallest, largest
 
@@ -280,53 +307,86 @@ class Division:
             RowsError: on every rank: the step's values have shown that its rows cannot be divided.
             UnfrozenError: on every rank.
         """
-        mesh, paths = self._recipe.mesh, self._paths
-        sums = torch.zeros(_SUMS, dtype=torch.float64, device=self._device)
+        mesh, paths, several = self._recipe.mesh, self._paths, self._is_shared
+        shares = [share for share in pieces.shares if share is not None]
+        unfrozen = self._runner.unfrozen()
+        # What hosts know of the step goes between them; the loss stays on the device.
+        wide = sum(loss.dtype == torch.float64 for loss in losses)
+        told = [wide, self._does_what_is_new(), len(unfrozen), *(paths.sums() if paths.watching else ())]
+        facts = torch.tensor([float(x) for x in told], dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # the loss, ignored labels
         for loss in losses:
             sums[0] += loss.double()
-            sums[1] += loss.dtype == torch.float64
-        shares = [share for share in pieces.shares if share is not None]
         for ignored in (n for share in shares for n in share.ignored):
-            sums[2] += ignored
-        unfrozen = self._runner.unfrozen()
-        sums[3], sums[4] = self._does_what_is_new(), len(unfrozen)
-        if paths.watching:
-            sums = torch.cat([sums, sums.new_tensor(paths.sums())])
-        if mesh.data_size * mesh.axis_size("pp") > 1 or self._recipe.branches:
+            sums[1] += ignored
+        if several:
             with self._runner.waiting.on():
-                dist.all_reduce(sums)
+                self._runner.groups.sum([facts, sums])
             sums[0] /= mesh.axis_size("tp") * pieces.copies
-        if sums[4]:
+        wide, new, frozen, *ways = facts.tolist()
+        if frozen:
             raise UnfrozenError(unfrozen)
-        _refuse_uncounted(shares, sums[2])
-        if self._divided and not torch.isfinite(sums[0]):
-            self._refuse_parts_not_finite(losses, pieces)
-        if paths.watching and paths.differ(sums[_SUMS:].tolist()):
+        _refuse_uncounted(shares, sums[1])
+        self.finish_step()
+        if self._divided:
+            self._unread = Unread(Late(sums[:1].isfinite()), self._kind, losses, pieces)
+            if not self.late:
+                self.finish_step()
+        if paths.watching and paths.differ(ways):
             self._try_paths(pieces)
-        elif sums[3]:
+        elif new:
             self._try_what_is_new()
-        return sums[0].to(torch.float64 if sums[1] else torch.float32)
+        return sums[0].to(torch.float64 if wide else torch.float32)
 
-    def _refuse_parts_not_finite(self, losses: list[Tensor], pieces: Pieces) -> None:
-        """The loss of the step is not finite, as that of a piece is not: is that of its rows and others at once? Else it is not
+    @property
+    def _is_shared(self) -> bool:
+        """Whether ranks have different parts of a step."""
+        mesh = self._recipe.mesh
+        return mesh.data_size * mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
+
+    def finish_step(self) -> None:
+        """Acts on the loss of the last step, for which a device is waited for. Collective, if that was not finite.
+
+        On a CPU a step ends with it. On a device the next step does, when the loss has long been there; or whoever asks before.
+
+        Raises:
+            RowsError: on every rank: the loss is not finite, as rows were run apart.
+        """
+        unread, self._unread = self._unread, None
+        if unread is not None and not all(unread.finite.read()):
+            self._refuse_parts_not_finite(unread)
+
+    def _refuse_parts_not_finite(self, step: Unread) -> None:
+        """The loss of a step is not finite, as that of a piece is not: is that of its rows and others at once? Else it is not
         on one device, either.
 
         Raises:
-            RowsError: on every rank: it is.
+            RowsError: on every rank: it is; or the optimizer has stepped since, and it cannot be known any more.
         """
+        groups = self._runner.groups
+        if self.late and any(groups.on_any([not self._is_finite()])):
+            raise RowsError(
+                "the loss of a step was not finite, and the optimizer has stepped: whether it is finite on one device, where "
+                "rows are not run apart, cannot be known now; `job.finish_step()` before `optimizer.step()` says it in time"
+            )
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, [bool(torch.isfinite(loss)) for loss in losses])
+        own = [bool(torch.isfinite(loss)) for loss in step.losses]
+        dist.all_gather_object(everywhere, own, group=groups.hosts[""])
         of = [(rank, m, finite) for rank, own in enumerate(everywhere) for m, finite in enumerate(own)]
         two = [next(((rank, m) for rank, m, finite in of if finite == wanted), None) for wanted in (False, True)]
-        rows = [self._rows_of_piece(pieces, *piece) for piece in two if piece is not None]
+        rows = [self._rows_of_piece(step.pieces, *piece) for piece in two if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
-        if both is None or not finite_together_alone(self._kind, both, rows_of(rows[0]), self._forwards()):
+        if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._forwards()):
             return
         (rank, microbatch), *_ = (piece for piece in two if piece is not None)
         raise RowsError(
             f"the loss of microbatch {microbatch} of rank {rank} is not finite, and that of its rows and others at once is: "
             "the model takes a mean over nothing (0/0), say, which no weight makes right"
         )
+
+    def _is_finite(self) -> bool:
+        """Whether what this rank holds of parameters is finite."""
+        return all(bool(local_tensor(p).isfinite().all()) for p in self._runner.held.parameters())
 
     def _does_what_is_new(self) -> bool:
         """Whether no step has taken this one's paths before, nor had a batch of this form."""
@@ -386,7 +446,7 @@ def _told_alike(verdict: Verdict) -> Verdict:
 def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:
     """Labels that are ignored, in a mean whose count is not known, cannot be weighed."""
     lines = {line for share in shares for line in share.counted.program.lines}
-    if lines and ignored:
+    if lines and ignored:  # the device is waited for: it is a step that must not be taken
         raise RowsError(
             f"the mean at {', '.join(sorted(lines))} ignores {int(ignored)} labels, and how many it counts does not "
             "follow from the batch alone: data ranks and microbatches cannot be weighed"

@@ -21,9 +21,9 @@ class DrawAgreement:
     def agree(self, step: int) -> None:
         """Ranks that run the same forward draw the same numbers from here on. Collective."""
         mesh, groups = self._recipe.mesh, self._groups
-        agreed = mesh.axis_size("tp") == 1 or self._random.agree(groups.tp, torch_too=True)
+        agreed = mesh.axis_size("tp") == 1 or self._random.agree(groups.hosts["tp"], torch_too=True)
         if mesh.axis_size("pp") > 1:
-            agreed &= self._random.agree(groups.pipeline, torch_too=False)
+            agreed &= self._random.agree(groups.hosts["pp"], torch_too=False)
         if not agreed and not self._differed:
             self._differed = max(1, step)
 

@@ -9,13 +9,16 @@ a group for each set of pipeline ranks whose stages share a parameter, along eac
 of places that share a parameter, of all ranks of them in a stage.
 
 A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
+
+What ranks tell each other of themselves (how many rows each has, whether their generators agree) are numbers of the host. They
+go between hosts, over gloo: a collective on the device would wait for all that the device has yet to do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh import Mesh
+from meshwright.private import without_any_mode
 from meshwright.recipe import Recipe
 from meshwright.watch.rendezvous import launched_store
 
@@ -43,6 +47,9 @@ class Groups:
     together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
     made: tuple[dist.ProcessGroup, ...] = ()  # all of these that this rank is of
     timeout: float = 600.0  # seconds that a collective of any of them waits for other ranks
+    hosts: Mapping[str, dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # axis → its ranks, between hosts; "" → all ranks
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -58,6 +65,28 @@ class Groups:
         """All ranks, over gloo: what is agreed on while checkpoints are written, also beside training, in a thread. Made when
         it is first asked for, which all ranks do alike."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sums tensors over all ranks, in place: those of the host between hosts, those of the device there. Collective.
+
+        They are all of one type; one collective moves all of the host, and one all of the device.
+        """
+        if dist.get_world_size() == 1:
+            return
+        for device in dict.fromkeys(t.device for t in tensors):
+            those = [t for t in tensors if t.device == device]
+            flat = torch.cat([t.reshape(-1) for t in those])
+            dist.all_reduce(flat, group=self.hosts[""] if device.type == "cpu" else None)
+            for t, total in zip(those, flat.split([t.numel() for t in those]), strict=True):
+                t.copy_(total.view_as(t))
+
+    def on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """Of each flag, whether it is set on any rank. Collective over all ranks, between hosts."""
+        with without_any_mode():  # flags are no part of the model, and have values in a rehearsal too
+            told = torch.tensor(flags, dtype=torch.int32)
+            if dist.get_world_size() > 1:
+                dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts[""])
+            return [bool(flag) for flag in told.tolist()]
 
     def wait_longer(self, seconds: float) -> None:
         """Collectives of all groups wait at least so long for other ranks. Collective."""
@@ -102,10 +131,37 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) ->
         g for meshes_ in (meshes, replicated) for place, m in meshes_.items()
         if places.at(dist.get_rank(), place) is not None for g in m.get_all_groups()
     ]  # fmt: skip
-    made = (*of_meshes, *shared.values(), *together.values())
+    hosts = _hosts(meshes[0])
+    own_hosts = [group for group in hosts.values() if group is not dist.group.WORLD]
+    made = tuple(dict.fromkeys((*of_meshes, *shared.values(), *together.values(), *own_hosts)))
     for group in made:
         _set_timeout(group, timeout)
-    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, made, timeout)
+    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, made, timeout, hosts)
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that carries a group's tensors on a device: ``gloo``, ``nccl``; empty if none does. None: of all ranks."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backends = dict(entry.split(":") for entry in config.split(","))
+    return str(backends.get(device.type, ""))
+
+
+def _hosts(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """Groups for what hosts tell each other. A person's own world may carry tensors of the device alone: then there are further
+    ones, over gloo."""
+    axes = [axis for axis in DIMS if mesh[axis].size() > 1]
+    if backend_of(None, torch.device("cpu")):
+        return {"": _world(), **{axis: mesh[axis].get_group() for axis in axes}}
+    hosts = {"": dist.new_group(backend="gloo")}
+    for axis in axes:
+        lines = mesh.mesh.movedim(DIMS.index(axis), -1).reshape(-1, mesh[axis].size()).tolist()
+        hosts[axis], _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+    return hosts
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _placed(recipe: Recipe, place: int) -> torch.Tensor:

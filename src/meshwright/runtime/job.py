@@ -24,7 +24,7 @@ from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.steps import Steps
-from meshwright.runtime.weights.clip import clip_grad_norm, grad_norm
+from meshwright.runtime.weights.clip import Clipping
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
 
@@ -61,6 +61,7 @@ class Job:
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
         self._steps = Steps(runner, self._division, self.guard, DrawAgreement(self.recipe, self.groups, random))
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
+        self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self.parts = 0
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -78,6 +79,17 @@ class Job:
         """
         return self._steps.run(batch, backward=True)
 
+    def finish_step(self) -> None:
+        """Acts on the loss of the last step, for which the host waits for its device.
+
+        On a CPU each ``step`` does. On a GPU the next step does, or ``save``, so that the host does not wait. A loop that reads
+        the loss before ``optimizer.step()`` waits there, and may as well call it then. Collective.
+
+        Raises:
+            RowsError: on every rank: the loss is not finite, as its rows were run apart.
+        """
+        self._division.finish_step()
+
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
         """The mean loss over the global batch, without gradients. ``batch``: this rank's rows."""
@@ -90,11 +102,11 @@ class Job:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
-        return clip_grad_norm(self.module, self.recipe, self.groups.device, max_norm, self.waiting)
+        return self._clipping.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients."""
-        return grad_norm(self.module, self.recipe, self.groups.device, self.waiting)
+        return self._clipping.norm()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse

@@ -21,6 +21,7 @@ from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share
 from meshwright.runtime.rows.microbatches import Pieces
+from meshwright.runtime.weights.parameters import Standing
 from meshwright.runtime.weights.step_gradients import StepGradients
 from meshwright.runtime.weights.unused import Routed
 from meshwright.watch.timer import CommunicationTimer
@@ -57,6 +58,7 @@ class Runner:
         self._routed, self._gradients = routed, gradients
         held = (line for line in self.recipe.parameters if self.recipe.holds(line, self.groups.rank))
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
+        self._standing = Standing(self.module, self._frozen)
         self.held = HeldModel(self.module, self.recipe, self.groups)
 
     @property
@@ -112,14 +114,14 @@ class Runner:
         finally:
             self.held.reshard()
         with without_modes():  # this is no read of the model's
-            value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device=self.groups.device)
-            dist.all_reduce(value, group=self.groups.pipeline)
+            value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64)
+            if "pp" in self.groups.hosts:
+                dist.all_reduce(value, group=self.groups.hosts["pp"])
             return float(value)
 
     def unfrozen(self) -> list[str]:
         """The parameters of this rank that are trained, and were not when parts of forwards were planned."""
-        named = dict(self.module.named_parameters(remove_duplicate=False)) if self._frozen else {}
-        return [name for name in self._frozen if named[name].requires_grad]
+        return [name for name in self._frozen if self._standing[name].requires_grad]
 
     # --- the model's state ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
-"""What all ranks agree on at the end of a step, by one all-reduce of a few numbers.
+"""What all ranks agree on at the end of a step, by one all-reduce of a few numbers, between hosts.
 
 each rank   is my loss finite? my gradient norm? was I told to stop? how many tokens, how long, waited how long?
 all         the sums: whoever says no says it for all
+
+Loss and norm are read at once, before the optimizer steps: the one time in a step that the host waits for its device.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.runtime.job import Job
+from meshwright.runtime.late import Late
 from meshwright.runtime.weights.parameters import local_tensor
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """On a step, the same on every rank.
+    """On a step, the same on every rank but for ``value`` and ``norm``.
 
     Attributes:
+        value: the loss; ``norm``: of the gradient; as this rank has them.
         loss, gradient: whether it is not finite, on any rank.
         stop: whether any rank was told to stop.
         amount: tokens or rows of all ranks.
         waited: the share of the time that ranks waited for each other, in the mean over ranks (see ``waiting``).
     """
 
+    value: float
+    norm: float
     loss: bool
     gradient: bool
     stop: bool
@@ -42,15 +48,14 @@ def agree(job: Job, loss: Tensor, norm: Tensor, *, stop: bool, amount: float, se
         amount: tokens or rows of this rank, of which its copies have the same.
         seconds: since this rank began the step.
     """
-    own_loss, own_norm = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
+    own_loss, own_norm = Late(torch.stack([loss.detach().double(), norm.detach().double()])).read()
     copies = job.recipe.mesh.size / job.recipe.mesh.data_size
     said = [not isfinite(own_loss), not isfinite(own_norm), stop, amount / copies, job.waiting.take(), seconds]
-    sums = torch.tensor([float(x) for x in said], dtype=torch.float64, device=job.groups.device)
-    if dist.get_world_size() > 1:
-        with job.waiting.on():  # counts in the next step
-            dist.all_reduce(sums)
+    sums = torch.tensor([float(x) for x in said], dtype=torch.float64)
+    with job.waiting.on(between_hosts=True):  # counts in the next step
+        job.groups.sum([sums])
     bad_loss, bad_gradient, stopping, amount, waited, elapsed = sums.tolist()
-    return Verdict(bad_loss > 0, bad_gradient > 0, stopping > 0, amount, min(1.0, waited / elapsed))
+    return Verdict(own_loss, own_norm, bad_loss > 0, bad_gradient > 0, stopping > 0, amount, min(1.0, waited / elapsed))
 
 
 def culprit(job: Job, verdict: Verdict) -> str:

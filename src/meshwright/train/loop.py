@@ -26,7 +26,7 @@ from meshwright.checkpoint.lock import PATIENCE, Lock, hold
 from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import Finding, NonFiniteError
 from meshwright.runtime.job import Job
-from meshwright.runtime.rows.batch import mapped
+from meshwright.runtime.rows.batch import mapped, moved
 from meshwright.runtime.rows.microbatches import amount_of, rows_of, rows_of_rank
 from meshwright.train.agreement import agree, culprit
 from meshwright.train.metrics import Metrics
@@ -184,6 +184,7 @@ class _Run:
         unit, amount = amount_of(batch)
         loss, norm = job.step(batch), job.clip_grad_norm_(clip)
         verdict = agree(job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started)
+        job.finish_step()
         self.stopping = verdict.stop
         finite = not (verdict.loss or verdict.gradient)
         if not finite and job.recipe.nonfinite == "stop":
@@ -197,7 +198,7 @@ class _Run:
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         told = Progress(
-            step, self.steps, loss.item(), norm.item(), verdict.amount / seconds, unit, memory(job.groups.device),
+            step, self.steps, verdict.value, verdict.norm, verdict.amount / seconds, unit, memory(job.groups.device),
             verdict.waited, self.skipped, seconds,
         )  # fmt: skip
         if self.metrics is not None:
@@ -277,7 +278,7 @@ def _page_size() -> int:
 
 def _repeated(job: Job, batch: Any) -> Iterator[Any]:
     """This rank's rows of one batch, again and again."""
-    mine = mapped(lambda t: t.to(job.groups.device), rows_of_rank(batch, job.recipe, job.rank))
+    mine = mapped(lambda t: moved(t, job.groups.device), rows_of_rank(batch, job.recipe, job.rank))
     while True:
         yield mine
 

@@ -86,7 +86,6 @@ class Programs:
     Args:
         stages: those of this rank.
         among: the groups of ranks that run one copy of the model: those of its stages, and of its tensor parallelism.
-        device: the rank's.
         modes: of the model that runs.
         mine: the places that this rank is of, if there are branches.
         streamed: whether this rank runs blocks at the same time.
@@ -98,14 +97,13 @@ class Programs:
         replanner: Replanner,
         stages: Sequence[int],
         among: Sequence[dist.ProcessGroup],
-        device: torch.device,
         modes: Modes,
         *,
         mine: frozenset[int] | None = None,
         streamed: bool = False,
     ) -> None:
         self.replanner = replanner
-        self._recipe, self._stages, self._among, self._device, self._modes = recipe, stages, among, device, modes
+        self._recipe, self._stages, self._among, self._modes = recipe, stages, among, modes
         self._mine, self._streamed = mine, streamed
         self._of_sizes = Lengths(self._between)
         self._of_paths = Recent[Program]()
@@ -205,7 +203,7 @@ class Programs:
     def _agree(self, digest: int) -> None:
         """Compares a new program with those of the ranks that run the same copy of the model. Collective."""
         for group in self._among:
-            most = torch.tensor([digest, -digest], device=self._device)
+            most = torch.tensor([digest, -digest])
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             highest, lowest = most.tolist()
             if highest != -lowest:

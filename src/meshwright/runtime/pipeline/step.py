@@ -38,8 +38,8 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.runtime.rows.batch import copied, tensors_in
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.loss_weights import Shares
-from meshwright.runtime.rows.microbatches import BACKWARD, Pieces, weighed
+from meshwright.runtime.rows.loss_weights import Shares, weighed
+from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
 from meshwright.schedule import TRANSFERS, Action, Schedule
 from meshwright.spmd.alias import laid
 from meshwright.spmd.autograd_functions import checkpoints_noted

@@ -63,6 +63,7 @@ class Transfers:
         casts: bool,
     ) -> None:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
+        self._hosts = groups.hosts.get("pp")  # None: there are no other stages
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
         self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
@@ -113,11 +114,15 @@ class Transfers:
 
     # --- sends ------------------------------------------------------------------------------------------------------
 
+    def _among(self, t: Tensor) -> dist.ProcessGroup | None:
+        """The group over which a tensor crosses: what hosts tell each other goes between hosts."""
+        return self._hosts if t.device.type == "cpu" else self._group
+
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
         home = self._stage_rank[action.other or 0]
         for t in tensors:
             t = t.detach().contiguous()
-            self._sent.append((dist.isend(t, group=self._group, group_dst=home), t))
+            self._sent.append((dist.isend(t, group=self._among(t), group_dst=home), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
         self._sent = [(w, t) for w, t in self._sent if not is_done(w)]
@@ -142,7 +147,7 @@ class Transfers:
         grads = [flight.back.pop(n) for n in numbers]
         if numbers and self._may_lack(action):
             there = [g is not None for g in grads]
-            self._send(action, [torch.tensor(there, dtype=torch.uint8, device=self._device)])
+            self._send(action, [torch.tensor(there, dtype=torch.uint8)])
         self._send(
             action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
         )
@@ -161,9 +166,9 @@ class Transfers:
         numbers = self._numbers(action)
         buffers = [(n, self._empty(values[n])) for n in numbers]
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
-            there = torch.empty(len(numbers), dtype=torch.uint8, device=self._device)
+            there = torch.empty(len(numbers), dtype=torch.uint8)
             buffers.insert(0, (_WHICH, there))
-        self._arriving[action] = [(n, b, dist.irecv(b, group=self._group, group_src=home)) for n, b in buffers]
+        self._arriving[action] = [(n, b, dist.irecv(b, group=self._among(b), group_src=home)) for n, b in buffers]
 
     def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
         entries = []

@@ -79,7 +79,34 @@ def with_shared(batch: Any, names: Collection[str]) -> Any:
     if not names:
         return batch
     left = iter(names_in(batch))
-    return mapped(lambda t: _shared(t.view_as(t)) if next(left) in names else t, batch)
+    return mapped(lambda t: _shared(_as(t, t.view_as(t))) if next(left) in names else t, batch)
+
+
+def _as(t: Tensor, same: Tensor) -> Tensor:
+    """Another tensor of the same values, which remembers them if ``t`` does."""
+    host = host_of(t)
+    return same if host is None or host is t else with_host(same, host)
+
+
+def moved(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of a batch on a device, which remembers its values on the host."""
+    there = t.to(device, non_blocking=True)
+    return t if there is t else with_host(there, t)
+
+
+def with_host(t: Tensor, host: Tensor) -> Tensor:
+    """A tensor of a batch that remembers its values on the host, for as long as nothing writes to it: what is counted of them
+    is then counted there, and no device is waited for."""
+    t._mw_host = host, version(t)  # type: ignore[attr-defined]
+    return t
+
+
+def host_of(t: Tensor) -> Tensor | None:
+    """The values of a tensor on the host: itself, or what it remembers; None if they are on its device alone."""
+    if t.device.type == "cpu":
+        return t
+    host, then = getattr(t, "_mw_host", (None, None))
+    return host if then == version(t) else None
 
 
 def _shared(t: Tensor) -> Tensor:
@@ -165,7 +192,7 @@ def _copied(sharing: Sequence[Tensor]) -> list[Tensor]:
         )
         memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
         made = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
-    made = [m.requires_grad_(t.requires_grad) for m, t in zip(made, sharing, strict=True)]
+    made = [_as(t, m.requires_grad_(t.requires_grad)) for m, t in zip(made, sharing, strict=True)]
     return [_shared(m) if getattr(t, "_mw_shared", False) else m for m, t in zip(made, sharing, strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.private import pytree
-from meshwright.runtime.rows.batch import plain
+from meshwright.runtime.rows.batch import moved, plain
 from meshwright.runtime.rows.loader import Loader, Row
 from meshwright.submesh import bounds
 
@@ -79,10 +79,10 @@ class Batches:
         if _is_table(self.dataset):
             batches = map(self._of_table, shares)
         else:
-            batches = Loader(self.dataset, self.seed, self.num_workers, self.device.type == "cuda")(shares)
+            batches = Loader(self.dataset, self.seed, self.num_workers, self.device.type != "cpu")(shares)
         for number, batch in enumerate(batches, first):
             self.taken = number + 1
-            yield pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+            yield pytree.tree_map_only(Tensor, lambda t: moved(t, self.device), batch)
 
     def _shares(self, start: int) -> Iterator[list[Row]]:
         """This rank's rows of each batch, from batch ``start`` on."""

@@ -17,7 +17,7 @@ from meshwright.blame import model_line
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.runtime.recent import Lengths, Points, sizes_of
-from meshwright.runtime.rows.batch import copied, doubled, tensors_in
+from meshwright.runtime.rows.batch import copied, doubled, host_of, tensors_in
 from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, labels_counted
 from meshwright.runtime.rows.label_program import Name, Replay, Step, Tape, tensors_of_model
 
@@ -31,6 +31,7 @@ class Recorder(CountedUses):
     def __init__(self, leaves: int) -> None:
         super().__init__(Tape(leaves))
         self.used: list[Name] = []
+        self.parts: set[Name] = set()  # of these, what something is divided by or multiplied with
         self.lines: list[str] = []  # of means whose count is not known
 
     @property
@@ -68,6 +69,7 @@ class Recorder(CountedUses):
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
         self.used.append(name)
+        self.parts.add(name)
         return func(*args, **kwargs)
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +87,7 @@ class Program:
 
     Attributes:
         slots: sum over rows → what it is known by on all ranks.
-        from_sums: names that follow from a sum over rows.
+        from_sums: what something is divided by, or multiplied with, that follows from a sum over rows.
         given: numbers of the batch itself, the same for all its rows, by which something is divided.
         lines: of means over labels whose count is not known.
         why: what ended the recording; empty if nothing did.
@@ -150,10 +152,11 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
         elif from_sums.intersection(step.inputs):
             from_sums |= names
     scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
-    known = frozenset(from_sums - unknown)
+    known = from_sums - unknown
     tape.keep({n for n in recorder.used if n in known or n in scalars})
     slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
-    return Program(tape, slots, known, scalars, tuple(dict.fromkeys(recorder.lines)))
+    parts = frozenset(known & recorder.parts)
+    return Program(tape, slots, parts, scalars & recorder.parts, tuple(dict.fromkeys(recorder.lines)))
 
 
 def _between(points: Points[Program]) -> Callable[[int], Program] | None:
@@ -167,33 +170,38 @@ class Counted:
     """What a program counts in one piece of a batch.
 
     Attributes:
-        sums: slot → the piece's own sum, of float64, on CPU; of a mean over rows, that times the rows.
-        types: slot → the type that it has in the forward; ``device``: where it is then.
+        replay: on the piece, as the forward gets it.
+        counting: on the piece, where its values are on the host, if they are.
+        sums: slot → the piece's own sum, of float64, where it was counted; of a mean over rows, that times the rows.
+        types: slot → the type that it has in the forward.
     """
 
     program: Program
     replay: Replay
+    counting: Replay
     rows: int
     sums: dict[Slot, Tensor] = field(default_factory=dict)
     types: dict[Slot, torch.dtype] = field(default_factory=dict)
-    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         for name, slot in self.program.slots.items():
             step = self.program.tape.maker(name)
             assert step is not None
-            (plain,) = self.replay.results(step)
-            (wide,) = self.replay.results(step, wide=True) if plain.is_floating_point() else (plain,)
+            (plain,) = self.counting.results(step)
+            (wide,) = self.counting.results(step, wide=True) if plain.is_floating_point() else (plain,)
             self.types[slot] = plain.dtype
-            self.sums[slot] = wide.detach().double().cpu() * (self.rows if step.function == "mean" else 1)
-            self.device = plain.device
+            self.sums[slot] = wide.detach().double() * (self.rows if step.function == "mean" else 1)
+
+    def _device(self, slot: Slot) -> torch.device | None:
+        """Where a sum is in the forward: with the batch, if it is counted from that."""
+        return self.sums[slot].device if self.counting is self.replay else self.replay.device
 
     def whole(self, name: Name, total: Tensor, rows: float) -> Tensor:
         """A sum over all rows, as the model has it on one device."""
         step, slot = self.program.tape.maker(name), self.program.slots[name]
         assert step is not None
         total = total / rows if step.function == "mean" else total
-        return total.view(self.sums[slot].shape).to(self.device, self.types[slot])
+        return total.view(self.sums[slot].shape).to(self._device(slot), self.types[slot], non_blocking=True)
 
 
 class LabelCounter:
@@ -219,13 +227,21 @@ class LabelCounter:
         leaves = tensors_in(batch)
         sizes = sizes_of(batch, rows, self._modes.now())
         program = self._programs.made(sizes, lambda: self._new_program(batch, leaves, rows))
-        buffers = dict(tensors_of_model(self._model)) if program.tape.buffers else {}
         try:
-            return Counted(program, Replay(program.tape, leaves, buffers), rows)
+            return self._counted(program, leaves, rows)
         except Exception as error:
             program = Program(Tape(len(leaves)), why=_said(error))
             self._note(program)
-            return Counted(program, Replay(program.tape, leaves, buffers), rows)
+            return self._counted(program, leaves, rows)
+
+    def _counted(self, program: Program, leaves: list[Tensor], rows: int) -> Counted:
+        buffers = dict(tensors_of_model(self._model)) if program.tape.buffers else {}
+        replay = Replay(program.tape, leaves, buffers)
+        hosts = [host for leaf in leaves if (host := host_of(leaf)) is not None]
+        on_host = (
+            len(hosts) == len(leaves) and not buffers and any(a is not b for a, b in zip(hosts, leaves, strict=True))
+        )
+        return Counted(program, replay, Replay(program.tape, hosts, {}) if on_host else replay, rows)
 
     def _new_program(self, batch: Any, leaves: list[Any], rows: int) -> Program:
         try:

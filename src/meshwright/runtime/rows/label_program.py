@@ -125,10 +125,13 @@ class Replay:
     Args:
         leaves: the batch's tensors.
         buffers: the model's, by name.
+
+    Attributes:
+        device: where the batch is.
     """
 
     def __init__(self, tape: Tape, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
-        self._tape, self._device = tape, next((x.device for x in leaves), None)
+        self._tape, self.device = tape, next((x.device for x in leaves), None)
         self._values: dict[Name, Any] = {}
         for i, leaf in enumerate(leaves):
             is_cast = leaf.is_floating_point() and i in tape.types
@@ -172,7 +175,7 @@ class Replay:
 
     def _argument(self, x: Any, wide: bool) -> Any:
         if x is _DEVICE:
-            return self._device
+            return self.device
         value = self.value(x) if isinstance(x, Name) else x
         return value.double() if wide and isinstance(value, Tensor) and value.is_floating_point() else value
 

@@ -57,19 +57,26 @@ class Share:
 
     @property
     def even(self) -> bool:
-        """Whether the piece's means are right as they are."""
+        """Whether the piece's means are right as they are, as far as the host knows: it reads nothing of a device."""
         program, total = self.counted.program, self.totals
-        if program.divides or program.lines:
+        if program.divides or program.lines or not all(t.device.type == "cpu" for t in total.values()):
             return False
-        return all(abs(self._ratio(self.counted.sums[s], total[s]) - 1) <= 1e-12 for s in program.slots.values())
+        return all(abs(float(self._ratio(slot)) - 1) <= 1e-12 for slot in program.slots.values())
 
-    def of_mean(self, count: Name) -> float:
-        """By how much a mean over ``count`` is to be scaled."""
+    def of_mean(self, count: Name) -> float | Tensor:
+        """By how much a mean over ``count`` is to be scaled; a tensor on the device, if it was counted there."""
         slot = self.counted.program.slots.get(count)
-        return 1.0 if slot is None else self._ratio(self.counted.sums[slot], self.totals[slot])
+        if slot is None:
+            return 1.0
+        ratio = self._ratio(slot)
+        return float(ratio) if ratio.device.type == "cpu" else ratio
 
-    def _ratio(self, part: Tensor, total: Tensor) -> float:
-        return float(part) / float(total) * self.of_part if float(total) and self.weight else 1.0
+    def _ratio(self, slot: Slot) -> Tensor:
+        total = self.totals[slot].view(())
+        if not self.weight:
+            return torch.ones_like(total)
+        part = self.counted.sums[slot].view(()).to(total.device, non_blocking=True)
+        return torch.where(total == 0, 1.0, part / total * self.of_part)
 
     @property
     def of_part(self) -> float:
@@ -114,11 +121,7 @@ class Shares(CountedUses):
         """See ``CountedUses``."""
         self._weighed += 1
         loss = func(*args, **kwargs)
-        if count is None or self._share is None:
-            return loss
-        share = self._share.of_mean(count)
-        # A mean over no label is 0/0; its share is zero.
-        return loss * share if share else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
+        return loss if count is None or self._share is None else weighed(loss, self._share.of_mean(count))
 
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
@@ -146,4 +149,13 @@ class Shares(CountedUses):
         return func(*args, **kwargs)
 
 
-__all__ = ["MEAN", "RATIO", "SPLIT", "SUM", "Share", "Shares"]
+def weighed(loss: Tensor, scale: float | Tensor) -> Tensor:
+    """A loss times its part of the mean. A mean over nothing, 0/0, has no part in it, and weighs nothing."""
+    if isinstance(scale, float):
+        return loss * scale if scale else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
+    of_nothing = torch.logical_and(scale == 0, torch.logical_not(torch.isfinite(loss.detach())))
+    wide = torch.promote_types(loss.dtype, torch.float32)  # as torch multiplies by a number of Python's
+    return (loss.masked_fill(of_nothing, 0).to(wide) * scale.to(wide)).to(loss.dtype)
+
+
+__all__ = ["MEAN", "RATIO", "SPLIT", "SUM", "Share", "Shares", "weighed"]

@@ -20,7 +20,18 @@ from torch import Tensor, nn
 
 from meshwright.private import python_body
 from meshwright.recipe import Recipe
-from meshwright.runtime.rows.batch import copied, has_rows, mapped, plain, tensors_in, with_shared, written
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.rows.batch import (
+    copied,
+    has_rows,
+    host_of,
+    mapped,
+    plain,
+    tensors_in,
+    with_host,
+    with_shared,
+    written,
+)
 from meshwright.runtime.rows.label_counter import Counted, LabelCounter, Slot
 from meshwright.runtime.rows.loss_weights import MEAN, SUM, Share
 from meshwright.submesh import bounds
@@ -68,7 +79,8 @@ def rows_of_rank(batch: Any, recipe: Recipe, rank: int) -> Any:
 def _rows(t: Tensor, start: int, stop: int) -> Tensor:
     """Rows of a tensor, in its memory. To autograd they are no view of it: what a forward writes to some rows is no part
     of the graph of others."""
-    return t[start:stop] if t.requires_grad else t[start:stop].detach()
+    rows, host = t[start:stop] if t.requires_grad else t[start:stop].detach(), host_of(t)
+    return rows if host is None or host is t else with_host(rows, host[start:stop])
 
 
 def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
@@ -110,27 +122,34 @@ def weights(
     pieces: list[Any],
     counter: LabelCounter | None,
     copies: int,
-    device: torch.device,
     *,
+    among: Groups | None,
     way: str = MEAN,
-    alone: bool = False,
     waiting: CommunicationTimer | None = None,
     stand_in: Any = None,
 ) -> tuple[list[float], list[Share | None]]:
     """What each microbatch's loss is multiplied by, and what its means are to be where that is not enough.
 
-    Collective over all ranks, of which ``copies`` see the same rows; ``alone``: of this rank's pieces only.
+    Rows are counted by the host. Labels are counted where they lie; if that is a device, what follows from them stays there: no
+    number is read.
 
     Args:
+        copies: how many ranks see the same rows.
+        among: all ranks, over which it is collective; None: of this rank's pieces only.
         way: how the losses of pieces make that of the batch (runtime/rows/loss_weights.py).
         stand_in: the row that runs for a piece without rows. It weighs nothing, and divides by what the others divide by:
             its own mask may be empty, and 0/0 has no finite gradient.
     """
     sizes = [rows_of(p) for p in pieces]
     counted = [counter.counted(p, n) if counter is not None and n else None for p, n in zip(pieces, sizes, strict=True)]
-    slots, total = _totals(sizes, counted, counter, device, alone=alone, waiting=waiting)
-    rows, *_ = sums = (total if alone else total / copies).split([1, 1, *(size for _, _, size in slots)])
-    totals, every = dict(zip(slots, sums[2:], strict=True)), float(rows)
+    own = [c for c in counted if c is not None]
+    if among is None or counter is None:
+        slots = tuple(sorted({slot for c in own for slot in c.sums}))
+        rows, totals = _totals(sum(sizes), own, slots, among, waiting)
+    else:
+        rows, totals = _totals_of_all(sum(sizes), own, counter, among, waiting)
+    every = rows if among is None else rows / copies
+    totals = totals if among is None else {slot: total / copies for slot, total in totals.items()}
     scale, shares = [], []
     for size, count in zip(sizes, counted, strict=True):
         weight = size / every
@@ -143,39 +162,58 @@ def weights(
     return scale, shares
 
 
-def _totals(
-    rows: list[int],
-    counted: list[Counted | None],
-    counter: LabelCounter | None,
-    device: torch.device,
-    *,
-    alone: bool,
-    waiting: CommunicationTimer | None,
-) -> tuple[tuple[Slot, ...], Tensor]:
-    """Sums over pieces of all ranks: rows, ranks that have slots of their own, and each slot; and which slots these are."""
-    sums: dict[Slot, Tensor] = {}
-    for slot, value in (pair for c in counted if c is not None for pair in c.sums.items()):
-        value = value.flatten()
-        sums[slot] = sums[slot] + value if slot in sums else value
-
-    def summed(slots: tuple[Slot, ...]) -> Tensor:
-        zeros = (torch.zeros(size, dtype=torch.float64) for _, _, size in slots)
-        head = torch.tensor([sum(rows), not sums.keys() <= set(slots)], dtype=torch.float64)
-        total = torch.cat([head, *(sums.get(slot, zero) for slot, zero in zip(slots, zeros, strict=True))]).to(device)
-        if not alone and dist.get_world_size() > 1:
-            with waiting.on() if waiting is not None else nullcontext():
-                dist.all_reduce(total)
-        return total.cpu()
-
-    if alone or counter is None:
-        return tuple(sorted(sums)), summed(tuple(sorted(sums)))
-    totals = summed(counter.slots)
-    if totals[1]:  # some rank's forward counts what not all know of
+def _totals_of_all(
+    rows: int, counted: list[Counted], counter: LabelCounter, among: Groups, waiting: CommunicationTimer | None
+) -> tuple[float, dict[Slot, Tensor]]:
+    """The sums of all ranks, whichever slots each of them knows: (rows, each slot's sum)."""
+    rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting)
+    if totals is None:  # some rank's forward counts what not all know of
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, sorted(sums))
+        own = sorted({slot for c in counted for slot in c.sums})
+        dist.all_gather_object(everywhere, own, group=among.hosts[""])
         counter.slots = tuple(sorted({slot for slots in everywhere for slot in map(_as_slot, slots)}))
-        totals = summed(counter.slots)
-    return counter.slots, totals
+        rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting)
+        assert totals is not None
+    return rows_of_all, totals
+
+
+def _totals(
+    rows: int,
+    counted: list[Counted],
+    slots: Sequence[Slot],
+    among: Groups | None,
+    waiting: CommunicationTimer | None,
+) -> tuple[float, Any]:
+    """(rows of all ranks, the sum of each slot over all pieces of all ranks); None in place of these, if a rank has others.
+
+    What was counted on hosts is summed between hosts, with the rows. If a rank has counted on its device, sums are on devices.
+    """
+    host, values = torch.device("cpu"), [value for c in counted for value in c.sums.values()]
+    device = among.device if among is not None else next((v.device for v in values if v.device.type != "cpu"), host)
+    sums = {at: [torch.zeros(size, dtype=torch.float64, device=at) for _, _, size in slots] for at in (host, device)}
+    places, more, away = {slot: i for i, slot in enumerate(slots)}, False, False
+    for slot, value in (pair for c in counted for pair in c.sums.items()):
+        if slot not in places:
+            more = True
+            continue
+        at = host if value.device.type == "cpu" else device
+        away = away or at != host
+        sums[at][places[slot]] += value.flatten()
+    head = torch.tensor([rows, more, away], dtype=torch.float64)
+    if among is not None:
+        with waiting.on(between_hosts=True) if waiting is not None else nullcontext():
+            among.sum([head, *sums[host]])
+    every, unknown, on_devices = head.tolist()
+    if on_devices and among is not None:
+        among.sum(sums[device])
+    if unknown:
+        return every, None
+    if on_devices and device != host:
+        return every, {
+            slot: there + here.to(device, non_blocking=True)
+            for slot, here, there in zip(slots, sums[host], sums[device], strict=True)
+        }
+    return every, dict(zip(slots, sums[host], strict=True))
 
 
 def _as_slot(slot: Any) -> Slot:
@@ -183,33 +221,27 @@ def _as_slot(slot: Any) -> Slot:
     return line, before, size
 
 
-def weighed(loss: Tensor, scale: float) -> Tensor:
-    """A microbatch's part of the mean. A mean over nothing, 0/0, weighs nothing."""
-    return loss * scale if scale else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
-
-
-def gather_rows(batch: Any, groups: list[dist.ProcessGroup]) -> tuple[Any, int]:
+def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> tuple[Any, int]:
     """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first.
+
+    Args:
+        groups: of each axis the group of its ranks, and the one of their hosts.
 
     Returns:
         The batch, with memory of its own, and where this rank's rows begin in it.
     """
     first = 0
-    for group in groups:
-        rows, sizes = rows_of(batch), _rows_of_each(rows_of(batch), group, _device(batch))
+    for group, hosts in groups:
+        rows, sizes = rows_of(batch), _rows_of_each(rows_of(batch), hosts)
         batch = mapped(lambda t, r=rows, s=sizes, g=group: _gathered(t, r, s, g), batch)  # type: ignore[misc]
         first += sum(sizes[: dist.get_rank(group)])
     return batch, first
 
 
-def _device(batch: Any) -> torch.device:
-    return tensors_in(batch)[0].device
-
-
-def _rows_of_each(rows: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def _rows_of_each(rows: int, group: dist.ProcessGroup) -> list[int]:
     """How many rows each rank of a group has."""
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([rows], device=device), group=group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([rows]), group=group)
     return [int(c) for c in counts]
 
 

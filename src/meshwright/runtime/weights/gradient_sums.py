@@ -1,58 +1,89 @@
-"""Gradients that the job sums over ranks itself: FSDP2 refuses parameters without dims, and knows no stages or branches."""
+"""Gradients that the job sums over ranks itself: FSDP2 refuses parameters without dims, and knows no stages or branches.
+
+which were used      one small collective between hosts, over all ranks: does any rank have a gradient?
+their sums           those of one type that are summed over the same groups, as one tensor: one collective a group
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from meshwright.recipe import Recipe
+from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.runtime.weights.parameters import Standing, local_tensor
 
 
 class OwnSums:
     """Which parameters have gradients that the job sums itself, and over which groups of ranks.
 
     Attributes:
-        groups: parameter → the groups to sum over, in turn; in the order of the recipe, which is the same on every rank.
+        groups: parameter that this rank holds → the groups to sum over, in turn; in the order of the recipe, which is the same
+            on every rank.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-        self._model, self._device = model, groups.device
-        self.groups = _groups_to_sum_over(recipe, groups)
+        self._all = groups
+        lines = [line for line in recipe.parameters if _is_summed(line, recipe)]
+        self._names = [line.name for line in lines]  # on every rank alike
+        self.groups = {line.name: _groups_of(line, recipe, groups) for line in lines if recipe.holds(line, groups.rank)}
+        self._standing = Standing(model, self.groups)
 
+    @torch.no_grad()
     def sum(self) -> None:
-        """Sums the gradients that the step has made. Collective."""
-        named = dict(self._model.named_parameters(remove_duplicate=False)) if self.groups else {}
-        for name, groups in self.groups.items():
-            if named[name].requires_grad:
-                self._sum(named[name], groups)
+        """Sums the gradients that the step has made. Collective over all ranks.
 
-    def _sum(self, p: nn.Parameter, groups: list[dist.ProcessGroup]) -> None:
-        """Sums a gradient over groups, within each of which some rank may have none."""
-        for group in groups:
-            used = torch.tensor(p.grad is not None, device=self._device).int()
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-            if used:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(local_tensor(p.grad), group=group)
+        A parameter that no rank has used has no gradient; one that some rank has used has one on every rank that holds it.
+        """
+        if not self._names:
+            return
+        held = {name: self._standing[name] for name in self.groups}
+        used = self._all.on_any([name in held and held[name].grad is not None for name in self._names])
+        together: dict[tuple[Sequence[dist.ProcessGroup], torch.dtype], list[Tensor]] = {}
+        for name, is_used in zip(self._names, used, strict=True):
+            if not is_used or name not in held or not held[name].requires_grad:
+                continue
+            p = held[name]
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            together.setdefault((self.groups[name], p.grad.dtype), []).append(local_tensor(p.grad))
+        # Ranks that share a group meet in it in the order of the recipe: that of the first parameter of each sum.
+        for (groups, _), grads in together.items():
+            _sum(grads, groups)
 
 
-def _groups_to_sum_over(recipe: Recipe, groups: Groups) -> dict[str, list[dist.ProcessGroup]]:
-    summed_over: dict[str, list[dist.ProcessGroup]] = {}
-    for line in recipe.parameters:
-        if not recipe.holds(line, groups.rank) or (recipe.in_parts and not line.requires_grad):
-            continue  # (where a forward runs whole, somebody may have it trained later)
-        owners, over = recipe.owners(line), list[dist.ProcessGroup]()
-        if len(line.places) > 1:
-            over.append(groups.together[line.places])
-        elif line.data == "loose":
-            mesh = groups.meshes[line.place]
-            over += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
-        if len(owners) > 1:
-            over.append(groups.shared[owners])
-        if over:
-            summed_over[line.name] = over
-    return summed_over
+def _sum(grads: list[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Sums gradients over groups, in place, as one tensor."""
+    alone = len(grads) == 1 and grads[0].is_contiguous()
+    flat = grads[0] if alone else torch.cat([g.reshape(-1) for g in grads])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    if not alone:
+        for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(total.view(g.shape))
+
+
+def _is_summed(line: ParameterRecipe, recipe: Recipe) -> bool:
+    """Whether a parameter's gradient is summed by the job."""
+    if recipe.in_parts and not line.requires_grad:
+        return False  # (where a forward runs whole, somebody may have it trained later)
+    over_data = line.data == "loose" and any(
+        recipe.places.axis_size(line.place, axis) > 1 for axis in ("dp_replicate", "dp_shard")
+    )
+    return len(line.places) > 1 or over_data or len(recipe.owners(line)) > 1
+
+
+def _groups_of(line: ParameterRecipe, recipe: Recipe, groups: Groups) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a parameter's gradient is summed, of this rank, which holds it."""
+    owners, over = recipe.owners(line), list[dist.ProcessGroup]()
+    if len(line.places) > 1:
+        over.append(groups.together[line.places])
+    elif line.data == "loose":
+        mesh = groups.meshes[line.place]
+        over += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
+    if len(owners) > 1:
+        over.append(groups.shared[owners])
+    return tuple(over)

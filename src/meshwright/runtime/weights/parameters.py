@@ -9,7 +9,7 @@ shards over the data axes. Its local tensor is the recipe's slice: for a cut of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,24 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
         for name, p in module._parameters.items():
             if p is not None:
                 yield (f"{prefix}.{name}" if prefix else name), module, name, p
+
+
+class Standing:
+    """Parameters of a model by their names, as they stand in it now: FSDP2 puts other objects in their places while a unit is
+    gathered. Each is one look-up; a walk over the model is not.
+
+    Args:
+        names: of those that are asked for.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        split = ((name, *name.rpartition(".")) for name in names)
+        self._at = {name: (model.get_submodule(path), key) for name, path, _, key in split}
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        module, key = self._at[name]
+        p: nn.Parameter = getattr(module, key)
+        return p
 
 
 def attributes_of(model: nn.Module) -> Attributes:

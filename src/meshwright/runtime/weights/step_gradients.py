@@ -23,7 +23,7 @@ from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_on_every_rank
 from meshwright.runtime.weights.gradient_sums import OwnSums
-from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.runtime.weights.parameters import Standing, local_tensor
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """The hooks of a parameter, in the order in which they are called."""
@@ -44,8 +44,11 @@ class StepGradients:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, hooks: Mapping[str, Hooks]) -> None:
-        self._model, self._recipe, self._groups = model, recipe, groups
+        self._recipe, self._groups = recipe, groups
         self._sums, self._hooks = OwnSums(model, recipe, groups), hooks
+        self._held = [line.name for line in recipe.parameters if recipe.holds(line, groups.rank)]
+        self._own = [name for name in self._held if name in self._sums.groups or name in hooks]
+        self._standing = Standing(model, {*self._held, *hooks})
 
     @contextmanager
     def of_this_step(self, copies: int) -> Iterator[None]:
@@ -56,33 +59,24 @@ class StepGradients:
         Args:
             copies: how many data ranks run the same rows.
         """
-        every = {line.name for line in self._recipe.parameters if self._recipe.holds(line, self._groups.rank)}
-        names = every if copies > 1 else every & {*self._sums.groups, *self._hooks}
-        earlier = {name: p.grad for name, p in self._named(names) if p.grad is not None}
-        for name, p in self._named(names):
-            if name in earlier:
-                p.grad = None
+        names = self._held if copies > 1 else self._own
+        earlier = {name: grad for name in names if (grad := self._standing[name].grad) is not None}
+        for name in earlier:
+            self._standing[name].grad = None
         try:
             yield
             self._sums.sum()
-            if copies > 1:
-                for _, p in self._named(names):
-                    _divide(p, copies)
+            for name in names if copies > 1 else ():
+                _divide(self._standing[name], copies)
             self._call_hooks()
         finally:
-            for name, p in self._named(names):
-                if name in earlier:
-                    _add_to(earlier[name], p)
-
-    def _named(self, names: set[str]) -> list[tuple[str, nn.Parameter]]:
-        # Asked for anew each time: FSDP2 puts other objects in place while a unit is gathered.
-        return [(name, p) for name, p in self._model.named_parameters() if name in names] if names else []
+            for name, grad in earlier.items():
+                _add_to(grad, self._standing[name])
 
     @torch.no_grad()
     def _call_hooks(self) -> None:
-        named = dict(self._model.named_parameters(remove_duplicate=False)) if self._hooks else {}
         for name, hooks in self._hooks.items():
-            line, p = self._recipe.by_name[name], named[name]
+            line, p = self._recipe.by_name[name], self._standing[name]
             held = self._recipe.holds(line, self._groups.rank)
             local = local_tensor(p.grad) if held and p.grad is not None else None
             whole = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)

@@ -16,11 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.private import without_any_mode, without_modes
+from meshwright.private import without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.fsdp import before_reduction, parameter_groups, without_gradient
@@ -89,14 +88,12 @@ class Routed:
 
     def settle(self) -> None:
         """After a step's last backward: gradients that no rank had, in this step or before, go back to ``None``. Collective."""
-        with without_any_mode():  # a rehearsal's tensors have no values, and these are no part of the model
-            used = torch.zeros(self._count, dtype=torch.int32, device=self._groups.device)
-            for number, fsdp_param in self._parameters:
-                used[number] = id(fsdp_param) in self._used or id(fsdp_param) not in self._filled
-            self._filled.clear()
-            self._used.clear()
-            dist.all_reduce(used, dist.ReduceOp.MAX)
-            was_used = used.tolist()
+        used = [False] * self._count
+        for number, fsdp_param in self._parameters:
+            used[number] = id(fsdp_param) in self._used or id(fsdp_param) not in self._filled
+        self._filled.clear()
+        self._used.clear()
+        was_used = self._groups.on_any(used)
         for number, fsdp_param in self._parameters:
             if not was_used[number] and id(fsdp_param) not in self._earlier:
                 fsdp_param.sharded_param.grad = None

@@ -118,11 +118,13 @@ def _attention_weights(
 
 @contextmanager
 def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
-    """A stream of random numbers for this rank alone; the common stream moves on by one draw on every rank."""
+    """A stream of random numbers for this rank alone; the host's common stream moves on by one draw on every rank.
+
+    The seed is drawn on the host: to read one of the device's the host would wait for it, in every layer."""
     if device.type == "meta":
         yield
         return
-    seed = int(torch.randint(2**31, (1,), device=device).item())
+    seed = int(torch.randint(2**31, (1,), device="cpu").item())
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed + axis.rank)
