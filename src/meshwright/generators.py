@@ -118,7 +118,7 @@ class Generators:
         """
         state = self.state() if torch_too else self.host(held=False)
         digest = state_digest(state)
-        most = torch.tensor([digest, -digest])
+        most = torch.tensor([digest, -digest], device="cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         highest, lowest = most.tolist()
         if highest == -lowest:

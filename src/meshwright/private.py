@@ -300,7 +300,7 @@ def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
     return [json.loads(dump(includeCollectives=entries)) for dump in dumps if dump is not None]
 
 
-def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, taken in a type, by one call for all.
 
     Private by its name alone: ``torch.nn.utils.get_total_norm``, which is made of it, takes norms in the tensors' own type.
@@ -308,7 +308,7 @@ def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
-def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies tensors of one type by a number of that type, in place, by one call for all.
 
     Private by its name alone: ``torch.nn.utils.clip_grads_with_norm_``, which is made of it, takes parameters, of one kind.

@@ -43,6 +43,7 @@ class Saving:
     def __init__(self, write: Callable[[], Path], *, wait: bool) -> None:
         self._result: Future[Path] = Future()
         self._write = write
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         if wait:
             self._run()
             self.wait()
@@ -54,6 +55,8 @@ class Saving:
 
     def _run(self) -> None:
         try:
+            if self._device is not None:  # which is each thread's own
+                torch.accelerator.set_device_index(self._device)
             self._result.set_result(self._write())
         except BaseException as failed:
             self._result.set_exception(failed)

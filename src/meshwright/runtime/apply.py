@@ -162,9 +162,9 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
 
 
 def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
-    """What runs blocks at the same time on this rank. In threads only blocks without collectives: the order of those is
-    the same on all ranks because one thread makes it."""
-    if not recipe.streams or (groups.device.type == "cpu" and collectives_within(recipe)):
+    """What runs blocks at the same time on this rank: only blocks without collectives, whose order is the same on all ranks
+    because one thread, or one stream, makes it."""
+    if not recipe.streams or collectives_within(recipe):
         return None
     return Streams(1 + max(recipe.streams.values()), groups.device)
 

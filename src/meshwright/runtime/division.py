@@ -292,7 +292,7 @@ class Division:
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""
-        extremes = torch.tensor([-number, number])
+        extremes = torch.tensor([-number, number], device="cpu")
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._runner.groups.hosts[""])
         smallest, largest = extremes.tolist()
         return -smallest, largest
@@ -313,7 +313,7 @@ class Division:
         # What hosts know of the step goes between them; the loss stays on the device.
         wide = sum(loss.dtype == torch.float64 for loss in losses)
         told = [wide, self._does_what_is_new(), len(unfrozen), *(paths.sums() if paths.watching else ())]
-        facts = torch.tensor([float(x) for x in told], dtype=torch.float64)
+        facts = torch.tensor([float(x) for x in told], dtype=torch.float64, device="cpu")
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # the loss, ignored labels
         for loss in losses:
             sums[0] += loss.double()

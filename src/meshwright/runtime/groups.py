@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.private import without_any_mode
 from meshwright.recipe import Recipe
@@ -83,7 +85,7 @@ class Groups:
     def on_any(self, flags: Sequence[bool]) -> list[bool]:
         """Of each flag, whether it is set on any rank. Collective over all ranks, between hosts."""
         with without_any_mode():  # flags are no part of the model, and have values in a rehearsal too
-            told = torch.tensor(flags, dtype=torch.int32)
+            told = torch.tensor(flags, dtype=torch.int32, device="cpu")
             if dist.get_world_size() > 1:
                 dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts[""])
             return [bool(flag) for flag in told.tolist()]
@@ -207,22 +209,63 @@ def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.
 
 
 def ensure_world(device: str | None, timeout: float) -> torch.device:
-    """This process's device, with the default group up: torchrun's, or a world of one in a plain process."""
+    """This process's device, with the default group up: torchrun's, or a world of one in a plain process.
+
+    Tensors of the host go over gloo. The device is bound to the group: its communicator is made at once, and those of meshes
+    are split off it.
+
+    Args:
+        device: ``cpu``, ``cuda`` or another accelerator; None: CUDA, if there is some.
+
+    Raises:
+        PlanError: torchrun has started more processes here than there are devices.
+    """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(kind)
-    if kind == "cuda":
-        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(place)
+    if kind != "cpu":
+        devices = torch.get_device_module(kind).device_count()
+        if not dist.is_initialized():
+            check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), devices, kind)
+        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, devices))
+        torch.get_device_module(kind).set_device(place)
     if not dist.is_initialized():
-        backend, wait = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout)
-        if "RANK" in os.environ:
-            if (store := launched_store(wait)) is None:
-                dist.init_process_group(backend, timeout=wait)
-            else:
-                ranks = int(os.environ["WORLD_SIZE"])
-                dist.init_process_group(
-                    backend, timeout=wait, store=store, rank=int(os.environ["RANK"]), world_size=ranks
-                )
-        else:
-            dist.init_process_group(backend, timeout=wait, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        _init_world(place, timedelta(seconds=timeout))
     return place
+
+
+def _init_world(place: torch.device, wait: timedelta) -> None:
+    """The default group, as torchrun's environment says; of one process without it."""
+    backend = "gloo"
+    if place.type != "cpu":
+        backend = f"cpu:gloo,{place.type}:{dist.get_default_backend_for_device(place)}"
+    bound = None if place.type == "cpu" else place
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    rank, ranks = 0, 1
+    if "RANK" in os.environ:
+        store = launched_store(wait)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if store is None:  # torch finds the one of its launcher
+        dist.init_process_group(backend, timeout=wait, device_id=bound)
+    else:
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=ranks, device_id=bound)
+
+
+def check_devices(processes: int, devices: int, kind: str) -> None:
+    """Raises PlanError where several processes of this machine would share a device, of which NCCL makes no communicator."""
+    if processes <= devices:
+        return
+    findings = Findings("this run")
+    findings.add(
+        where="--nproc-per-node",
+        given=f"{processes} processes on this machine, which has {devices} device{'s' * (devices != 1)} ({kind})",
+        required="a device for each process",
+        fix=f'--nproc-per-node {max(1, devices)}, and a mesh of as many ranks; or device="cpu"',
+    )
+    findings.raise_if_any()
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as bytes, which every backend carries, whatever their type (16-bit integers: neither gloo nor NCCL
+    does); a contiguous one's own memory."""
+    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return t.view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)

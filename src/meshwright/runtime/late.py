@@ -21,7 +21,9 @@ class Late:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers, self._sent = numbers.detach(), None
         if numbers.device.type != "cpu":
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=torch.accelerator.is_available())
+            host = torch.empty(
+                numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=torch.accelerator.is_available()
+            )
             self._numbers = host.copy_(self._numbers, non_blocking=True)
             self._sent = torch.get_device_module(numbers.device).Event()
             self._sent.record()

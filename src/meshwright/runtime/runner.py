@@ -114,7 +114,7 @@ class Runner:
         finally:
             self.held.reshard()
         with without_modes():  # this is no read of the model's
-            value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64)
+            value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:
                 dist.all_reduce(value, group=self.groups.hosts["pp"])
             return float(value)

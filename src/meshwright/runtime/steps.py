@@ -18,7 +18,7 @@ from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
 from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
-from meshwright.runtime.rows.batch import as_given, plain, versions, with_shared
+from meshwright.runtime.rows.batch import as_given, check_device, plain, versions, with_shared
 from meshwright.runtime.rows.microbatches import write_back
 from meshwright.runtime.runner import Runner
 from meshwright.spmd.one_process import one_process
@@ -47,6 +47,7 @@ class Steps:
         self._draws.agree(self.count)
         runner, division, guard = self._runner, self._division, self._guard
         batch = with_shared(plain(batch), runner.recipe.shared_inputs)
+        check_device(batch, runner.groups.device)
         pieces = division.pieces(batch)
         given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.count + self.before

@@ -199,7 +199,8 @@ class PlannedAxis(Axis):
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
 
-_NARROW = {torch.bool: torch.uint8, torch.int16: torch.int32}  # types that gloo does not carry, and what does
+# Types that gloo or NCCL does not add up, and those in which they are.
+_NARROW = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 def _carried(x: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ def _flat(x: Tensor) -> Tensor:
     )
 
 
-_UNKNOWN = (torch.int16,)
+_UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _with_size(x: Tensor, layout: Shard) -> list[int]:

@@ -81,6 +81,9 @@ _MODULES = (
     "torch.distributed._functional_collectives",
 )
 
+# A default device (``torch.set_default_device``) is a mode of torch's, through which functions are called.
+_TORCH = os.path.dirname(torch.__file__)
+_HANDS_ON = (os.path.join(_TORCH, "utils", "_device.py"), os.path.join(_TORCH, "overrides.py"))
 _IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
 
 _KEY = "meshwright.one_process"
@@ -233,6 +236,8 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> Cod
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2)  # of the function that this stands in for
+        while caller.f_code.co_filename in _HANDS_ON and caller.f_back is not None:
+            caller = caller.f_back
         if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
             return itself(*args, **kwargs)
         return answer(caller)

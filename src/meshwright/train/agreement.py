@@ -51,7 +51,7 @@ def agree(job: Job, loss: Tensor, norm: Tensor, *, stop: bool, amount: float, se
     own_loss, own_norm = Late(torch.stack([loss.detach().double(), norm.detach().double()])).read()
     copies = job.recipe.mesh.size / job.recipe.mesh.data_size
     said = [not isfinite(own_loss), not isfinite(own_norm), stop, amount / copies, job.waiting.take(), seconds]
-    sums = torch.tensor([float(x) for x in said], dtype=torch.float64)
+    sums = torch.tensor([float(x) for x in said], dtype=torch.float64, device="cpu")
     with job.waiting.on(between_hosts=True):  # counts in the next step
         job.groups.sum([sums])
     bad_loss, bad_gradient, stopping, amount, waited, elapsed = sums.tolist()

@@ -113,23 +113,37 @@ def whereabouts(
     """
     frames = _frames() if error is None else _raised(error)
     collective, group = _collective(frames, waits_for)
+    last = private.last_collective()
     return Whereabouts(
         step=step,
         action=action,
         phase=_phase(frames),
-        collective=collective,
+        collective=collective or _on_device(last),
         group=group,
         line=_line([f for f in frames if not f.plumbing] or frames[:1]),
         within=_line([f for f in frames if f.file.startswith(_OURS)]),
-        recorded=recorded(),
+        recorded=_recorded(last),
         entered=private.collectives_entered(),
         stack=tuple(map(_spelled, reversed(frames[:_DEEPEST]))),
     )
 
 
+def _on_device(last: dict[str, Any]) -> str:
+    """The collective that a device is in; empty if it is in none, or in one of gloo's, which the main thread itself is in.
+
+    The host goes on then, until it reads a value (``.tolist()``): it waits there for all that the device has to do before.
+    """
+    kind, _, name = str(last.get("profiling_name", "")).partition(":")
+    ended = last.get("retired") or last.get("state") == "completed"
+    return f"{name} on the device" if kind == "nccl" and not ended else ""
+
+
 def recorded() -> str:
     """The last collective in torch's flight recorder, in words; empty where it has none (TORCH_FR_BUFFER_SIZE=0)."""
-    last = private.last_collective()
+    return _recorded(private.last_collective())
+
+
+def _recorded(last: dict[str, Any]) -> str:
     if not last:
         return ""
     number = last.get("collective_seq_id") or last.get("p2p_seq_id")

@@ -265,8 +265,8 @@ def _process_group(task: Task) -> Iterator[None]:
         if devices == 0:
             raise RuntimeError("workers with device='cuda' see no CUDA device on this machine")
         torch.cuda.set_device(task.rank % devices)
-        if devices >= task.ranks and dist.is_nccl_available():  # NCCL wants a device a rank
-            backend = "cpu:gloo,cuda:nccl"
+        # NCCL wants a device a rank. (To a mesh over the whole world, of "gloo" alone, torch would give NCCL on a GPU.)
+        backend = "cpu:gloo,cuda:nccl" if devices >= task.ranks and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
     # A file, since a TCPStore looks up the name of whoever connects: seconds, where name service is slow.
     store = dist.FileStore(task.store, task.ranks)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=min(_INIT_TIMEOUT, task.timeout)))

@@ -79,7 +79,7 @@ class Branching:
         self.rows, self._gates = rows, {}
         self._move_on()
         self._begun_at = torch.get_rng_state()
-        seed = int(torch.randint(2**48, ()))
+        seed = int(torch.randint(2**48, (), device="cpu"))
         torch.set_rng_state(self._begun_at)
         branches = [b for b in self.places.branches if b in self.mine]
         self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in branches}
@@ -96,7 +96,7 @@ class Branching:
         """If the trunk has drawn nothing in a forward, its generator moves on by one draw: the branches' numbers in the next
         forward are others."""
         if self._begun_at is not None and torch.equal(self._begun_at, torch.get_rng_state()):
-            torch.randint(2**48, ())
+            torch.randint(2**48, (), device="cpu")
 
     # --- forks ------------------------------------------------------------------------------------------------------
 

@@ -38,13 +38,13 @@ def note(recipe: Recipe, device: torch.device) -> str:
     """What a person should know who asked for streams."""
     if not recipe.streams:
         return ""
-    if device.type != "cpu":
-        return "blocks on streams run at the same time where one leaves part of the GPU free; large ones gain nothing"
     if collectives_within(recipe):
         return (
-            "blocks on streams run one after the other: on a CPU they would run in threads, which a block with collectives "
-            "(tp, FSDP) cannot, as all ranks must meet in the same order"
+            "blocks on streams run one after the other: a block with collectives (tp, FSDP) cannot run in a thread or a stream "
+            "beside others, as all ranks must meet in the same order"
         )
+    if device.type != "cpu":
+        return "blocks on streams run at the same time where one leaves part of the GPU free; large ones gain nothing"
     return (
         f"blocks on streams run in threads: that pays where a block is large and leaves cores free; torch itself uses "
         f"{torch.get_num_threads()} of {os.cpu_count()} for each"

@@ -203,7 +203,7 @@ class Programs:
     def _agree(self, digest: int) -> None:
         """Compares a new program with those of the ranks that run the same copy of the model. Collective."""
         for group in self._among:
-            most = torch.tensor([digest, -digest])
+            most = torch.tensor([digest, -digest], device="cpu")
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             highest, lowest = most.tolist()
             if highest != -lowest:

@@ -28,6 +28,7 @@ from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched, unwatched
+from meshwright.runtime.groups import as_bytes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
@@ -154,8 +155,8 @@ class Step:
                 value = values[i].detach()
                 if value.shape != tensors[i].shape:  # unsqueezed, say: what it was made of
                     value = value.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
-                value = value.contiguous()
-                dist.broadcast(value, group=group, group_src=last)
+                value = value.resolve_conj().resolve_neg().contiguous()
+                dist.broadcast(as_bytes(value), group=group, group_src=last)
                 with torch.no_grad():
                     tensors[i].copy_(value)
 

@@ -18,7 +18,7 @@ from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
 from meshwright.private import is_done
 from meshwright.runtime.branches.exchange import as_recorded
-from meshwright.runtime.groups import Groups
+from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.program import Program
 from meshwright.schedule import TRANSFERS, Action
@@ -121,7 +121,7 @@ class Transfers:
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
         home = self._stage_rank[action.other or 0]
         for t in tensors:
-            t = t.detach().contiguous()
+            t = as_bytes(t)
             self._sent.append((dist.isend(t, group=self._among(t), group_dst=home), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
@@ -147,7 +147,7 @@ class Transfers:
         grads = [flight.back.pop(n) for n in numbers]
         if numbers and self._may_lack(action):
             there = [g is not None for g in grads]
-            self._send(action, [torch.tensor(there, dtype=torch.uint8)])
+            self._send(action, [torch.tensor(there, dtype=torch.uint8, device="cpu")])
         self._send(
             action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
         )
@@ -166,9 +166,11 @@ class Transfers:
         numbers = self._numbers(action)
         buffers = [(n, self._empty(values[n])) for n in numbers]
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
-            there = torch.empty(len(numbers), dtype=torch.uint8)
+            there = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
             buffers.insert(0, (_WHICH, there))
-        self._arriving[action] = [(n, b, dist.irecv(b, group=self._among(b), group_src=home)) for n, b in buffers]
+        self._arriving[action] = [
+            (n, b, dist.irecv(as_bytes(b), group=self._among(b), group_src=home)) for n, b in buffers
+        ]
 
     def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
         entries = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import Findings
 from meshwright.private import pytree, storage_of, version
 
 _DEPTH = 4  # how far into objects to look
@@ -86,6 +87,21 @@ def _as(t: Tensor, same: Tensor) -> Tensor:
     """Another tensor of the same values, which remembers them if ``t`` does."""
     host = host_of(t)
     return same if host is None or host is t else with_host(same, host)
+
+
+def check_device(batch: Any, device: torch.device) -> None:
+    """Raises PlanError if no tensor of a batch is on the device. Some may be elsewhere: torch wants lengths on the CPU."""
+    tensors = tensors_in(batch)
+    if not tensors or any(t.device == device for t in tensors):
+        return
+    findings = Findings("this batch")
+    findings.add(
+        where=", ".join(names_in(batch)[:4]),
+        given=f"on {', '.join(sorted({str(t.device) for t in tensors}))}",
+        required=f"on {device}, as the model",
+        fix=f"t.to({str(device)!r}) for each tensor; job.batches(...) does it",
+    )
+    findings.raise_if_any()
 
 
 def moved(t: Tensor, device: torch.device) -> Tensor:

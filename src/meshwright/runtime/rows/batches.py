@@ -104,11 +104,12 @@ class Batches:
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
-            return torch.arange(self.rows)
-        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+            return torch.arange(self.rows, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(self.rows, generator=generator, device="cpu")
 
     def _of_table(self, share: list[Row]) -> Any:
-        rows = torch.tensor([row.number for row in share if not row.shape_only], dtype=torch.int64)
+        rows = torch.tensor([row.number for row in share if not row.shape_only], dtype=torch.int64, device="cpu")
         return pytree.tree_map_only(Tensor, lambda t: t[rows], self.dataset)
 
 

@@ -55,7 +55,7 @@ class Loader:
                 num_workers=self.num_workers,
                 collate_fn=_collated,
                 pin_memory=self.pinned,
-                generator=torch.Generator(),
+                generator=torch.Generator("cpu"),
             )
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.private import python_body
 from meshwright.recipe import Recipe
-from meshwright.runtime.groups import Groups
+from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.rows.batch import (
     copied,
     has_rows,
@@ -199,7 +199,7 @@ def _totals(
         at = host if value.device.type == "cpu" else device
         away = away or at != host
         sums[at][places[slot]] += value.flatten()
-    head = torch.tensor([rows, more, away], dtype=torch.float64)
+    head = torch.tensor([rows, more, away], dtype=torch.float64, device=host)
     if among is not None:
         with waiting.on(between_hosts=True) if waiting is not None else nullcontext():
             among.sum([head, *sums[host]])
@@ -240,18 +240,19 @@ def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGr
 
 def _rows_of_each(rows: int, group: dist.ProcessGroup) -> list[int]:
     """How many rows each rank of a group has."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([rows]), group=group)
+    counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([rows], device="cpu"), group=group)
     return [int(c) for c in counts]
 
 
 def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     if not has_rows(t, rows):
         return tensors_in(copied(t))[0]
-    padded = torch.cat([t, t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
-    chunks = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(chunks, padded.contiguous(), group=group)
-    return torch.cat([chunk[:n] for chunk, n in zip(chunks, sizes, strict=True)])
+    padded = torch.cat([t.detach(), t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
+    sent = as_bytes(padded)
+    chunks = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(chunks, sent, group=group)
+    return torch.cat([chunk.view(t.dtype).view(padded.shape)[:n] for chunk, n in zip(chunks, sizes, strict=True)])
 
 
 @torch.no_grad()

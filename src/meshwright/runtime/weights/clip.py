@@ -76,6 +76,6 @@ class Clipping:
     def _on_device(self, copies: tuple[int, ...]) -> Tensor:
         """Numbers of copies as a tensor, made once: the parameters that have gradients are the same in most steps."""
         if copies not in self._weights:
-            host = torch.tensor(copies, dtype=torch.float64)
+            host = torch.tensor(copies, dtype=torch.float64, device="cpu")
             self._weights = {copies: host.to(self._device, non_blocking=True)}
         return self._weights[copies]

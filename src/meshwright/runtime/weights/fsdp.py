@@ -52,8 +52,8 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
             )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        if groups.device.type == "cpu":  # gloo has no pre-multiplied sum
-            module.set_force_sum_reduction_for_comms(True)
+        # Plain sums, which every backend has: FSDP2 would ask for one multiplied by 1/1, which gloo refuses on any device.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def keep_attributes(model: nn.Module, attributes: Attributes) -> None:

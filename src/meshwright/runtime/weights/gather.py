@@ -1,4 +1,8 @@
-"""Whole values from what the ranks hold, by the recipe's slices; one tensor at a time."""
+"""Whole values from what the ranks hold, by the recipe's slices; one tensor at a time.
+
+They are put together on the CPU of rank 0, so they come between hosts, as bytes. On a GPU, sends to rank 0 would make a
+communicator for each pair.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices
-from meshwright.runtime.groups import Groups
+from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.weights.parameters import local_tensor
 
 
@@ -22,17 +26,15 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     holders = _holders(line, recipe)
     slices = {rank: recipe.held(line, rank) for rank in holders}
     if groups.rank == 0:
-        whole = torch.empty(line.shape, dtype=local.dtype)
+        whole = torch.empty(line.shape, dtype=local.dtype, device="cpu")
         for rank in holders:
             shape = recipe.held_shape(line, rank)
-            piece = local if rank == groups.rank else torch.empty(shape, dtype=local.dtype, device=groups.device)
-            if rank != groups.rank and piece.numel():
-                dist.recv(piece, src=rank)
+            piece = local.cpu() if rank == groups.rank else _received(shape, local.dtype, rank, groups)
             if piece.numel():
-                place_slices(whole, slices[rank], piece.to("cpu"))
+                place_slices(whole, slices[rank], piece)
         return whole
-    if groups.rank in holders and local.numel():
-        dist.send(local.contiguous(), dst=0)
+    if groups.rank in holders:
+        _send(local, groups)
     return None
 
 
@@ -46,17 +48,15 @@ def whole_on_every_rank(
 
     Returns: None if no rank has one. A holder that has none counts as one with zeros.
     """
-    present = torch.tensor(local is not None, device=groups.device).int()
-    dist.all_reduce(present, dist.ReduceOp.MAX)
-    if not present:
+    if not any(groups.on_any([local is not None])):
         return None
     if local is None:
         shape = recipe.held_shape(line, groups.rank) if recipe.holds(line, groups.rank) else ()
         local = torch.zeros(shape, dtype=dtype, device=groups.device)
     whole = gather_whole(line, local, recipe, groups)
-    whole = torch.empty(line.shape, dtype=dtype, device=groups.device) if whole is None else whole.to(groups.device)
-    dist.broadcast(whole, src=0)
-    return whole
+    whole = torch.empty(line.shape, dtype=dtype, device="cpu") if whole is None else whole.contiguous()
+    dist.broadcast(as_bytes(whole), src=0, group=groups.hosts[""])
+    return whole.to(groups.device)
 
 
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
@@ -78,12 +78,12 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
     told: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
     if dist.get_world_size() > 1:
         told = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, facts)
+        dist.all_gather_object(told, facts, group=groups.hosts[""])
     owners = {name: rank for rank, names in enumerate(told) for name in names}
     order = [name for name, _ in model.named_buffers() if name in owners]
     if dist.get_world_size() > 1:
         holder = [order]
-        dist.broadcast_object_list(holder, src=0)
+        dist.broadcast_object_list(holder, src=0, group=groups.hosts[""], device=torch.device("cpu"))
         order = holder[0]
     for name in dict.fromkeys([*order, *owners]):
         owner = owners[name]
@@ -93,22 +93,23 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
         elif groups.rank == 0:
             shape, dtype = told[owner][name]
             value = _received(shape, dtype, owner, groups)
-        elif groups.rank == owner and buffers[name].numel():
-            dist.send(_as_bytes(buffers[name]), dst=0)
+        elif groups.rank == owner:
+            _send(buffers[name], groups)
         yield name, value
 
 
 def _received(shape: tuple[int, ...], dtype: torch.dtype, source: int, groups: Groups) -> Tensor:
     """A tensor of this shape and type from another rank, on CPU."""
-    value = torch.empty(shape, dtype=dtype, device=groups.device)
+    value = torch.empty(shape, dtype=dtype, device="cpu")
     if value.numel():
-        dist.recv(_as_bytes(value), src=source)
-    return value.cpu()
+        dist.recv(as_bytes(value), src=source, group=groups.hosts[""])
+    return value
 
 
-def _as_bytes(t: Tensor) -> Tensor:
-    """A tensor's elements as bytes, which every backend carries; a contiguous one's own memory."""
-    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+def _send(value: Tensor, groups: Groups) -> None:
+    """Sends a tensor to rank 0, unless it is empty."""
+    if value.numel():
+        dist.send(as_bytes(value).cpu(), dst=0, group=groups.hosts[""])
 
 
 def whole_tensors(
@@ -123,8 +124,8 @@ def whole_tensors(
         picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
         # A tensor of another shape than is held would be more, or less, than its receiver takes, which ends a process.
         strange = picked is not None and tuple(local_tensor(picked).shape) != recipe.held_shape(line, groups.rank)
-        flags = torch.tensor([picked is not None, (groups.rank + 1) * strange], device=groups.device).int()
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        flags = torch.tensor([picked is not None, (groups.rank + 1) * strange], dtype=torch.int32, device="cpu")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.hosts[""])
         present, strange_rank = flags.tolist()
         if strange_rank:
             raise RuntimeError(

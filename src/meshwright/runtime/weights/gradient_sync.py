@@ -26,6 +26,7 @@ class GradientSync:
 
     def __init__(self, model: nn.Module, *, at_end: bool) -> None:
         self._model, self._at_end = model, at_end
+        self._last: bool | None = None  # what units were told
         self.ends: list[Tensor] | None = None
 
     def begin(self) -> None:
@@ -59,7 +60,9 @@ class GradientSync:
             reduce_gradients(self._model)
 
     def _set(self, *, last: bool) -> None:
-        if isinstance(self._model, FSDPModule):
+        """Tells all units, which is a walk over the model, unless they know."""
+        if isinstance(self._model, FSDPModule) and last is not self._last:
+            self._last = last
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
             if self._at_end:
