@@ -58,6 +58,7 @@ plans = st.builds(
     seed=st.integers(0, 2**63 - 1),
     nonfinite=st.sampled_from(["stop", "skip"]),
     verify=st.integers(0, 1000),
+    weights=st.sampled_from(["drawn", "checkpoint", "pretrained", "none"]),
 )
 
 

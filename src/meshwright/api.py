@@ -76,7 +76,9 @@ def parallelize(
     place = ensure_world(device, timeout)
     plan, found = plan.at(dist.get_world_size()), tuple[str, ...]()
     if plan.auto:
+        weights = plan.weights
         plan, found = agreed_plan(build, plan, batch, loss, place, timeout)
+        plan = plan.replace(weights=weights)
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)

@@ -263,12 +263,16 @@ def _train_here(
     import torch.distributed as dist
 
     from meshwright.api import parallelize
+    from meshwright.checkpoint.folder import newest
+    from meshwright.plan.keys import CHECKPOINT
     from meshwright.train import loop
 
     target, same = given.target, course.same
     started = not dist.is_initialized()
+    resumes = newest(course.folder) is not None  # rank 0's answer counts, as its recipe does
+    plan = given.plan.replace(weights=CHECKPOINT) if resumes else given.plan  # what is loaded need not be drawn
     job = parallelize(
-        target.build, given.plan, batch=target.batch, loss=given.loss, device=given.device,
+        target.build, plan, batch=target.batch, loss=given.loss, device=given.device,
         timeout=2 * course.timeout,  # whoever watches is to report first, and not a collective that gives up
     )  # fmt: skip
     rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)

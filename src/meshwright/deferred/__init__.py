@@ -51,10 +51,16 @@ _Value = Ref | Tensor | None  # in the log; held; there is none
 
 
 class Recorded:
-    """A module whose parameters are on the meta device, and the means to make the value of each."""
+    """A module whose parameters are on the meta device, and the means to make the value of each.
 
-    def __init__(self, module: nn.Module, log: Log, values: Mapping[str, _Value], drawn: bool) -> None:
-        self.module = module
+    Attributes:
+        by_chance: buffers and attributes that follow from random numbers: without ``draw`` their values are wrong.
+    """
+
+    def __init__(
+        self, module: nn.Module, log: Log, values: Mapping[str, _Value], drawn: bool, by_chance: tuple[str, ...]
+    ) -> None:
+        self.module, self.by_chance = module, by_chance
         self._log, self._values, self._drawn = log, values, drawn
 
     def value(self, name: str) -> Tensor:
@@ -98,9 +104,24 @@ def record(
         _to_meta(parameter)
     if recorder.cells:
         gc.collect()  # what only cycles hold need not be filled
+    by_chance = _by_chance(module, recorder)
     recorder.fill_all()
     recorder.log.keep(value.cell for value in values.values() if isinstance(value, Ref))
-    return Recorded(module, recorder.log, values, draw)
+    return Recorded(module, recorder.log, values, draw, by_chance)
+
+
+def _by_chance(module: nn.Module, recorder: Recorder) -> tuple[str, ...]:
+    """The names of buffers and attributes that follow from random numbers, as far as torch functions made them."""
+    found: list[str] = []
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            named = value.items() if name == "_buffers" else [(name, value)]
+            if name not in ("_parameters", "_modules"):
+                found += [
+                    f"{path}.{key}".lstrip(".") for key, held in named
+                    if any(recorder.is_by_chance(t) for t in _tensors_within(held, set()))
+                ]  # fmt: skip
+    return (*found, *(["what cannot be told of tensors"] if recorder.told_by_chance else []))
 
 
 def _value(parameter: Tensor, recorder: Recorder) -> _Value:

@@ -42,6 +42,8 @@ class Recorder(TorchDispatchMode):
         self.filled: dict[int, int] = {}  # the same, for those that became real while build ran
         self._draws, self._small = draw, small
         self._undrawn = 0  # random ops whose numbers are not drawn
+        self._random: set[int] = set()  # addresses of storages whose values follow from random numbers
+        self.told_by_chance = False  # whether it cannot be told what does: Python was told a value that does, say
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,15 +64,34 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and device.type != "cpu":
-            return func(*args, **kwargs) if device.type == "meta" else self._compute(func, args, kwargs)
+            if device.type == "meta":
+                return func(*args, **kwargs)
+            self.told_by_chance = self.told_by_chance or op_facts(func).draws  # not followed on another device
+            return self._compute(func, args, kwargs)
         tensors = tensors_in((args, kwargs))
         deferred = any(self.cell(tensor) is not None for tensor in tensors)
         elsewhere = any(tensor.device.type != "cpu" for tensor in tensors)
         if not elsewhere and (deferred or not schema_of(func).is_mutable):
             outputs = foreseen_by(func, args, kwargs)
             if outputs is not None and (deferred or self._grows(tensors, tensors_in(outputs))):
-                return self._defer(func, args, kwargs, outputs)
-        return self._compute(func, args, kwargs)
+                return self._follow_chance(func, tensors, kwargs, self._defer(func, args, kwargs, outputs))
+        return self._follow_chance(func, tensors, kwargs, self._compute(func, args, kwargs))
+
+    def is_by_chance(self, tensor: Tensor) -> bool:
+        """Whether values of a tensor may follow from random numbers."""
+        return address_of(tensor) in self._random
+
+    def _follow_chance(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any], result: Any) -> Any:
+        """Notes what an op has made, or written, of random numbers. Gives its result."""
+        made, mutable = tensors_in((result,)), schema_of(func).is_mutable
+        if op_facts(func).draws or any(map(self.is_by_chance, tensors)):
+            self._random.update(map(address_of, (*made, *(tensors if mutable else ()))))
+            self._random.discard(0)  # no storage
+            own = any(isinstance(leaf, torch.Generator) for leaf in kwargs.values())
+            self.told_by_chance = self.told_by_chance or own or not all(map(address_of, made)) or not made
+        elif not mutable:
+            self._random.difference_update(map(address_of, made))  # where another storage stood before
+        return result
 
     # -- what is deferred
 

@@ -251,7 +251,9 @@ class _Drawing(TorchDispatchMode):
 
 def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
-    plan = plan.replace(verify=0)  # every value of every rank is compared here, and told better than by the first error
+    plan = plan.replace(
+        verify=0, weights="drawn"
+    )  # every value of every rank is compared here, and told better than by the first error
     job = parallelize(
         Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,

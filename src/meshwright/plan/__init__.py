@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.plan.entry import Entries, Entry
-from meshwright.plan.keys import FOUND, KEYS, PLAN
+from meshwright.plan.keys import DRAWN, FOUND, KEYS, PLAN
 from meshwright.plan.meshes import AUTO, MeshesLike, chosen, in_order
 from meshwright.plan.reader import Reader
 from meshwright.plan.settings import put_setting
@@ -79,6 +79,9 @@ class Plan:
             as well. 0: never.
         eager: over tp, run each torch function through the dispatcher in every step. Left out: false, blocks are recorded, and
             run as programs of local functions and collectives, which give the same and take the host less time.
+        weights: what parameters begin with. ``drawn``: what the model draws when it is made; all of it is drawn on every rank,
+            which takes minutes for billions. Nothing is drawn for ``checkpoint`` and ``pretrained``, whose values
+            ``job.load`` and ``job.load_pretrained`` bring, and for ``none``: they are not numbers (nan) until they are filled.
 
     Attributes:
         meshes: what it may be laid over, in order; empty for ``auto``.
@@ -111,6 +114,7 @@ class Plan:
     nonfinite: str
     verify: int
     eager: bool
+    weights: str
     said: frozenset[str] = field(compare=False, repr=False)
 
     def __init__(
@@ -132,6 +136,7 @@ class Plan:
         nonfinite: str = "stop",
         verify: int = 100,
         eager: bool = False,
+        weights: str = DRAWN,
     ) -> None:
         values = {
             "mesh": mesh,
@@ -150,6 +155,7 @@ class Plan:
             "nonfinite": nonfinite,
             "verify": verify,
             "eager": eager,
+            "weights": weights,
         }
         given = Reader(Source(values)).plan()
         fields, meshes = _DEFAULTS | given, in_order(given["mesh"])

@@ -11,6 +11,9 @@ from meshwright.errors import listing
 from meshwright.schedule import NAMES as SCHEDULES
 from meshwright.submesh import SLICE
 
+DRAWN, CHECKPOINT, PRETRAINED, NO_WEIGHTS = "drawn", "checkpoint", "pretrained", "none"
+"""What parameters begin with: what the model draws; what a load brings; nothing."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -79,6 +82,7 @@ PLAN = {
     "nonfinite": _choice("stop", "skip"),
     "verify": _number(0, 100),
     "eager": _flag(),
+    "weights": _choice(DRAWN, CHECKPOINT, PRETRAINED, NO_WEIGHTS),
 }
 ENTRY = {
     "dp": _choice("shard", "replicate"),

@@ -23,6 +23,7 @@ from meshwright.calls.sequence import InputCut
 from meshwright.deferred import Recorded, record
 from meshwright.generators import Generators
 from meshwright.layout import Shard
+from meshwright.plan.keys import DRAWN
 from meshwright.private import held_of, hooked, replace_tensors, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.replay.replayed import LocalPrograms
@@ -82,7 +83,9 @@ def apply(
         rehearsed: gives what this rank holds memory, if the job is rehearsed without values: then nothing is filled.
     """
     with one_process():
-        recorded = record(build, seed=recipe.seed, draw=rehearsed is None)
+        recorded = record(build, seed=recipe.seed, draw=rehearsed is None and recipe.weights == DRAWN)
+        if rehearsed is None and recipe.weights != DRAWN and recorded.by_chance:  # what no file brings is drawn
+            recorded = record(build, seed=recipe.seed)
     model = recorded.module
     hooks, attributes = take_hooks(model), attributes_of(model)
     make_gradients_dense(model)
@@ -98,7 +101,7 @@ def apply(
     shard_units(model, recipe, groups)
     allocate(model, recipe, groups, rehearsed or on_device)
     if rehearsed is None:
-        fill(model, recipe, groups, _values(recorded, dtype, transform))
+        fill(model, recipe, groups, _values(recorded, dtype, transform) if recipe.weights == DRAWN else None)
     stand_ins = put_back(model, objects)
     give_attributes(model, attributes)
     keep_attributes(model, attributes)

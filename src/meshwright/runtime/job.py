@@ -205,6 +205,7 @@ class Job:
             path, optimizer, self.count_file, scheduler=scheduler, data=data, verify=verify, or_before=or_before
         )
         self._steps.resume(loaded.step)
+        self._steps.take_weights()
         return loaded
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
@@ -223,7 +224,9 @@ class Job:
         Raises:
             PlanError: every problem, before anything is changed; on every rank alike.
         """
-        return self._checkpoints.load_pretrained(folder, self.count_file, strict=strict)
+        loaded = self._checkpoints.load_pretrained(folder, self.count_file, strict=strict)
+        self._steps.take_weights(loaded.missing)
+        return loaded
 
     def count_file(self) -> None:
         """A part of a file was read or written: a watch sees that this rank gets on."""

@@ -9,11 +9,15 @@ guard      in some steps: do ranks hold alike what they should?            runti
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from meshwright.errors import Findings
+from meshwright.names import few
+from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
 from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
 from meshwright.runtime.draw_agreement import DrawAgreement
@@ -35,6 +39,9 @@ class Steps:
     def __init__(self, runner: Runner, division: Division, guard: Guard, draws: DrawAgreement) -> None:
         self._runner, self._division, self._guard, self._draws = runner, division, guard, draws
         self.count = self.before = 0
+        self._awaits = {CHECKPOINT: "job.load(...)", PRETRAINED: "job.load_pretrained(...)"}.get(
+            runner.recipe.weights, ""
+        )
 
     def resume(self, step: int) -> None:
         """So many optimizer steps were done before the next one."""
@@ -43,6 +50,7 @@ class Steps:
     @one_process()
     def run(self, batch: Any, *, backward: bool) -> Tensor:
         """The loss of a batch; with a backward, its gradients too. ``batch``: this rank's rows."""
+        self._check_weights()
         self.count += backward
         self._draws.agree(self.count)
         runner, division, guard = self._runner, self._division, self._guard
@@ -67,8 +75,39 @@ class Steps:
     @one_process()
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for this rank's rows."""
+        self._check_weights()
         self._draws.agree(self.count)
         return self._runner.output(args, kwargs)
+
+    def take_weights(self, missing: Collection[str] = ()) -> None:
+        """Weights were loaded, but for some names.
+
+        Raises:
+            PlanError: some parameter has no values now.
+        """
+        recipe, self._awaits = self._runner.recipe, ""
+        without = [name for name in missing if name in recipe.by_name] if recipe.weights != DRAWN else []
+        if without:
+            findings = Findings("this run")
+            findings.add(
+                where="weights",
+                given=f"{recipe.weights}, and what was loaded lacks {few(without)}",
+                required="values for every parameter",
+                fix=f"weights: {DRAWN}",
+            )
+            findings.raise_if_any()
+
+    def _check_weights(self) -> None:
+        """Raises PlanError while weights have no values."""
+        if self._awaits:
+            findings = Findings("this run")
+            findings.add(
+                where="weights",
+                given=f"{self._runner.recipe.weights}, and nothing was loaded: parameters are not numbers yet",
+                required=f"{self._awaits} before the first forward",
+                fix=f"{self._awaits}, or weights: {DRAWN}",
+            )
+            findings.raise_if_any()
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -121,14 +121,18 @@ def allocate(model: nn.Module, recipe: Recipe, groups: Groups, allocated: Alloca
             setattr(module, key, made[id(p)])
 
 
-def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values) -> None:
-    """Fills what this rank holds, one parameter at a time."""
+def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values | None) -> None:
+    """Fills what this rank holds, one parameter at a time; with no numbers (nan), where values come later."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for line in recipe.parameters:
-            if recipe.holds(line, groups.rank):
-                mine = take_slices(values(line), recipe.held(line, groups.rank))
-                local_tensor(named[line.name]).copy_(mine.to(groups.device))
+            if not recipe.holds(line, groups.rank):
+                continue
+            local = local_tensor(named[line.name])
+            if values is None:
+                local.fill_(torch.nan if local.is_floating_point() or local.is_complex() else 0)
+            else:
+                local.copy_(take_slices(values(line), recipe.held(line, groups.rank)).to(groups.device))
 
 
 def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
