@@ -11,6 +11,7 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit proof fuzz coverage bench gallery site clean
+.PHONY: help demo test lint types unit proof gpu fuzz coverage bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +36,9 @@ unit: $(READY) ## the tests alone
 
 proof: $(READY) ## every combination of the matrices of parity, of which `make test` runs a part: an hour
 	$(PY) -m pytest $(TWO) -m 'proof or not proof'
+
+gpu: $(READY) ## the tests that ask for a GPU; without one they are skipped
+	$(PY) -m pytest tests/gpu
 
 fuzz: $(READY) ## random programs in every layout against one device, ten minutes each
 	$(PY) bench/fuzz.py --programs 100000 --seconds 600
