@@ -19,6 +19,7 @@ from meshwright.runtime.branches import streams
 from meshwright.runtime.groups import Groups, backend_of, ensure_world
 from meshwright.runtime.rows.batch import host_of, moved, with_host
 from meshwright.runtime.rows.microbatches import gather_rows, take_rows
+from meshwright.train.loop import together
 from meshwright.watch.location import whereabouts
 from meshwright.watch.timer import CommunicationTimer
 from meshwright.workers.pool import LocalWorkers
@@ -33,6 +34,17 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x.float()).square().mean()
+
+
+class Scaled(Model):
+    """With a parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
 
 
 class TwoBlocks(nn.Module):
@@ -137,6 +149,22 @@ def _gathered(dtype: torch.dtype) -> tuple[list[Any], int]:
 def test_rows_of_types_that_no_backend_knows_are_gathered(workers: LocalWorkers, dtype: torch.dtype) -> None:
     other = [[1, 0], [1, 1]] if dtype == torch.bool else [[1, 0], [3, 1]]
     assert workers.run(_gathered, dtype, ranks=2) == [([[1, 0], *other], 0), ([[1, 0], *other], 1)]
+
+
+def _kinds(plan: str) -> tuple[bool | None, int]:
+    job = mw.parallelize(Scaled, plan, batch=(torch.zeros(2, 4),), loss=_loss, device="cpu")
+    parameters = list(job.parameters())
+    optimizer = torch.optim.AdamW(parameters, foreach=together(parameters))
+    job.step((torch.ones(2, 4),))
+    optimizer.step()
+    return together(parameters), len({type(p) for p in parameters})
+
+
+@pytest.mark.parametrize(("plan", "answer"), [("tp=2", (True, 1)), ("dp_shard=2", (None, 2))])
+def test_an_optimizer_updates_parameters_together_if_they_are_of_one_kind(
+    workers: LocalWorkers, plan: str, answer: tuple[bool | None, int]
+) -> None:
+    assert workers.run(_kinds, plan, ranks=2) == [answer] * 2  # over data ranks, a parameter without dims is no DTensor
 
 
 def _hosts() -> tuple[bool, str, str]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.errors import RowsError
 from meshwright.workers.pool import WorkerError
 
 WIDTH, CLASSES = 16, 12
@@ -225,6 +226,34 @@ def test_a_part_without_a_finite_loss_is_an_error_if_all_rows_have_one(plan, wor
         workers.run(steps, RowsWithout, PLANS[plan], [tokens(), without(slice(4, 8))], ranks=2)
     found, _, _ = workers.run(steps, RowsWithout, {**PLANS[plan], "rows": "whole"}, [without(slice(4, 8))], ranks=2)[0]
     assert found == pytest.approx([workers.run(one_device, RowsWithout, without(slice(4, 8)), ranks=1)[0]], rel=1e-6)
+
+
+def looked_at_later(when):
+    """What is said of a step whose pieces have no finite loss, if the loss is read a step later, as beside a GPU."""
+    torch.manual_seed(0)
+    job = mw.parallelize(RowsWithout, "dp_shard=2", batch=tokens())
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    job._division.late = True
+    assert job.step(own_rows(job, tokens())).isfinite()
+    optimizer.zero_grad()
+    assert not job.step(own_rows(job, without(slice(4, 8)))).isfinite()
+    with pytest.raises(RowsError) as said:
+        if when == "finish_step":
+            job.finish_step()
+        elif when == "save":
+            job.save("nowhere", step=2)
+        else:
+            if when == "optimizer":
+                optimizer.step()
+            optimizer.zero_grad()
+            job.step(own_rows(job, tokens()))
+    return str(said.value)
+
+
+@pytest.mark.parametrize("when", ["finish_step", "save", "step", "optimizer"])
+def test_a_part_without_a_finite_loss_is_an_error_a_step_later(when, workers):
+    told = "the optimizer has stepped" if when == "optimizer" else "that of its rows and others at once is"
+    assert all(told in said for said in workers.run(looked_at_later, when, ranks=2))
 
 
 def test_a_loss_that_is_no_number_anywhere_is_given(workers):

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint.lock import PATIENCE, Lock, hold
@@ -153,7 +155,8 @@ class _Run:
         self.saving: Saving | None = None
         self.stopping = False
         self.metrics: Metrics | None = None
-        self.optimizer = torch.optim.AdamW(job.parameters(), lr=lr)
+        parameters = list(job.parameters())
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=together(parameters))
         resumes = record is not None and _first(
             job, record.folder, lambda: checkpoints.newest(record.folder) is not None
         )
@@ -167,6 +170,8 @@ class _Run:
             loaded = job.load(record.folder, self.optimizer, data=self.batches, or_before=True)
             for note in loaded.notes if job.rank == 0 else ():
                 tell(note)
+            for group in self.optimizer.param_groups:  # a checkpoint has it as it was in its layout
+                group["foreach"] = together(parameters)
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
         job.guard.optimizers = self.optimizer
@@ -240,6 +245,16 @@ class _Run:
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+
+
+def together(parameters: Sequence[Tensor]) -> bool | None:
+    """Whether an optimizer is to update all parameters by the same few calls (``foreach``); None: as torch does.
+
+    Torch's own answer is no for DTensors, each of which then takes a dozen calls, with DTensor's work for each. They go
+    together if they lie on one mesh.
+    """
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+    return True if len(meshes) == 1 and None not in meshes else None
 
 
 def _first(job: Job, folder: Path, work: Callable[[], T]) -> T:
