@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.recipe import Recipe
 from meshwright.runtime.apply import _streams
 from meshwright.runtime.branches import streams
-from meshwright.runtime.groups import Groups, backend_of, ensure_world
+from meshwright.runtime.groups import Groups, backend_of, check_unbound, ensure_world
 from meshwright.runtime.rows.batch import host_of, moved, with_host
 from meshwright.runtime.rows.microbatches import gather_rows, take_rows
 from meshwright.train.loop import together
@@ -134,6 +134,9 @@ def test_a_batch_remembers_its_values_on_the_host_until_it_is_written_to() -> No
     rows.zero_()  # in the memory of all rows
     assert host_of(t) is None and host_of(rows) is None
     assert host_of(torch.empty(1, device="meta")) is None
+    t = with_host(torch.empty(4, 3, device="meta"), host)
+    host.add_(1)
+    assert host_of(t) is None
 
 
 def _gathered(dtype: torch.dtype) -> tuple[list[Any], int]:
@@ -178,6 +181,33 @@ def _hosts() -> tuple[bool, str, str]:
 
 def test_hosts_have_the_groups_of_the_world_if_these_carry_their_tensors(workers: LocalWorkers) -> None:
     assert workers.run(_hosts, ranks=2) == [(True, "[[2.0, 4.0], [[6.0]]]", "gloo")] * 2
+
+
+def _in_a_world_that_carries_no_tensors_of_the_host() -> tuple[str, list[list[float]]]:
+    """The groups of hosts, and sums over them, where the world is said to be of NCCL alone."""
+    config = dist.get_backend_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl" if group is None else config(group))
+        job = mw.parallelize(Model, "dp_shard=2,tp=2", batch=(torch.zeros(2, 4),), loss=_loss, device="cpu")
+    sums = []
+    for axis in ("", "dp_shard", "tp"):
+        t = torch.tensor([float(job.rank)])
+        dist.all_reduce(t, group=job.groups.hosts[axis])
+        sums += t.tolist()
+    job.step((torch.ones(2, 4),))
+    return backend_of(job.groups.hosts["tp"], torch.device("cpu")), sums
+
+
+def test_a_persons_world_of_nccl_alone_gets_groups_between_hosts(workers: LocalWorkers) -> None:
+    found = workers.run(_in_a_world_that_carries_no_tensors_of_the_host, ranks=4)
+    assert found[1] == ("gloo", [0.0 + 1 + 2 + 3, 1.0 + 3, 0.0 + 1])
+
+
+def test_such_a_world_that_is_bound_to_its_device_is_refused() -> None:
+    check_unbound("cuda:nccl", None)
+    with pytest.raises(PlanError) as told:
+        check_unbound("cuda:nccl", torch.device("cuda", 0))
+    assert told.value.findings[0].fix == 'init_process_group("cpu:gloo,cuda:nccl", device_id=...)'
 
 
 # --- time, threads, streams -----------------------------------------------------------------------------------------------

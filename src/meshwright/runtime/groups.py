@@ -49,9 +49,8 @@ class Groups:
     together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
     made: tuple[dist.ProcessGroup, ...] = ()  # all of these that this rank is of
     timeout: float = 600.0  # seconds that a collective of any of them waits for other ranks
-    hosts: Mapping[str, dist.ProcessGroup] = field(
-        default_factory=dict
-    )  # axis → its ranks, between hosts; "" → all ranks
+    # axis → its ranks, between hosts; "" → all ranks
+    hosts: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -154,11 +153,27 @@ def _hosts(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     axes = [axis for axis in DIMS if mesh[axis].size() > 1]
     if backend_of(None, torch.device("cpu")):
         return {"": _world(), **{axis: mesh[axis].get_group() for axis in axes}}
+    check_unbound(dist.get_backend_config(), getattr(_world(), "bound_device_id", None))
     hosts = {"": dist.new_group(backend="gloo")}
     for axis in axes:
         lines = mesh.mesh.movedim(DIMS.index(axis), -1).reshape(-1, mesh[axis].size()).tolist()
         hosts[axis], _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
     return hosts
+
+
+def check_unbound(config: str, device: torch.device | None) -> None:
+    """Raises PlanError if a world that carries no tensors of the host is bound to a device: where groups of some ranks are made
+    over another backend, torch has the other ranks wait in a split of the device's communicator."""
+    if device is None:
+        return
+    findings = Findings("this run")
+    findings.add(
+        where="torch.distributed.init_process_group",
+        given=f"{config}, with device_id",
+        required="a backend for tensors of the host too",
+        fix=f'init_process_group("cpu:gloo,{config}", device_id=...)',
+    )
+    findings.raise_if_any()
 
 
 def _world() -> dist.ProcessGroup:

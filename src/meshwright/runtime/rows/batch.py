@@ -111,9 +111,9 @@ def moved(t: Tensor, device: torch.device) -> Tensor:
 
 
 def with_host(t: Tensor, host: Tensor) -> Tensor:
-    """A tensor of a batch that remembers its values on the host, for as long as nothing writes to it: what is counted of them
-    is then counted there, and no device is waited for."""
-    t._mw_host = host, version(t)  # type: ignore[attr-defined]
+    """A tensor of a batch that remembers its values on the host, for as long as nothing writes to either: what is counted of
+    them is then counted there, and no device is waited for."""
+    t._mw_host = host, version(t), version(host)  # type: ignore[attr-defined]
     return t
 
 
@@ -121,8 +121,8 @@ def host_of(t: Tensor) -> Tensor | None:
     """The values of a tensor on the host: itself, or what it remembers; None if they are on its device alone."""
     if t.device.type == "cpu":
         return t
-    host, then = getattr(t, "_mw_host", (None, None))
-    return host if then == version(t) else None
+    host, *then = getattr(t, "_mw_host", (None,))
+    return host if host is not None and then == [version(t), version(host)] else None
 
 
 def _shared(t: Tensor) -> Tensor:
