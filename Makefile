@@ -10,8 +10,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit proof fuzz coverage bench gallery site clean
-.PHONY: help demo test lint types unit proof gpu fuzz coverage bench clean
+.PHONY: help demo test lint types unit proof gpu fuzz coverage bench gallery site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
