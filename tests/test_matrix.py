@@ -52,11 +52,15 @@ def test_the_same_as_one_process(name, layout, workers):
         assert any(isinstance(line.tp, mw.Shard) for line in report.recipe), "tensor parallelism cut nothing"
 
 
+REFUSES_FLOAT64 = {"mixtral_grouped"}  # a function of its forward does: it is judged in float32
+
+
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("dp_shard2-tp2", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("name", ODD)
 def test_models_as_people_write_them(name, layout, workers):
     entry = ZOO[name]
-    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=torch.float64)
+    dtype = None if name in REFUSES_FLOAT64 else torch.float64
+    report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=dtype)
     assert report.passed, str(report)
 
 
