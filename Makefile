@@ -45,8 +45,9 @@ fuzz: $(READY) ## random programs in every layout against one device, ten minute
 coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py
 
-bench: $(READY) ## step time against handwritten PyTorch of the same layout
+bench: $(READY) ## step time against handwritten PyTorch of the same layout, and against handwritten local code
 	$(PY) bench/overhead.py
+	$(PY) bench/handwritten.py
 
 gallery: $(READY) ## the drawings of docs/gallery, from real plans
 	$(PY) examples/gallery.py

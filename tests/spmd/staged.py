@@ -143,12 +143,18 @@ class Staged:
         for rank in range(self.recipe.mesh.size):
             torch.manual_seed(plan.seed)
             self.models.append(_held_alone(build(), self.recipe, rank))
-            groups = SimpleNamespace(rank=rank, pp_rank=rank, device=torch.device("cpu"), pipeline=Line(rank, mail))
+            groups = SimpleNamespace(
+                rank=rank,
+                pp_rank=rank,
+                device=torch.device("cpu"),
+                pipeline=(line := Line(rank, mail)),
+                hosts={"pp": line},
+            )
             random = Generators(torch.device("cpu"), self.models[-1])
             again = recomputed(self.models[-1], self.recipe.recompute, random)
             calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
             stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
-            programs = Programs(self.recipe, self.planned, stages.numbers, [], groups.device, stages.modes)
+            programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = (
             LabelCounter(self.planned.record, self.models[0], Modes(self.models[0])) if self.microbatches > 1 else None

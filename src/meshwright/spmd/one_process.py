@@ -86,6 +86,13 @@ _TORCH = os.path.dirname(torch.__file__)
 _HANDS_ON = (os.path.join(_TORCH, "utils", "_device.py"), os.path.join(_TORCH, "overrides.py"))
 _IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
 
+
+@functools.cache
+def _in_the_world(file: str) -> bool:
+    """Whether code of a file sees the world as it is. Asked twice for each collective."""
+    return file.startswith(_IN_THE_WORLD)
+
+
 _KEY = "meshwright.one_process"
 _LOCK = threading.Lock()
 _StandIn = CodePatch | MethodPatch
@@ -178,7 +185,7 @@ def _of_a_group(name: str, caller: FrameType) -> int:
 def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+        if autograd_local(_KEY) is None or _in_the_world(caller.f_code.co_filename):
             return itself(self, *args, **kwargs)
         return answer(caller)
 
@@ -198,7 +205,7 @@ def _environment() -> CodePatch:
         caller: FrameType | None = sys._getframe(2)
         while caller is not None and caller.f_code.co_filename in of_the_mapping:
             caller = caller.f_back
-        if caller is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+        if caller is None or _in_the_world(caller.f_code.co_filename):
             return value
         return _ENVIRONMENT[key]
 
@@ -238,7 +245,7 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> Cod
         caller = sys._getframe(2)  # of the function that this stands in for
         while caller.f_code.co_filename in _HANDS_ON and caller.f_back is not None:
             caller = caller.f_back
-        if autograd_local(_KEY) is None or caller.f_code.co_filename.startswith(_IN_THE_WORLD):
+        if autograd_local(_KEY) is None or _in_the_world(caller.f_code.co_filename):
             return itself(*args, **kwargs)
         return answer(caller)
 

@@ -18,7 +18,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.layout import Shard
-from meshwright.private import hooked, replace_tensors, wrapping
+from meshwright.private import held_of, hooked, replace_tensors, wrapping
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import locally
@@ -181,15 +181,17 @@ def local_part(p: DTensor) -> Tensor:
 @locally
 def _hand_over(p: DTensor, wrapped: Callable[[Tensor], DTensor], local: Tensor) -> None:
     """The gradient of a local part becomes, or is added to, the parameter's."""
-    g, local.grad = local.grad, None
+    g = local.grad
     if g is None:
         return  # a function took the parameter, and gave no gradient by it
-    if p.grad is None:
+    local.grad = None
+    before: Any = p.grad
+    if before is None:
         p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
     elif torch.is_grad_enabled():
-        p.grad = like(p, local_tensor(p.grad) + g)
+        p.grad = like(p, local_tensor(before) + g)
     else:
-        local_tensor(p.grad).add_(g)
+        held_of(before).add_(g)
 
 
 class _LocalPart(torch.autograd.Function):
