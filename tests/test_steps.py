@@ -153,7 +153,7 @@ def accumulated(cases: list[Case]) -> list[list[dict[str, Tensor | None]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_gradients_of_steps_add_up_until_they_are_set_to_zero(ranks: int, workers: LocalWorkers) -> None:
     cases = {name: c for name, c in ACCUMULATED.items() if mw.Plan.parse(c[2]).mesh.size == ranks}
     wrong = []

@@ -112,7 +112,6 @@ def _cases() -> list[Any]:
         ("method", "tp"),
         ("submodule, fullgraph", "tp"),
         ("module.compile()", "dp_shard"),
-        ("function", "pp, recompute"),
         ("scripted function", "pp"),
         ("scripted, writes to a buffer", "dp_shard"),
     }

@@ -379,7 +379,11 @@ def kept_after_steps(builds, plan):
     return found
 
 
-@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "tp=2", "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [{"mesh": "dp_shard=2"}, pytest.param({"mesh": "tp=2", "microbatches": 2}, marks=pytest.mark.proof)],
+    ids=str,
+)
 def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, workers):
     found = workers.run(kept_after_steps, [Counts, Averages, Remembers, AveragesInObject], plan, ranks=2)[0]
     assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled", "coupled"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import layouts
 import pytest
+import recorded_layouts as layouts
 import scripts
 
 import meshwright as mw
