@@ -5,17 +5,14 @@ from __future__ import annotations
 import operator
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
-from meshwright.layout import Layout
 from meshwright.private import held_of, pytree, storage_of, unhooked, version
 from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
@@ -383,9 +380,4 @@ def _note(node: Node) -> str:
     return f"{moved}{node.line}"
 
 
-def calls(program: LocalProgram) -> Counter[str]:
-    """Collectives of one forward, by kind."""
-    return Counter(node.target.name for node in program.nodes if isinstance(node.target, Move) and node.bytes)
-
-
-__all__ = ["Binding", "Given", "Layout", "LocalProgram", "MoveLeft", "Result", "compiled", "torch"]
+__all__ = ["Binding", "Given", "LocalProgram", "MoveLeft", "Result", "compiled"]

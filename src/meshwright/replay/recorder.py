@@ -73,7 +73,6 @@ class Recorder(FunctionMode):
         self.used: dict[int, Source] = {}
         self._kept: list[Tensor] = []  # a tensor that lives on keeps its id
         self._numbers: dict[int, int] = {}
-        self._sources: dict[int, Source] = {}
         self._unasked: dict[int, tuple[Tensor, Source]] = {id(t): (t, s) for t, s in reversed(inputs)}
         self._given = {storage_of(t) for t in given if t.layout is torch.strided}
         self._inside = 0  # functions whose own functions are not looked at
