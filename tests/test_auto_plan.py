@@ -113,6 +113,7 @@ def test_a_run_finds_its_mesh_says_so_and_is_the_same_as_one_process(home: str, 
         assert proposal.seconds >= 4 * work / CPU.cores
 
 
+@pytest.mark.proof
 def test_what_a_plan_says_is_kept(home: str, workers: LocalWorkers) -> None:
     said = {"microbatches": 2, "recompute": "none", "seed": 3, "precision": "bfloat16", "sequence_parallel": False}
     plan = mw.Plan("auto", {"head": {"dp": "replicate", "tp": "replicate"}}, schedule="gpipe", **said)

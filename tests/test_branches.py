@@ -55,7 +55,10 @@ SHARES = {
 REST = {
     "3+1", "2+2", "2+6", "dp2 | dp_shard2", "evoformer over data", "dp_shard of parallel attention and MLP", "siamese, unequal",
     "inception with rows divided", "towers with projections, dp_shard", "rows that the model asks for", "three 2+1+1",
-    "dp_shard=2 x (1+3)", "dp_replicate=2 x (2+2), sharded within",
+    "dp_shard=2 x (1+3)", "dp_replicate=2 x (2+2), sharded within", "on each other's way, with rows divided",
+    "on each other's way, over stages", "two tracks that exchange, with rows divided", "a dropout that is off, with rows divided",
+    "buffers that branches change, over stages", "types that do not align, of several ranks", "experts on several ranks",
+    "rows that the model asks for, of both", "nested in a branch of several data ranks", "towers by data",
 }  # fmt: skip
 
 

@@ -172,6 +172,7 @@ def test_two_blocks_run_at_the_same_time_on_ranks_of_their_own(
 # --- FSDP alone and with tensor parallelism, predicted ----------------------------------------------------------------
 
 
+@pytest.mark.proof  # half a minute
 def test_120_billion_parameters_fit_with_both_axes_alone(example: object, capsys: pytest.CaptureFixture[str]) -> None:
     example("vit_60b").main()  # type: ignore[operator]
     lines = capsys.readouterr().out.splitlines()

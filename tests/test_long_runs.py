@@ -50,8 +50,14 @@ def alive_after_each_step(name: str, plan: str, steps: int) -> list[tuple[int, i
 
 # Tensors used again: by q, k and v; by every layer (a block called thrice, an encoder's states); after the forward
 # (stashed); by a later write (slices that a fallback made); by a recomputation.
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
-@pytest.mark.parametrize("name", ["nanogpt", "albert", "encoder_decoder", "stash", "in_place", "checkpointed"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(n, p, marks=() if p == "tp=2" or n in ("nanogpt", "stash") else pytest.mark.proof)
+        for n in ("nanogpt", "albert", "encoder_decoder", "stash", "in_place", "checkpointed")
+        for p in ("tp=2", "pp=2")
+    ],
+)
 def test_no_tensor_of_a_step_outlives_the_next(name: str, plan: str, workers: LocalWorkers) -> None:
     for counts in workers.run(alive_after_each_step, name, plan, 12, ranks=2):
         assert set(counts[1:]) == {counts[1]}, counts

@@ -147,6 +147,7 @@ def test_what_is_predicted_is_measured_beside_it(file: str) -> None:
     assert "predicted and measured" in text and "predicted interval" in text
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("calibrated", "pooled")
 def test_auto_is_found_by_every_command(file: str, tmp_path: Path) -> None:
     """What was found is told beside the output, so that JSON stays JSON."""

@@ -413,6 +413,7 @@ def test_a_profile_has_the_network_the_node_and_the_capacity_of_the_row(tmp_path
     assert profile_of(case_of(tmp_path, "torchtitan_prs_h100").machine).memory == int(95.04 * GIB)
 
 
+@pytest.mark.proof
 def test_the_arithmetic_is_near_the_prediction(tmp_path: Path) -> None:
     case = case_of(tmp_path, "mosaic_a100", layers=8, mp_mode="DEFAULT")
     said, rehearsed = estimates.estimate(case), predictor.predict(case)

@@ -49,10 +49,9 @@ def test_random_programs(layout, workers):
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_random_programs(layout, seed, workers):
-    fuzzed(layout, 200, seed, workers)
+def test_many_random_programs(layout, workers):  # some thousand in all; `make fuzz` goes on with other seeds
+    fuzzed(layout, 100, 1, workers)
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)

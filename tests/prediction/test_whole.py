@@ -97,9 +97,22 @@ LAYOUTS = [
 HARDWARE = [read_profile("h100"), replace(read_profile("h100"), cores=4)]  # with a queue, and without
 
 
-@pytest.mark.parametrize("profile", HARDWARE, ids=["gpu", "cpu"])
-@pytest.mark.parametrize(("model", "mesh", "options"), LAYOUTS, ids=lambda value: str(value))
-def test_what_is_folded_is_what_all_blocks_take(model, mesh, options, profile):
+# What continuous integration runs: no pipeline, and one whose stages have several parts, each on one kind of hardware.
+OFTEN = {(1, 0), (2, 1), (6, 0)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "hardware"),
+    [
+        pytest.param(
+            k, h, marks=() if (k, h) in OFTEN else pytest.mark.proof, id=f"{LAYOUTS[k][1]}-{LAYOUTS[k][2]}-{kind}"
+        )
+        for k in range(len(LAYOUTS))
+        for h, kind in enumerate(("gpu", "cpu"))
+    ],
+)
+def test_what_is_folded_is_what_all_blocks_take(layout, hardware):
+    (model, mesh, options), profile = LAYOUTS[layout], HARDWARE[hardware]
     plan = {"mesh": mesh, **options}
     folded, all_of_it = (
         predict(model, tokens(), plan, loss=loss, hardware=profile, fold=fold) for fold in (True, False)

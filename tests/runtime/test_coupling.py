@@ -475,8 +475,11 @@ HIDDEN = [
 CORNERS = dict.fromkeys(HIDDEN, "coupled") | dict.fromkeys(["all", "metric", "count", "stopped"], "mean")
 
 
+MICROBATCHES = [{"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}]
+
+
 @pytest.mark.parametrize(
-    "plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}], ids=str
+    "plan", [{"mesh": "dp_shard=2"}, *(pytest.param(p, marks=pytest.mark.proof) for p in MICROBATCHES)], ids=str
 )
 def test_what_a_loss_does_not_show_of_a_number_of_all_rows_couples_them(plan, workers):
     found = workers.run(kinds, [(partial(FreeBits, corner), plan) for corner in CORNERS], ranks=2)[0]

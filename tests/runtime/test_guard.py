@@ -305,7 +305,8 @@ def steps(cases: list[Case]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "proof"), [(2, False), (4, False), *(pytest.param(n, True, marks=pytest.mark.proof) for n in (2, 4))]
+    ("ranks", "proof"),
+    [(4, False), *(pytest.param(n, p, marks=pytest.mark.proof) for n, p in ((2, False), (2, True), (4, True)))],
 )
 def test_a_difference_is_one_error_that_names_it_on_all_ranks_and_none_is_silent(
     workers: LocalWorkers, ranks: int, proof: bool

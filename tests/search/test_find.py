@@ -58,10 +58,11 @@ def found():
     return find(top=4)
 
 
-def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found):
+@pytest.mark.parametrize("most", [2, pytest.param(None, marks=pytest.mark.proof)])
+def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most):
     whole = tokens(64)
     assert len({proposal.estimate.candidate.family for proposal in found.plans}) == 4
-    for proposal in found.plans:
+    for proposal in found.plans[:most]:
         prediction = predict(Tower, whole, proposal.plan, hardware=GPU, loss=loss)
         assert proposal.estimate.nbytes == pytest.approx(prediction.peak, rel=0.2)
         assert proposal.estimate.seconds == pytest.approx(prediction.seconds.seconds, rel=0.25)
@@ -88,11 +89,13 @@ def test_the_frontier_gets_faster_as_it_gets_larger(found):
     assert times[-1] == min(times)
 
 
+@pytest.mark.proof
 def test_a_search_is_deterministic(found):
     again = find(top=4)
     assert [p.plan.dump() for p in again.plans] == [p.plan.dump() for p in found.plans]
 
 
+@pytest.mark.proof
 def test_with_less_memory_it_takes_another_plan_or_says_what_does_not_fit(found):
     fastest = found.plans[0].estimate
     less = int(0.5 * fastest.nbytes)
@@ -103,6 +106,7 @@ def test_with_less_memory_it_takes_another_plan_or_says_what_does_not_fit(found)
         find(hardware=replace(GPU, memory=1 << 20))
 
 
+@pytest.mark.proof
 def test_what_is_verified_is_what_predict_says():
     (proposal,) = find(devices=2, top=1, verify=True).plans
     same = predict(Tower, tokens(64), proposal.plan, hardware=GPU, loss=loss, fold=True)

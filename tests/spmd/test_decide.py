@@ -188,7 +188,7 @@ def outcome(workers: LocalWorkers, request: pytest.FixtureRequest) -> Outcome:
     ]
     names = [name for name in chosen if name not in CRASHES]
     often = "not proof" in request.config.getoption("markexpr")
-    fewer = {"rounds": 1, "most": 4 if often else 6} if ranks == 3 or often else {}
+    fewer = {"rounds": 1, "most": 3 if often else 6} if ranks == 3 or often else {}
     result: Outcome = workers.run(try_cases, family, names, ranks=ranks, **fewer)[0]
     _seen[family, ranks] = result
     return result

@@ -198,6 +198,7 @@ def hash_and_threads() -> tuple[int, int]:
     return hash("a"), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.proof
 def test_forked_workers_share_what_is_imported_and_spawned_ones_nothing() -> None:
     with local_workers(2, start_method="fork") as forked, local_workers(2, start_method="spawn") as spawned:
         assert len({seen for seen, _ in forked.run(hash_and_threads)}) == 1
@@ -250,6 +251,7 @@ def test_a_server_that_dies_before_it_forks_is_told_and_the_pool_starts_anew(mon
         assert len(pool.run(os.getpid)) == 2
 
 
+@pytest.mark.proof
 def test_a_server_that_cannot_start_is_told_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_workers(2, start_method="fork") as pool:
         with monkeypatch.context() as patched:
