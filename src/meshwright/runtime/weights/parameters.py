@@ -8,7 +8,6 @@ shards over the data axes. Its local tensor is the recipe's slice: for a cut of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.layout import Shard
-from meshwright.private import held_of, hooked, replace_tensors, wrapping
+from meshwright.private import held_of, hooked, replace_tensors, without_modes, wrapping
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import locally
@@ -174,24 +173,29 @@ def local_part(p: DTensor) -> Tensor:
     if hooked(p):
         return _LocalPart.apply(p)
     local.requires_grad_()
-    local.register_post_accumulate_grad_hook(functools.partial(_hand_over, p, wrapping(p)))
+    local.register_post_accumulate_grad_hook(_handing_over(p))
     return local
 
 
-@locally
-def _hand_over(p: DTensor, wrapped: Callable[[Tensor], DTensor], local: Tensor) -> None:
-    """The gradient of a local part becomes, or is added to, the parameter's."""
-    g = local.grad
-    if g is None:
-        return  # a function took the parameter, and gave no gradient by it
-    local.grad = None
-    before: Any = p.grad
-    if before is None:
-        p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
-    elif torch.is_grad_enabled():
-        p.grad = like(p, local_tensor(before) + g)
-    else:
-        held_of(before).add_(g)
+def _handing_over(p: DTensor) -> Callable[[Tensor], None]:
+    """What makes the gradient of a local part the parameter's, or adds it. Every gradient of every step passes here."""
+    wrapped = wrapping(p)
+
+    def hand_over(local: Tensor) -> None:
+        with without_modes():  # in a backward the SPMD mode is on, and would look at every function
+            g = local.grad
+            if g is None:
+                return  # a function took the parameter, and gave no gradient by it
+            local.grad = None
+            before: Any = p.grad
+            if before is None:
+                p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
+            elif torch.is_grad_enabled():
+                p.grad = like(p, local_tensor(before) + g)
+            else:
+                held_of(before).add_(g)
+
+    return hand_over
 
 
 class _LocalPart(torch.autograd.Function):
