@@ -33,7 +33,7 @@ TWO := --numprocesses 2 --dist worksteal
 unit: $(READY) ## the tests alone
 	$(PY) -m pytest $(TWO)
 
-proof: $(READY) ## every combination of the matrices of parity, of which `make test` runs a part: an hour
+proof: $(READY) ## every combination of the matrices of parity, of which `make test` runs a part: some hours
 	$(PY) -m pytest $(TWO) -m 'proof or not proof'
 
 gpu: $(READY) ## the tests that ask for a GPU; without one they are skipped

@@ -50,7 +50,7 @@ def test_random_programs(layout, workers):
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_random_programs(layout, workers):  # some thousand in all; `make fuzz` goes on with other seeds
+def test_many_random_programs(layout, workers):  # more than a thousand in all; `make fuzz` goes on with other seeds
     fuzzed(layout, 100, 1, workers)
 
 
