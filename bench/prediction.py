@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import meshwright as mw
 from meshwright.amounts import size_text
-from meshwright.api import Planned
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import memory_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.api import Planned
 from meshwright.described import tensors_among
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.planning.shadow import ASSUMED, SIZED
 from meshwright.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, storage_of, unset_fake_temporarily
 from meshwright.runtime.apply import apply

@@ -35,10 +35,11 @@ LADDER = (
     "watch.watchdog",
     "checkpoint",
     "train",
-    "auto",
-    "api",
+    "planned",
     "cost.compare draw parity target prediction recording",
     "search",
+    "auto",
+    "api",
     "cli __main__",
 )
 FACADES = {
@@ -57,7 +58,17 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             for a in node.names:
                 yield f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module
+        elif isinstance(node, ast.Call) and (name := by_name(node)) in MODULES:
+            yield str(name)
         yield from imported(node)
+
+
+def by_name(call: ast.Call) -> str | None:
+    """The module that a call of ``import_module`` names; None for another call."""
+    if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "__import__") or not call.args:
+        return None
+    name = call.args[0]
+    return name.value if isinstance(name, ast.Constant) else ast.unparse(name)
 
 
 def graph() -> dict[str, set[str]]:
@@ -90,6 +101,28 @@ def test_no_room_imports_one_above_it() -> None:
         and (module.removeprefix("meshwright."), room(other)) not in FACADES
     ]  # fmt: skip
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_name_that_is_imported_when_asked_for_counts_as_an_import() -> None:
+    source = """
+def later():
+    chosen = import_module("meshwright.search.choice").chosen_plan
+    importlib.import_module("meshwright.auto")
+    importlib.import_module(name)
+    import_module("torch")
+"""
+    assert list(imported(ast.parse(source))) == ["meshwright.search.choice", "meshwright.auto"]
+
+
+def test_only_the_package_itself_puts_names_of_modules_together() -> None:
+    """Such a name (``import_module(f"meshwright.{room}")``) says nothing to the tests above."""
+    calls = [
+        (module, by_name(node) or "")
+        for module, file in MODULES.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    assert {module for module, name in calls if "meshwright" in name and name not in MODULES} == {"meshwright"}
 
 
 def test_every_module_has_a_room() -> None:

@@ -10,14 +10,12 @@ A search rehearses ranks of other worlds, which a process that is a rank of a ru
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
 from meshwright.hardware.here import profile_here
 from meshwright.hardware.profile import Profile
@@ -26,7 +24,6 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.workers.pool import WorkerError, local_workers, report
 
-Build = Callable[[], nn.Module]
 Chosen: TypeAlias = tuple[Plan, tuple[str, ...]]
 """A plan, and what a reader should know of how it was found."""
 
@@ -76,9 +73,9 @@ def _search(
 ) -> Chosen:
     """In a process that is a rank of no run."""
     dist.destroy_process_group()
-    # By its name: a search is built on predictions, and these on ``parallelize``, which is built on this.
-    chosen: Callable[..., Chosen] = import_module("meshwright.search.choice").chosen_plan
-    return chosen(build, batch, plan, devices=ranks, nodes=nodes, hardware=profile, loss=loss, tell=report)
+    from meshwright.search.choice import chosen_plan  # a run whose plan has a mesh needs no search
+
+    return chosen_plan(build, batch, plan, devices=ranks, nodes=nodes, hardware=profile, loss=loss, tell=report)
 
 
 def _not_sent(error: TypeError) -> PlanError:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import PlanError, measure, predict
-from meshwright.api import Planned
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.prediction.memory import memory_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import roles_of

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from meshwright import predict
-from meshwright.api import Planned
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.prediction import whole
 from meshwright.prediction.blocks import folding_of
 from meshwright.prediction.composition import Templates

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.api import Planned
 from meshwright.calls.hook import ModuleCalls
 from meshwright.evaluation import Modes
 from meshwright.generators import Generators
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.planning.passes import stages as planned
 from meshwright.private import pytree
 from meshwright.runtime.pipeline import step, transfers

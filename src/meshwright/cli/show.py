@@ -101,9 +101,9 @@ def show(
         problems.raise_if_any()
         assert given is not None
         processes.tell_found(given)
-        from meshwright.api import make_recipe
         from meshwright.draw.facts import shard_map
         from meshwright.draw.report import report
+        from meshwright.planned import make_recipe
 
         batch = with_rows(given.target.batch, given.pieces)
         recipe = make_recipe(given.target.build, given.plan, batch, given.loss)

@@ -176,7 +176,7 @@ def _check_rows(plan: Plan, global_batch: int | None, before: Same | None) -> No
 
 def _check_course(given: Given, course: Course, global_batch: int | None, before: Same | None) -> None:
     """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
-    from meshwright.api import make_recipe
+    from meshwright.planned import make_recipe
     from meshwright.train.metrics import check_tensorboard
 
     if before is not None:

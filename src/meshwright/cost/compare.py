@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from torch import nn
-
-from meshwright.api import Planned
 from meshwright.cost.branches import Region, RegionCost, read_regions
 from meshwright.cost.comparison import Compared, Comparison
 from meshwright.cost.work import Meter, Parameters
+from meshwright.deferred import Build
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
 from meshwright.hardware import GPU_NODE, Hardware
 from meshwright.layout import Shard, even_shard
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
+from meshwright.planned import Planned
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
 from meshwright.runtime.rows.batch import copied
@@ -31,7 +30,7 @@ Tables = Mapping[tuple[str, int], float]
 
 
 def compare_branches(
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     plan: PlanLike,
     *,

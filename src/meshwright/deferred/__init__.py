@@ -35,7 +35,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,10 @@ from meshwright.deferred.memory import address_of, bits_of
 from meshwright.deferred.recorder import Readers, Recorder
 from meshwright.generators import seed_all
 
-__all__ = ["Recorded", "record"]
+__all__ = ["Build", "Recorded", "record"]
+
+Build: TypeAlias = Callable[[], nn.Module]
+"""Makes a model."""
 
 _Value = Ref | Tensor | None  # in the log; held; there is none
 
@@ -78,9 +81,7 @@ class Recorded:
         return self._log.tensor(value) if isinstance(value, Ref) else copied(value)
 
 
-def record(
-    build: Callable[[], nn.Module], *, seed: int | None = None, draw: bool = True, small: int = 4096
-) -> Recorded:
+def record(build: Build, *, seed: int | None = None, draw: bool = True, small: int = 4096) -> Recorded:
     """Run `build` without memory for its parameters.
 
     `seed` is given to `torch.manual_seed`, Python's and NumPy's `random` first; None leaves the generators as they are.

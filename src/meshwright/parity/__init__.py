@@ -25,8 +25,9 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshwright.deferred import Build
 from meshwright.errors import Findings as Problems
 from meshwright.parity.case import Case
 from meshwright.parity.compare import KINDS, Findings, compare
@@ -47,7 +48,7 @@ _KEPT = 8  # references that a pool keeps
 
 
 def check(
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     plan: PlanLike,
     *,

@@ -9,14 +9,15 @@ have its rows in other places, and every second one has one of them twice: what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshwright.deferred import Build
 from meshwright.runtime.apply import cast_type
 from meshwright.runtime.rows.batch import copied, has_rows, mapped, place_rows, tensors_in
 from meshwright.runtime.rows.loss import Loss
@@ -30,7 +31,7 @@ _FIRST = 2  # forwards that have the batch itself
 class Case:
     """What is compared. All of it travels to the workers."""
 
-    build: Callable[[], nn.Module]
+    build: Build
     batch: Any  # of all data ranks together
     loss: Loss
     dtype: torch.dtype

@@ -3,7 +3,7 @@
     one device   build ─ dropout off ─ cast ─ perturb ─┐
                                                        ├─ steps × (forward, backward, clip to 1, SGD) ─► Facts
                                                        │  one step has two forwards and backwards
-    the job      parallelize(build, dropout off, ...) ─┘
+    the job      make_job(build, dropout off, ...) ────┘
 
 The reference is plain PyTorch. Nothing of the package runs in its forward or backward, but for a mode that makes casts
 to float32 casts to float64, which both sides run under and which computes nothing.
@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.api import parallelize
 from meshwright.blame import model_line
 from meshwright.calls.hook import ModuleCalls
+from meshwright.deferred import Build
 from meshwright.generators import Generators, seed_all
 from meshwright.parity.case import Case, cast
 from meshwright.plan import Plan
+from meshwright.planned import make_job
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.recipe import Recipe
 from meshwright.runtime.checksum import digest
@@ -254,7 +255,7 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     plan = plan.replace(
         verify=0, weights="drawn"
     )  # every value of every rank is compared here, and told better than by the first error
-    job = parallelize(
+    job = make_job(
         Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
     )  # fmt: skip
@@ -405,7 +406,7 @@ class Quiet:
             (``finfo(x.dtype).min``) would else keep it from being followed.
     """
 
-    build: Callable[[], nn.Module]
+    build: Build
     training: bool = True
     dropout: bool = False
     dtype: torch.dtype = torch.float32

@@ -6,16 +6,13 @@ A rehearsal needs no values, and each builds its model anew: building 80 blocks 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from meshwright.deferred import record
-
-Build = Callable[[], nn.Module]
+from meshwright.deferred import Build, record
 
 
 class Copies:

@@ -9,12 +9,11 @@ sum up to the difference of the steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from meshwright.deferred import Build
 from meshwright.hardware.profile import Profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.memory import Memory
@@ -72,7 +71,7 @@ class Difference:
 
 
 def compare(
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     plans: Sequence[PlanLike],
     *,

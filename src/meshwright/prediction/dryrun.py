@@ -11,6 +11,7 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
+from meshwright.deferred import Build
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
@@ -18,7 +19,7 @@ from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.clock import last_step
 from meshwright.prediction.exchanges import Exchanges, axes_of, exchanges_in, without_modules
 from meshwright.prediction.memory import Memory, memory_of
-from meshwright.prediction.predict import Build, adamw_on
+from meshwright.prediction.predict import adamw_on
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
 from meshwright.prediction.result import memory_json
 from meshwright.prediction.roles import Role, roles_of

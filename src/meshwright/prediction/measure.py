@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.api import parallelize
 from meshwright.plan import Plan
+from meshwright.planned import make_job
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.private import storage_of
 from meshwright.runtime.job import Job
@@ -61,7 +61,7 @@ def measured_rank(
         batch: of all data ranks together.
         steps: at least 2, of which memory is measured; as many again are timed.
     """
-    job = parallelize(build, plan.replace(verify=0, weights="drawn"), batch=batch, loss=loss)
+    job = make_job(build, plan.replace(verify=0, weights="drawn"), batch=batch, loss=loss)
     rows = copied(rows_of_rank(batch, job.recipe, job.rank))
     run = _Steps(job, rows, optimizer(job.parameters()), max_norm)
     others = _bytes(_living()) - _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.deferred import Build
 from meshwright.prediction.blocks import Pruned
 from meshwright.private import pytree
 
@@ -25,7 +26,7 @@ class NotAlike(Exception):
     """A block cannot be passed through: the model is rehearsed whole."""
 
 
-def pruned(build: Callable[[], nn.Module], blocks: Pruned) -> Callable[[], nn.Module]:
+def pruned(build: Build, blocks: Pruned) -> Build:
     """``build``, its blocks passed through."""
 
     def build_pruned() -> nn.Module:

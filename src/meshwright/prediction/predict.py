@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
+from meshwright.deferred import Build
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
@@ -30,8 +30,6 @@ from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.schedule import TRANSFERS, Action
 from meshwright.workers.pool import LocalWorkers, local_workers
-
-Build = Callable[[], nn.Module]
 
 
 def predict(

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.api import Planned
+from meshwright.deferred import Build
 from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.prediction.blocks import Pruned
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
@@ -55,7 +56,7 @@ class Rehearsal:
         max_norm: what gradients are clipped to; None: they are not clipped.
     """
 
-    build: Callable[[], nn.Module]
+    build: Build
     planned: Planned
     batch: Any
     loss: Loss
@@ -87,7 +88,7 @@ class Rehearsal:
 
 
 def rehearsal_of(
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     plan: Plan,
     loss: Loss | None,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.calls.hook import ModuleCalls
 from meshwright.calls.sequence import InputCut
-from meshwright.deferred import Recorded, record
+from meshwright.deferred import Build, Recorded, record
 from meshwright.generators import Generators
 from meshwright.layout import Shard
 from meshwright.plan.keys import DRAWN
@@ -64,7 +64,7 @@ Transform = Callable[[str, Tensor], Tensor]
 
 
 def apply(
-    build: Callable[[], nn.Module],
+    build: Build,
     recipe: Recipe,
     groups: Groups,
     *,

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from meshwright.amounts import duration_text
-from meshwright.api import make_recipe
+from meshwright.deferred import Build
 from meshwright.errors import PlanError
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
 from meshwright.plan.keys import FOUND
+from meshwright.planned import make_recipe
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
 from meshwright.search.find import Found, Proposal, find_plans, repeated
 
 
 def chosen_plan(
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     plan: Plan,
     *,
@@ -53,7 +52,7 @@ def chosen_plan(
     return first.plan, tuple(_notes(found, first, plan, f"{devices} ranks of {profile.name} and {rows} rows a step"))
 
 
-def _first_taken(build: Callable[[], nn.Module], batch: Any, found: Found, loss: Loss | None) -> Proposal:
+def _first_taken(build: Build, batch: Any, found: Found, loss: Loss | None) -> Proposal:
     """The first whose plan can be made into a recipe: entries of modules may ask for what not every mesh has."""
     problems: list[PlanError] = []
     for proposal in found.plans:

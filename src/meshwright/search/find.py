@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.amounts import duration_text
+from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
@@ -33,7 +33,6 @@ from meshwright.search.estimate import Estimated, Estimator
 from meshwright.search.pieces import MANY, SHARD, Measured, Pieces
 from meshwright.search.space import Candidate, candidates, divisors
 
-Build = Callable[[], nn.Module]
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from meshwright.amounts import duration_text
+from meshwright.deferred import Build
 from meshwright.prediction.predict import measure
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
@@ -19,7 +18,7 @@ from meshwright.workers.pool import LocalWorkers
 
 def measured(
     found: Found,
-    build: Callable[[], nn.Module],
+    build: Build,
     batch: Any,
     *,
     steps: int,

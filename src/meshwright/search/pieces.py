@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
-from torch import nn
-
+from meshwright.deferred import Build
 from meshwright.errors import PlanError
 from meshwright.hardware.collectives import CollectiveKind, Group, collective
 from meshwright.hardware.profile import Profile, Work
@@ -43,7 +42,6 @@ KEPT = 2  # blocks of a kind: the first is computed with others' parameters on t
 OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
 """FSDP2's own copies around its collectives: as many as units are gathered and reduced, however many microbatches there are.
 ``Estimator`` counts them."""
-Build = Callable[[], nn.Module]
 Line = tuple[float, float]
 """(a, b): a + b · rows"""
 OpKey = tuple[Work, str, Line, Line]

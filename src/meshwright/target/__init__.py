@@ -22,7 +22,7 @@ are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from meshwright.target.settings import HF
 from meshwright.target.written import TARGET, TargetBuild, TargetLoss, make
 
 if TYPE_CHECKING:
-    from torch import nn
+    from meshwright.deferred import Build
 
 __all__ = [
     "HF",
@@ -61,7 +61,7 @@ class Target:
     """
 
     spec: str
-    build: Callable[[], nn.Module]
+    build: Build
     batch: Any
     dataset: Any = None
 

@@ -18,13 +18,15 @@ from meshwright.target.config import is_token
 from meshwright.target.shapes import Shapes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from meshwright.deferred import Build
 
 _Shape = tuple[int, ...]
 
 
 def sample(
-    config: Any, cls: Any, kind: str, build: Callable[[], nn.Module], *, rows: int, length: int | None, default: int
+    config: Any, cls: Any, kind: str, build: Build, *, rows: int, length: int | None, default: int
 ) -> dict[str, Any]:
     """A batch, the same at each call: random tokens, images or sounds; every label counts.
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshwright.deferred import Build
+
 
 class Shapes:
     """The model of a build without values, made when it is first asked; it leaves the generators as they were."""
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
+    def __init__(self, build: Build) -> None:
         self._build = build
         self._model: nn.Module | None = None
 

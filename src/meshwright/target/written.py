@@ -16,6 +16,8 @@ from meshwright.target.settings import unknown_setting
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from meshwright.deferred import Build
+
 TARGET = Role(
     place="TARGET",
     forms="file.py:function, package.module:function, or hf:<model type or path of a config.json>",
@@ -47,7 +49,7 @@ class TargetBuild:
     spec: str
     settings: Mapping[str, Any]
     returns: str  # "module" or "build"
-    found: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
+    found: Build | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> nn.Module:
         if self.returns == "module":

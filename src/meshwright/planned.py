@@ -1,0 +1,246 @@
+"""``make_job``: from a model and a plan with a mesh to a job; and ``make_recipe``, its first half, which needs no processes.
+
+build, plan, batch ──► Planned.recipe ──► make_groups ──► apply ──► Job
+                       └ make_recipe ┘
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.deferred import Build, record
+from meshwright.errors import Findings
+from meshwright.evaluation import Evaluating, in_evaluation
+from meshwright.generators import random_numbers_kept
+from meshwright.graph import ModelGraph
+from meshwright.mesh import Mesh
+from meshwright.plan import Plan, PlanLike
+from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.kept import undisturbed
+from meshwright.planning.pipeline import cut_as_before
+from meshwright.planning.resolve import resolve
+from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
+from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.recipe import Recipe
+from meshwright.runtime.apply import Transform, apply, cast, cast_type
+from meshwright.runtime.groups import ensure_world, make_groups
+from meshwright.runtime.job import Job
+from meshwright.runtime.rows.batch import copied, mapped, plain
+from meshwright.runtime.rows.label_counter import Recorder
+from meshwright.runtime.rows.loss import Loss, check_loss, output_loss
+from meshwright.runtime.rows.microbatches import called
+from meshwright.runtime.rows.sharing import shared_inputs
+from meshwright.spmd.one_process import one_process
+from meshwright.submesh import Submesh
+
+
+def make_job(
+    build: Build,
+    plan: Plan,
+    *,
+    batch: Any,
+    loss: Loss | None = None,
+    device: str | None = None,
+    timeout: float = 600.0,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+    notes: tuple[str, ...] = (),
+) -> Job:
+    """A model, laid out over the mesh of a plan. Collective: every rank calls it alike.
+
+    Args:
+        plan: with one mesh, or with several, of which one has as many ranks as there are processes.
+        notes: how the plan was found; they stand first in the job's notes.
+
+    The other arguments are those of ``parallelize``.
+
+    Raises:
+        PlanError: with every problem of the plan, before anything starts.
+    """
+    loss = loss or output_loss
+    place = ensure_world(device, timeout)
+    plan = plan.at(dist.get_world_size())
+    plan.check_mesh()
+    check_world(plan.mesh, dist.get_world_size())
+    dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
+    planned = Planned(build, plan, batch, loss, dtype)
+    planned = planned.under(_agreed(replace(planned.recipe, notes=(*notes, *planned.recipe.notes))))
+    groups = make_groups(planned.recipe, place, timeout)
+    return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
+
+
+def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
+    """Every decision about a model under a plan; starts no process and allocates no parameter.
+
+    ``batch``: of all data ranks together; each needs a row of it.
+
+    Raises:
+        PlanError: with every problem of the plan.
+    """
+    return Planned(build, Plan.parse(plan), batch, loss or output_loss, whole_batch=True).recipe
+
+
+class Planned:
+    """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
+
+    @one_process()
+    def __init__(
+        self,
+        build: Build,
+        plan: Plan,
+        batch: Any,
+        loss: Loss,
+        dtype: torch.dtype | None = None,
+        *,
+        whole_batch: bool = False,
+    ) -> None:
+        check_loss(loss)
+        plan.check_mesh()
+        self._model = record(build, seed=plan.seed, draw=False).module
+        if dtype is not None:
+            cast(self._model, dtype)
+            batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
+        self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
+        recipe = resolve(
+            self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
+        )
+        divided = recipe.mesh.data_size * recipe.microbatches > 1
+        self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
+        self._homes = _homes(self.recipe)
+
+    def under(self, recipe: Recipe) -> Planned:
+        """The same model under the recipe that all ranks have agreed on: the samples of data ranks may decide differently."""
+        planned = copy(self)
+        planned.recipe, planned._homes = recipe, _homes(recipe)
+        return planned
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with parameters of shapes only."""
+        return self._model
+
+    @one_process()
+    def of(self, build: Build, recipe: Recipe) -> Planned:
+        """The same plan, of another model, under a recipe of that: a model some of whose blocks are passed through."""
+        planned = self.under(recipe)
+        planned._model = record(build, seed=recipe.seed, draw=False).module
+        if self._dtype is not None:
+            cast(planned._model, self._dtype)
+        return planned
+
+    @one_process()
+    def graph(
+        self, run: Callable[[nn.Module], Any], *, grad: bool = True, evaluating: Evaluating = frozenset()
+    ) -> ModelGraph:
+        """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward;
+        ``evaluating``: the modules that are in evaluation mode."""
+        dividing = [p for p in self.recipe.branches if p.splits]
+        with computing_in(self._model, self._precision), in_evaluation(self._model, evaluating):
+            graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1, grad=grad)
+            graph.cuts = self._cuts(graph)
+            if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
+                return graph
+            return replace(
+                graph,
+                rows=rows_of_batch(graph) or 0,
+                by_rows=events_by_rows(self._model, undisturbed(self._model, run), graph),
+            )
+
+    def _cuts(self, graph: ModelGraph) -> tuple[int, ...] | None:
+        """Where stages begin in a forward, which may take another path than the sample's: each has the parameters that it
+        uses, and what it changes of what modules keep."""
+        recipe = self.recipe
+        if recipe.branches or not recipe.stages:  # regions may not be cut; they stand where they stood
+            starts = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
+            return None if -1 in starts or starts != sorted(starts) else tuple(starts)
+        pinned = {
+            position: frozenset.intersection(*(frozenset(recipe.by_name[name].stages) for name in event.parameters))
+            for position, event in enumerate(graph.events) if event.parameters and not event.hands_on
+        }  # fmt: skip
+        every = frozenset(range(len(recipe.stages)))
+        for slot, position in graph.changes.items():
+            if slot in self._homes:
+                pinned[position] = pinned.get(position, every) & {self._homes[slot]}
+        sizes = {name: p.numel() * p.element_size() for name, p in self._model.named_parameters()}
+        whole = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
+        cuts = cut_as_before(graph, recipe.stages, whole, sizes, pinned)
+        if cuts is not None:
+            for slot, position in graph.changes.items():  # an attribute: as in the first forward that changes it
+                self._homes.setdefault(slot, bisect_right(cuts, position))
+        return cuts
+
+    @one_process()
+    def _runs(self, batch: Any) -> bool:
+        """Whether the forward runs on a batch, for its shapes."""
+        try:
+            run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
+            with torch.no_grad(), Shadow(), Meeting(), random_numbers_kept():
+                run(self._model)
+        except Exception:  # whatever a model raises for shapes that do not fit
+            return False
+        return True
+
+    @one_process()
+    def rows_apart(self, place: Submesh, graph: ModelGraph) -> bool:
+        """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
+        return rows_apart(self._model, place, graph)
+
+    @one_process()
+    def record(self, batch: Any, recorder: Recorder, evaluating: Evaluating = frozenset()) -> None:
+        """Runs the forward for its shapes under ``recorder``."""
+        run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
+        with (
+            Shadow(),
+            Meeting(),
+            computing_in(self._model, self._precision),
+            in_evaluation(self._model, evaluating),
+            recorder.on(self._model),
+        ):
+            run(self._model)
+
+
+def _homes(recipe: Recipe) -> dict[tuple[str, str], int]:
+    """Where modules keep what a forward changes → the stage that changes it."""
+    return {_slot(name): stage for name, stage, _ in recipe.buffers}
+
+
+def _slot(buffer: str) -> tuple[str, str]:
+    """(module, name) of a buffer."""
+    module, _, name = buffer.rpartition(".")
+    return module, name
+
+
+def _agreed(recipe: Recipe) -> Recipe:
+    """Rank 0's recipe, on every rank: one decision, whatever the ranks' Python may hash or order differently."""
+    holder = [recipe]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def check_world(mesh: Mesh, world: int) -> None:
+    """Raises PlanError where the mesh and the number of processes differ."""
+    if mesh.size == world:
+        return
+    findings = Findings("this run")
+    findings.add(
+        where="mesh",
+        given=f"{mesh}: {mesh.size} ranks, and {world} process{'es' * (world > 1)}",
+        required=f"as many processes as the mesh has ranks, {mesh.size}",
+        fix=f"torchrun --nproc-per-node {mesh.size} {_script()}",
+    )
+    findings.raise_if_any()
+
+
+def _script() -> str:
+    import sys
+
+    return " ".join(sys.argv) if sys.argv and sys.argv[0] else "train.py"
