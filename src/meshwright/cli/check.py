@@ -17,6 +17,7 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.draw.console import console
 
 
@@ -38,18 +39,8 @@ def check(
     process for each rank. Exit code: 0 if all are equal, 1 if not.
     """
     with processes.told():
-        given = Given.read(
-            target,
-            mesh,
-            plan,
-            set_,
-            loss,
-            device,
-            seq=seq,
-            length=16,
-            ranks=ranks,
-            rows=lambda pieces: max(2 * pieces, 4),
-        )
+        request = Request(target, mesh, plan, set_, loss, seq, ranks, device)
+        given = Given.read(request, length=16, rows=lambda pieces: max(2 * pieces, 4))
         processes.tell_found(given)
         from meshwright.parity import check as compare
 

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.given import Problems
+from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, plans_in, quiet
 from meshwright.draw.console import console
 from meshwright.errors import Findings
 
 
-def compared(
-    files: tuple[Path, Path],
-    target: str,
-    sets: Sequence[str] | None,
-    loss: str | None,
-    others: dict[str, Any],
-    *,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def compared(files: tuple[Path, Path], request: Request, others: dict[str, Any], *, as_json: bool) -> None:
     """Predicts both plans, and prints the difference.
 
     Args:
         others: options of the search that were given: they say nothing of plans that are there.
-        given: as for ``Subject.read``.
 
     Raises PlanError with every problem of both files, the target, the profile and the options.
     """
     problems = Problems()
     problems.of(lambda: _check_others(others))
-    plans = problems.of(lambda: plans_in([str(file) for file in files], sets))
-    subject = problems.of(lambda: Subject.read(target, "dp_shard=1", None, sets, loss, ranks=None, **given))
+    plans = problems.of(lambda: plans_in([str(file) for file in files], request.sets))
+    subject = problems.of(lambda: Subject.read(request))
     problems.raise_if_any()
     assert plans is not None and subject is not None
-    batch = subject.batch_of(plans, given["global_batch"])
+    batch = subject.batch_of(plans, request.global_batch)
     from meshwright.draw.difference import drawn
     from meshwright.prediction.difference import compare
 

@@ -22,6 +22,7 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, quiet
 from meshwright.draw.console import console
 
@@ -48,11 +49,10 @@ def dryrun(
     and the exit code is 2.
     """
     with processes.told():
-        subject = Subject.read(
-            target, mesh, plan, set_, loss,
-            hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
-            check=lambda plan, profile: check_rank(plan.mesh, rank),
-        )  # fmt: skip
+        request = Request(
+            target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
+        )
+        subject = Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank))
         processes.tell_found(subject.given)
         from meshwright.draw.prediction import rehearsed
         from meshwright.prediction.dryrun import dry_run

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import yaml
 
+from meshwright.cli.request import Request
 from meshwright.errors import Findings, PlanError
 from meshwright.mesh import Mesh
 from meshwright.plan import KEYS, Plan
@@ -42,16 +43,9 @@ class Given:
 
     @staticmethod
     def read(
-        target: str,
-        mesh: str | None,
-        plan: str | None,
-        sets: Sequence[str] | None,
-        loss: str | None,
-        device: str | None = None,
+        request: Request,
         *,
-        seq: int | None,
         length: int,
-        ranks: int | None = None,
         rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
         check: Callable[[Plan], None] = lambda plan: None,
         beside: Callable[[], object] = lambda: None,
@@ -62,39 +56,34 @@ class Given:
         takes seconds for a model of transformers, these alone.
 
         Args:
+            length: tokens of a row that an ``hf:`` target makes up, if the request does not say.
+            rows: data ranks × microbatches → rows of the batch that an ``hf:`` target makes up.
             check: raises PlanError if the command does not fit the plan.
             beside: raises PlanError with what is wrong with what else the command line names.
             profile: of the devices for which ``mesh: auto`` is found; it has been tried by ``beside``. Default: those of this
                 machine.
             whole: (target, its settings, data ranks at most) → rows of a step for which it is found. None: the batch's.
         """
-        ours, others = divided(sets or ())
-        settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
+        plan_settings, target_settings = _settings_of(request)
         problems = Problems()
-        resolved, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
-        found, size = resolved is not None and resolved.auto and "RANK" not in os.environ, ranks or _gpus()
-        if resolved is not None:
-            count = rows(pieces_of(resolved.replace(mesh={"dp_shard": size}) if found else resolved))
-            if not found:
-                problems.of(partial(check, resolved))
+        plan = problems.of(lambda: _at(Plan.from_command(request.plan, request.mesh, plan_settings), request.ranks))
+        searches = plan is not None and plan.auto and "RANK" not in os.environ
+        ranks, made_rows = request.ranks or _gpus(), 1
+        if plan is not None:
+            made_rows = rows(pieces_of(plan.replace(mesh={"dp_shard": ranks}) if searches else plan))
+            if not searches:
+                problems.of(partial(check, plan))
         problems.of(beside)
-        here = problems.of(lambda: _profile_of(device)) if found and profile is None else None
-        problems.of(lambda: check_target(target, settings))
-        if target.startswith(HF):
-            problems.raise_if_any()
-        loaded = problems.of(lambda: load_target(target, settings, rows=count, length=length))
-        loss_of = problems.of(lambda: TargetLoss(loss)) if loss else None
-        problems.of(lambda: _check_device(device))
-        problems.raise_if_any()
-        assert resolved is not None and loaded is not None
+        hardware = problems.of(lambda: _profile_of(request.device)) if searches and profile is None else None
+        target, loss = _loaded(request, target_settings, made_rows, length, problems)
+        assert plan is not None
         searched = None
-        if found:
-            hardware = profile() if profile is not None else here
+        if searches:
+            hardware = profile() if profile is not None else hardware
             assert hardware is not None
-            step = whole(loaded, settings, size)
-            resolved, searched = _searched(loaded, resolved, loss_of, size, step, hardware)
-            check(resolved)
-        return Given(loaded, resolved, loss_of, device, settings, count, length, searched)
+            plan, searched = _searched(target, plan, loss, ranks, whole(target, target_settings, ranks), hardware)
+            check(plan)
+        return Given(target, plan, loss, request.device, target_settings, made_rows, length, searched)
 
     @staticmethod
     def from_names(
@@ -124,6 +113,28 @@ class Searched:
 
 
 Whole: TypeAlias = Callable[[Target, Mapping[str, Any], int], int | None]
+
+
+def _settings_of(request: Request) -> tuple[list[str], dict[str, Any]]:
+    """Settings of the plan, as text; settings of the target, as values."""
+    plan_settings, others = divided(request.sets or ())
+    values = {key: _value(text) for key, text in others.items()}
+    return plan_settings, values | ({"seq_len": request.seq} if request.seq else {})
+
+
+def _loaded(
+    request: Request, settings: Mapping[str, Any], rows: int, length: int, problems: Problems
+) -> tuple[Target, TargetLoss | None]:
+    """The target and the loss. Raises PlanError with every problem, those that are known already among them."""
+    problems.of(lambda: check_target(request.target, settings))
+    if request.target.startswith(HF):
+        problems.raise_if_any()
+    target = problems.of(lambda: load_target(request.target, settings, rows=rows, length=length))
+    loss = problems.of(partial(TargetLoss, request.loss)) if request.loss else None
+    problems.of(lambda: _check_device(request.device))
+    problems.raise_if_any()
+    assert target is not None
+    return target, loss
 
 
 def _searched(

@@ -1,9 +1,9 @@
-"""The arguments and options of commands."""
+"""The arguments and options of commands. Those of one command stand here too, if there are many of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,75 @@ SeqOption = Annotated[
 ]
 GlobalBatchOption = Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)]
 JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+def written(help_: str, metavar: str | None = None) -> Any:
+    """The option of a file that a command writes."""
+    return typer.Option(help=help_, metavar=metavar, dir_okay=False, show_default=False)
+
+
+# Of ``show`` and ``report``.
+
+HTMLOption = Annotated[
+    Path | None, written("Write all pictures to this one file, which a browser opens from disk", "FILE")
+]
+RunHTMLOption = Annotated[Path | None, written("Write this file; default: report.html in the folder", "FILE")]
+
+# Of ``show`` alone.
+
+ShownRankOption = Annotated[int | None, typer.Option(help="The rank whose shards are shown; default: 0")]
+ParameterOption = Annotated[str | None, typer.Option(help="Show only parameters that match this glob, with pictures")]
+PicturesOption = Annotated[
+    int | None,
+    typer.Option(help="Number of pictures of which rank holds which part; default: 3 with --parameter", min=0),
+]
+PredictedHardwareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        show_default=False,
+        help="With --html: also predict the step on these devices, as predict does (h100, a YAML file, cpu-local)",
+    ),
+]
+OtherPlansOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--compare",
+        metavar="FILE",
+        show_default=False,
+        help="With --hardware: also predict this plan; may be repeated",
+    ),
+]
+
+# Of ``plan`` alone.
+
+DevicesOption = Annotated[
+    int | None, typer.Option(help="Devices to plan for: ranks of the mesh", min=1, show_default=False)
+]
+NodesOption = Annotated[
+    int | None, typer.Option(help="Nodes that they stand on; default: as many as the profile's nodes take", min=1)
+]
+PrecisionOption = Annotated[
+    str | None, typer.Option(help="bfloat16, float32 or float64; default: bfloat16, and float32 on a CPU")
+]
+TopOption = Annotated[int, typer.Option(help="How many plans", min=1)]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Rehearse the plans that are found, as predict does: surer, and slower")
+]
+BestPlanOption = Annotated[Path | None, written("Write the best plan to this file, for train")]
+MeasureOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        show_default=False,
+        min=2,
+        help="Also run so many steps of each plan in local processes; sort by what was measured",
+    ),
+]
+TwoPlansOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="FILE FILE", show_default=False, help="Search nothing: show what a second plan takes more"),
+]
 
 # Of ``predict`` and ``dryrun``.
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import processes
 from meshwright.cli.comparison import compared
 from meshwright.cli.files import write_whole
 from meshwright.cli.given import Problems
 from meshwright.cli.options import (
+    BestPlanOption,
+    DevicesOption,
     GlobalBatchOption,
     HardwareOption,
     JSONOption,
     LossOption,
+    MeasureOption,
     NetworkOption,
+    NodesOption,
+    PrecisionOption,
     SeqOption,
     SetOption,
     TargetArgument,
+    TopOption,
+    TwoPlansOption,
+    VerifyOption,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, check_measurable, quiet
 from meshwright.draw.console import console
 from meshwright.errors import Findings
@@ -34,44 +41,45 @@ if TYPE_CHECKING:
     from meshwright.search.find import Found, Proposal
 
 
+@dataclass(frozen=True)
+class Search:
+    """What ``plan`` is to find, as typed.
+
+    Attributes:
+        devices: ranks; ``nodes``: that they stand on.
+        top: how many plans; ``verify``: whether they are rehearsed; ``measure``: steps of each that are run here.
+        out: the file of the best.
+    """
+
+    devices: int | None
+    nodes: int | None
+    precision: str | None
+    top: int
+    verify: bool
+    out: Path | None
+    measure: int | None
+
+    def said(self) -> dict[str, Any]:
+        """The options that were given, by their names, but for ``--top``, which has a default."""
+        options = {"--devices": self.devices, "--nodes": self.nodes, "--precision": self.precision,
+                   "--verify": self.verify or None, "--out": self.out, "--measure": self.measure}  # fmt: skip
+        return {option: value for option, value in options.items() if value is not None}
+
+
 def plan(
     target: TargetArgument,
-    devices: Annotated[
-        int | None, typer.Option(help="Devices to plan for: ranks of the mesh", min=1, show_default=False)
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes that they stand on; default: as many as the profile's nodes take", min=1)
-    ] = None,
+    devices: DevicesOption = None,
+    nodes: NodesOption = None,
     set_: SetOption = None,
     hardware: HardwareOption = None,
     network: NetworkOption = None,
     global_batch: GlobalBatchOption = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bfloat16, float32 or float64; default: bfloat16, and float32 on a CPU")
-    ] = None,
-    top: Annotated[int, typer.Option(help="How many plans", min=1)] = 3,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Rehearse the plans that are found, as predict does: surer, and slower")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write the best plan to this file, for train", show_default=False, dir_okay=False),
-    ] = None,
-    measure: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEPS",
-            show_default=False,
-            min=2,
-            help="Also run so many steps of each plan in local processes; sort by what was measured",
-        ),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="FILE FILE", show_default=False, help="Search nothing: show what a second plan takes more"
-        ),
-    ] = None,
+    precision: PrecisionOption = None,
+    top: TopOption = 3,
+    verify: VerifyOption = False,
+    out: BestPlanOption = None,
+    measure: MeasureOption = None,
+    compare: TwoPlansOption = None,
     as_json: JSONOption = False,
     loss: LossOption = None,
     seq: SeqOption = None,
@@ -83,51 +91,60 @@ def plan(
     Needs no GPU, and starts no process but for --measure. With --compare, the plans
     of two files are predicted, and each term of the second shown against the first.
     """
-    given: dict[str, Any] = {"hardware": hardware, "network": network, "global_batch": global_batch, "seq": seq}
+    request = Request(
+        target,
+        "dp_shard=1",
+        sets=set_,
+        loss=loss,
+        seq=seq,
+        hardware=hardware,
+        network=network,
+        global_batch=global_batch,
+    )
+    search = Search(devices, nodes, precision, top, verify, out, measure)
     with processes.told():
         if compare is not None:
-            others = {"--devices": devices, "--nodes": nodes, "--precision": precision, "--verify": verify or None,
-                      "--out": out, "--measure": measure}  # fmt: skip
-            others = {option: value for option, value in others.items() if value is not None}
-            compared(compare, target, set_, loss, others, as_json=as_json, **given)
+            compared(compare, request, search.said(), as_json=as_json)
             return
-        problems = Problems()
-        problems.of(lambda: _check(devices, precision))
-        subject = problems.of(
-            lambda: Subject.read(
-                target, "dp_shard=1", None, set_, loss, ranks=None, **given,
-                check=lambda plan, profile: _check_measured(measure, devices, profile),
-            )
-        )  # fmt: skip
-        problems.raise_if_any()
-        assert subject is not None and devices is not None
+        subject = _subject(request, search)
         with quiet(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
-            found = _found(
-                subject, devices, nodes, global_batch, precision, top, verify=verify or measure is not None,
-                tell=status.update,
-            )  # fmt: skip
-            if measure is not None:
-                found = _measured(subject, found, devices, global_batch, measure, status.update)
+            plans = _found(subject, request, search, status.update)
         if out is not None:
-            write_whole(out, found.plans[0].plan.dump())
+            write_whole(out, plans.plans[0].plan.dump())
         if as_json:
-            print(json.dumps(_data(found)))
+            print(json.dumps(_data(plans)))
         else:
             from meshwright.draw.plans import drawn
 
-            console().print(drawn(found, subject.profile, str(out) if out is not None else None))
+            console().print(drawn(plans, subject.profile, str(out) if out is not None else None))
 
 
-def _found(
-    subject: Subject, devices: int, nodes: int | None, rows: int | None, precision: str | None, top: int, **how: Any
-) -> Found:
+def _subject(request: Request, search: Search) -> Subject:
+    """What is asked about. Raises PlanError with every problem of the request and of the search."""
+    problems = Problems()
+    problems.of(lambda: _check(search.devices, search.precision))
+    subject = problems.of(
+        lambda: Subject.read(request, lambda plan, profile: _check_measured(search.measure, search.devices, profile))
+    )
+    problems.raise_if_any()
+    assert subject is not None
+    return subject
+
+
+def _found(subject: Subject, request: Request, search: Search, tell: Callable[[str], None]) -> Found:
+    """The plans; run here as well, if the search says so."""
     from meshwright.search.find import find_plans
 
+    assert search.devices is not None
     given = subject.given
-    return find_plans(
-        given.target.build, subject.batch, devices=devices, nodes=nodes, global_batch=rows, hardware=subject.profile,
-        options={"precision": precision} if precision else None, loss=given.loss, top=top, **how,
+    found = find_plans(
+        given.target.build, subject.batch, devices=search.devices, nodes=search.nodes, global_batch=request.global_batch,
+        hardware=subject.profile, options={"precision": search.precision} if search.precision else None, loss=given.loss,
+        top=search.top, verify=search.verify or search.measure is not None, tell=tell,
     )  # fmt: skip
+    if search.measure is None:
+        return found
+    return _measured(subject, found, search.devices, request.global_batch, search.measure, tell)
 
 
 def _measured(

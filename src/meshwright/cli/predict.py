@@ -21,6 +21,7 @@ from meshwright.cli.options import (
     SetOption,
     TargetArgument,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, check_measurable, quiet
 from meshwright.draw.console import console
 
@@ -52,11 +53,10 @@ def predict(
     the plan fits the devices' memory, 1 if not.
     """
     with processes.told():
-        subject = Subject.read(
-            target, mesh, plan, set_, loss,
-            hardware=hardware, network=network, global_batch=global_batch, seq=seq, ranks=ranks,
-            check=check_measurable if measure else lambda plan, profile: None,
-        )  # fmt: skip
+        request = Request(
+            target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
+        )
+        subject = Subject.read(request, check_measurable if measure else lambda plan, profile: None)
         processes.tell_found(subject.given)
         with quiet():
             predicted = _predicted(subject)

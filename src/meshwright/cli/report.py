@@ -10,21 +10,13 @@ import typer
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.options import JSONOption
+from meshwright.cli.options import JSONOption, RunHTMLOption
 from meshwright.draw.console import console
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of train", show_default=False)],
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            show_default=False,
-            help="Write this file; default: report.html in the folder",
-        ),
-    ] = None,
+    html: RunHTMLOption = None,
     as_json: JSONOption = False,
 ) -> None:
     """Show a run: loss, rate, memory, waiting, checkpoints.

@@ -5,33 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Any
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
 from meshwright.cli.given import Given, Problems, check_rank
 from meshwright.cli.options import (
     GlobalBatchOption,
+    HTMLOption,
     JSONOption,
     LossOption,
     MeshOption,
     NetworkOption,
+    OtherPlansOption,
+    ParameterOption,
+    PicturesOption,
     PlanOption,
+    PredictedHardwareOption,
     RanksOption,
     SeqOption,
     SetOption,
+    ShownRankOption,
     TargetArgument,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, plans_in, quiet
 from meshwright.draw.console import console
+from meshwright.draw.facts import ShardMap, shard_map
+from meshwright.draw.report import Report, report
 from meshwright.draw.terminal import render
 from meshwright.errors import Findings
 from meshwright.target import with_rows
-
-if TYPE_CHECKING:
-    from meshwright.draw.report import Report
 
 
 def show(
@@ -39,38 +43,14 @@ def show(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
-    rank: Annotated[int | None, typer.Option(help="The rank whose shards are shown; default: 0")] = None,
-    parameter: Annotated[
-        str | None, typer.Option(help="Show only parameters that match this glob, with pictures")
-    ] = None,
-    pictures: Annotated[
-        int | None,
-        typer.Option(help="Number of pictures of which rank holds which part; default: 3 with --parameter", min=0),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            show_default=False,
-            help="Write all pictures to this one file, which a browser opens from disk",
-        ),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False,
-            help="With --html: also predict the step on these devices, as predict does (h100, a YAML file, cpu-local)",
-        ),
-    ] = None,
+    rank: ShownRankOption = None,
+    parameter: ParameterOption = None,
+    pictures: PicturesOption = None,
+    html: HTMLOption = None,
+    hardware: PredictedHardwareOption = None,
     network: NetworkOption = None,
     global_batch: GlobalBatchOption = None,
-    compare: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help="With --hardware: also predict this plan; may be repeated"
-        ),
-    ] = None,
+    compare: OtherPlansOption = None,
     as_json: JSONOption = False,
     loss: LossOption = None,
     seq: SeqOption = None,
@@ -83,88 +63,80 @@ def show(
     no process starts, so the mesh may have a thousand ranks. With --html, the pictures
     are one file: mesh, parameters, timeline, memory, communication.
     """  # fmt: skip
+    request = Request(
+        target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
+    )
     with processes.told():
         problems = Problems()
-        problems.of(lambda: _check_options(html, hardware, network, global_batch, compare, as_json=as_json))
+        problems.of(lambda: _check_options(request, html, compare, as_json=as_json))
         if hardware is not None:
-            _show_predicted(
-                html, problems, compare or (), target, mesh, plan, set_, loss, hardware=hardware, network=network,
-                global_batch=global_batch, seq=seq, ranks=ranks, rank=rank, parameter=parameter,
-            )  # fmt: skip
+            _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
-        given = problems.of(
-            lambda: Given.read(
-                target, mesh, plan, set_, loss, seq=seq, length=8, ranks=ranks,
-                check=lambda plan: check_rank(plan.mesh, rank),
-            )
-        )  # fmt: skip
-        problems.raise_if_any()
-        assert given is not None
-        processes.tell_found(given)
-        from meshwright.draw.facts import shard_map
-        from meshwright.draw.report import report
-        from meshwright.planned import make_recipe
-
-        batch = with_rows(given.target.batch, given.pieces)
-        recipe = make_recipe(given.target.build, given.plan, batch, given.loss)
-        everything = shard_map(recipe)
-        _check_parameter(everything, parameter)
+        given, shards = _shard_map(request, rank, problems)
+        _check_parameter(shards, parameter)
         if html is not None:
-            _write(html, report(everything, title=given.target.spec), rank, parameter)
+            _write(html, report(shards, title=given.target.spec), rank, parameter)
         elif as_json:
-            print(json.dumps(_data(shard_map(recipe, None if rank is None else [rank]), parameter)))
+            print(json.dumps(_data(shards if rank is None else shard_map(shards.recipe, [rank]), parameter)))
         else:
-            console().print(render(everything, rank=rank, parameter=parameter, pictures=pictures))
+            console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures))
 
 
-def _show_predicted(
-    file: Path | None, problems: Problems, compare: Sequence[Path], target: str, mesh: str | None, plan: str | None,
-    sets: Sequence[str] | None, loss: str | None, *, rank: int | None, parameter: str | None, **given: Any,
-) -> None:  # fmt: skip
-    """Writes what there is to see of a plan on some hardware, beside other plans of the same model and batch.
+def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Given, ShardMap]:
+    """What the request names, and which rank holds what of it.
 
     Args:
+        rank: which must be in the mesh.
         problems: those that are known already.
-        compare: files of the other plans.
-        given: as for ``Subject.read``.
     """
-    from meshwright.draw.report import report
+    given = problems.of(lambda: Given.read(request, length=8, check=lambda plan: check_rank(plan.mesh, rank)))
+    problems.raise_if_any()
+    assert given is not None
+    processes.tell_found(given)
+    from meshwright.planned import make_recipe
+
+    batch = with_rows(given.target.batch, given.pieces)
+    return given, shard_map(make_recipe(given.target.build, given.plan, batch, given.loss))
+
+
+def _predicted(request: Request, rank: int | None, compare: Sequence[Path], problems: Problems) -> Report:
+    """What there is to see of a plan on some hardware, beside other plans of the same model and batch.
+
+    Args:
+        rank: which must be in the mesh.
+        compare: files of the other plans.
+        problems: those that are known already.
+    """
+    others = problems.of(lambda: plans_in([str(one) for one in compare], request.sets))
+    subject = problems.of(lambda: Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank)))
+    problems.raise_if_any()
+    assert subject is not None and others is not None
+    processes.tell_found(subject.given)
     from meshwright.prediction.predict import predict
 
-    others = problems.of(lambda: plans_in([str(one) for one in compare], sets))
-    subject = problems.of(
-        lambda: Subject.read(
-            target, mesh, plan, sets, loss, check=lambda plan, profile: check_rank(plan.mesh, rank), **given
-        )
-    )
-    problems.raise_if_any()
-    assert subject is not None and others is not None and file is not None
-    processes.tell_found(subject.given)
     plans = [subject.given.plan, *others]
-    batch = subject.batch_of(plans, given["global_batch"]) if others else subject.batch
+    batch = subject.batch_of(plans, request.global_batch) if others else subject.batch
     build, loss_of = subject.given.target.build, subject.given.loss
     with quiet(), console(stderr=True).status("rehearsing the step", spinner="dots"):
         predictions = [predict(build, batch, one, hardware=subject.profile, loss=loss_of) for one in plans]
     beside = dict(zip(map(str, compare), predictions[1:], strict=True))
-    _write(file, report(predictions[0], title=subject.given.target.spec, others=beside), rank, parameter)
+    return report(predictions[0], title=subject.given.target.spec, others=beside)
 
 
-def _write(file: Path, report: Report, rank: int | None, parameter: str | None) -> None:
+def _write(file: Path | None, drawn: Report, rank: int | None, parameter: str | None) -> None:
     """The page, opened at a rank and a parameter. Raises PlanError if the model lacks the parameter."""
     from meshwright.draw.html.page import page
 
-    _check_parameter(report.shards, parameter)
-    text = page(report, rank=rank or 0, parameter=parameter)
-    write_whole(file, text)
-    ranks = report.recipe.mesh.size
-    console().print(f"{file}: {report.recipe.mesh}, {ranks:,} rank{'s' * (ranks > 1)}; a browser opens it from disk")
+    assert file is not None
+    _check_parameter(drawn.shards, parameter)
+    write_whole(file, page(drawn, rank=rank or 0, parameter=parameter))
+    ranks = drawn.recipe.mesh.size
+    console().print(f"{file}: {drawn.recipe.mesh}, {ranks:,} rank{'s' * (ranks > 1)}; a browser opens it from disk")
 
 
-def _check_options(
-    html: Path | None, hardware: str | None, network: str | None, rows: int | None, compare: list[Path] | None, *,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Raises PlanError where an option is given without the one that it belongs to."""
+def _check_options(request: Request, html: Path | None, compare: list[Path] | None, *, as_json: bool) -> None:
+    """Raises PlanError if an option is given without the one that it belongs to."""
+    hardware = request.hardware
     findings = Findings("this command")
     if hardware is not None and html is None:
         findings.add(
@@ -173,7 +145,11 @@ def _check_options(
         )  # fmt: skip
     if as_json and html is not None:
         findings.add(where="--json", given="given, and --html", required="one of the two", fix="leave out --json")
-    for option, value in (("--network", network), ("--global-batch", rows), ("--compare", compare or None)):
+    for option, value in (
+        ("--network", request.network),
+        ("--global-batch", request.global_batch),
+        ("--compare", compare or None),
+    ):
         if value is not None and hardware is None:
             findings.add(
                 where=option, given="given, and no --hardware", required="devices to predict the step on",
@@ -182,23 +158,23 @@ def _check_options(
     findings.raise_if_any()
 
 
-def _data(shard_map: Any, parameter: str | None) -> dict[str, Any]:
+def _data(shards: ShardMap, parameter: str | None) -> dict[str, Any]:
     """The map as plain values; with a glob, of the parameters that fit."""
-    data: dict[str, Any] = shard_map.to_dict()
+    data: dict[str, Any] = shards.to_dict()
     if parameter is not None:
-        names = {name for row in shard_map.matching(parameter) for name in row.names}
+        names = {name for row in shards.matching(parameter) for name in row.names}
         data["parameters"] = [line for line in data["parameters"] if line["name"] in names]
     return data
 
 
-def _check_parameter(shard_map: Any, parameter: str | None) -> None:
+def _check_parameter(shards: ShardMap, parameter: str | None) -> None:
     """Raises PlanError if the model lacks the parameter."""
     findings = Findings("this command")
     try:
         if parameter is not None:
-            shard_map.matching(parameter)
+            shards.matching(parameter)
     except KeyError:
-        near = shard_map.near(parameter)
+        near = shards.near(parameter or "")
         given = f"{parameter}, which fits no parameter"
         findings.add(
             where="--parameter", given=given, required=f"such as {', '.join(near)}", fix=f"--parameter {near[0]}"

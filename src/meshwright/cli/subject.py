@@ -6,11 +6,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import processes
 from meshwright.cli.given import Given, Problems, divided, pieces_of
+from meshwright.cli.request import Request
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import Plan
 from meshwright.target import HF, Target, with_rows
@@ -52,48 +53,36 @@ class Subject:
     profile: Profile
 
     @staticmethod
-    def read(
-        target: str,
-        mesh: str | None,
-        plan: str | None,
-        sets: Sequence[str] | None,
-        loss: str | None,
-        *,
-        hardware: str | None,
-        network: str | None,
-        global_batch: int | None,
-        seq: int | None,
-        ranks: int | None,
-        check: Callable[[Plan, Profile], None] = lambda plan, profile: None,
-    ) -> Subject:
+    def read(request: Request, check: Callable[[Plan, Profile], None] = lambda plan, profile: None) -> Subject:
         """Raises PlanError with every problem of all of it.
 
         Args:
             check: raises PlanError if the command does not fit the plan or the profile.
         """
+        global_batch = request.global_batch
+
+        def profile() -> Profile:
+            return named_profile(request.hardware, request.network)
 
         def fits(plan: Plan) -> None:
             _check_rows(plan, global_batch)
             try:
-                profile = named_profile(hardware, network)
+                named = profile()
             except PlanError:
                 return  # told by itself
-            _check_nodes(plan, profile)
-            check(plan, profile)
+            _check_nodes(plan, named)
+            check(plan, named)
 
         def whole(target: Target, settings: Mapping[str, Any], pieces: int) -> int | None:
             made_up = target.spec.startswith(HF) and "batch_size" not in settings
             return global_batch or (_rows(pieces) if made_up else None)
 
         given = Given.read(
-            target, mesh, plan, sets, loss, "cpu",
-            seq=seq, length=LENGTH, ranks=ranks, rows=lambda pieces: min(_FEW, global_batch or _rows(pieces)),
-            check=fits, beside=lambda: named_profile(hardware, network), profile=lambda: named_profile(hardware, network),
-            whole=whole,
+            replace(request, device="cpu"), length=LENGTH, rows=lambda pieces: min(_FEW, global_batch or _rows(pieces)),
+            check=fits, beside=profile, profile=profile, whole=whole,
         )  # fmt: skip
         rows = given.searched.rows if given.searched else whole(given.target, given.settings, given.pieces)
-        batch = _batch(given.target.batch, rows, given.pieces)
-        return Subject(given, batch, named_profile(hardware, network))
+        return Subject(given, _batch(given.target.batch, rows, given.pieces), profile())
 
     def batch_of(self, plans: Sequence[Plan], global_batch: int | None) -> Any:
         """A batch that divides over the data ranks and microbatches of all plans.

@@ -42,6 +42,7 @@ from meshwright.cli.options import (
     TensorboardOption,
     TimeoutOption,
 )  # fmt: skip
+from meshwright.cli.request import Request
 from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
 from meshwright.plan import Plan
@@ -115,20 +116,13 @@ def train(
     rank = int(os.environ.get("RANK", -1))
     if rank >= 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also in a collective; the others get theirs
+    request = Request(target, mesh, plan, set_, loss, seq, ranks, device, global_batch=global_batch)
     with processes.told(quiet=rank > 0):
         folder = out or courses.folder_of(target)
         if fresh:
             courses.check_fresh(folder)
         before = None if fresh else courses.begun(folder)
-        rows = global_batch or (before.global_batch if before is not None else None)
-        given = Given.read(
-            target, mesh, plan, set_, loss, device,
-            seq=seq, length=128, ranks=ranks, rows=lambda pieces: rows or _rows(pieces),
-            check=lambda plan: _check_rows(plan, global_batch, before),
-            whole=lambda target, settings, pieces: None if target.dataset is None else rows or _rows(pieces),
-        )  # fmt: skip
-        processes.tell_found(given)
-        rows = rows or (given.searched.rows if given.searched else _rows(given.pieces))
+        given, rows = _given(request, before)
         same = Same(target, given.settings, loss, rows, lr, given.plan.seed)
         course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers)
         _check_course(given, course, global_batch, before)
@@ -137,6 +131,18 @@ def train(
         stopped = _trained(given, course, rank)
     if stopped:
         raise typer.Exit(_code_after_sigterm())
+
+
+def _given(request: Request, before: Same | None) -> tuple[Given, int]:
+    """What the request names, and the rows of a step: those that it says, those of the run before, or a few for each rank."""
+    said = request.global_batch or (before.global_batch if before is not None else None)
+    given = Given.read(
+        request, length=128, rows=lambda pieces: said or _rows(pieces),
+        check=lambda plan: _check_rows(plan, request.global_batch, before),
+        whole=lambda target, settings, pieces: None if target.dataset is None else said or _rows(pieces),
+    )  # fmt: skip
+    processes.tell_found(given)
+    return given, said or (given.searched.rows if given.searched else _rows(given.pieces))
 
 
 def _trained(given: Given, course: Course, rank: int) -> bool:
