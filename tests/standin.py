@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.described import tensors_among
 from meshwright.plan import Plan
 from meshwright.planned import Planned
-from meshwright.planning.shadow import ASSUMED, SIZED
+from meshwright.planning.assumed import ASSUMED, SIZED
 from meshwright.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, storage_of, unset_fake_temporarily
 from meshwright.runtime.apply import apply
 from meshwright.runtime.groups import make_groups

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.draw.facts import elements
+from meshwright.draw.parameters import elements
 from meshwright.draw.svg import model_svg, schedule_svg
 from meshwright.schedule import make_schedule
 

@@ -12,9 +12,10 @@ import pytest
 
 from browser import Visit, browser
 from meshwright.amounts import size_text
-from meshwright.draw.facts import elements, shard_map
+from meshwright.draw.facts import shard_map
 from meshwright.draw.html.page import page
 from meshwright.draw.html.run import run_page
+from meshwright.draw.parameters import elements
 from meshwright.draw.report import report
 from meshwright.layout import even_shard
 from meshwright.mesh import Mesh

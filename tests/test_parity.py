@@ -23,7 +23,9 @@ from torch.nn import functional as F
 import branching
 import meshwright as mw
 from meshwright.parity.case import Case
-from meshwright.parity.sides import gradients_as_planned, silence, widened
+from meshwright.parity.quiet import silence
+from meshwright.parity.the_job import gradients_as_planned
+from meshwright.parity.widened import widened
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from test_branches import WAYS

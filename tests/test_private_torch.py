@@ -33,7 +33,8 @@ import meshwright
 from doubled import Doubled
 from meshwright import deferred
 from meshwright.planning.kept import Kept
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.meeting import Meeting
+from meshwright.planning.shadow import Shadow
 from meshwright.prediction.trace import Allocated, Freed, Resized
 from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
 from meshwright.prediction.world import rehearsed_world
@@ -111,7 +112,8 @@ USES = {
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
     "planning/passes/styles.py": "_tp_plan",  # of transformers
-    "planning/shadow.py": "_ctc_loss _local_scalar_dense _to_copy _unique2 _unsafe_index",
+    "planning/shadow.py": "_to_copy",
+    "planning/assumed.py": "_ctc_loss _local_scalar_dense _unique2 _unsafe_index",
     "prediction/world.py": "_internal",
     "prediction/values.py": "_getframe",  # of sys
     "prediction/tracker.py": "_cdata _op_dispatcher _propagate_tensor_meta_non_cached _schema",

@@ -17,7 +17,8 @@ from branching import on
 from meshwright.amounts import count_text, size_text
 from meshwright.api import make_recipe
 from meshwright.draw.console import console
-from meshwright.draw.facts import ShardMap, itemsize, shard_map
+from meshwright.draw.facts import ShardMap, shard_map
+from meshwright.draw.parameters import itemsize
 from meshwright.draw.terminal import render
 from meshwright.draw.text import ranges_text, ranks_text
 from meshwright.layout import REPLICATE, even_shard

@@ -25,10 +25,11 @@ from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.kept import undisturbed
+from meshwright.planning.meeting import Meeting
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.shadow import Shadow
 from meshwright.recipe import Recipe
 from meshwright.runtime.apply import Transform, apply, cast, cast_type
 from meshwright.runtime.groups import ensure_world, make_groups

@@ -32,7 +32,7 @@ from program import Case, Run
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parity.sides import perturbed
+from meshwright.parity.quiet import perturbed
 from meshwright.private import hooked
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spmd"))

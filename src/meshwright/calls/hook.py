@@ -8,7 +8,7 @@
       │                  open   it runs, looked into: 4 and 5, as what is looked into cannot be computed again
       │                  stub   nothing of it runs: what it returned when it was recorded stands in
       ├─ 3  recompute  its activations are dropped, and made again in the backward (runtime/weights/recompute.py)
-      ├─ 4  within     a context is on: a wider type, in a check (parity/sides.py)
+      ├─ 4  within     a context is on: a wider type, in a check (parity/widened.py)
       ├─ 5  replay     on local tensors, by its recorded program (replay/)
       └─ 6  the module's own forward
 

@@ -92,15 +92,9 @@ def plan(
     of two files are predicted, and each term of the second shown against the first.
     """
     request = Request(
-        target,
-        "dp_shard=1",
-        sets=set_,
-        loss=loss,
-        seq=seq,
-        hardware=hardware,
-        network=network,
+        target, "dp_shard=1", sets=set_, loss=loss, seq=seq, hardware=hardware, network=network,
         global_batch=global_batch,
-    )
+    )  # fmt: skip
     search = Search(devices, nodes, precision, top, verify, out, measure)
     with processes.told():
         if compare is not None:

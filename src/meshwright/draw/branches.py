@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text
-from meshwright.draw.facts import BranchFacts, ShardMap
+from meshwright.draw.branch_facts import BranchFacts
+from meshwright.draw.facts import ShardMap
 from meshwright.draw.text import ranks_text
 from meshwright.names import few, fold_names
 from meshwright.recipe import Recipe

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.draw.facts import itemsize
+from meshwright.draw.parameters import itemsize
 from meshwright.names import fold_names
 from meshwright.recipe import ParameterRecipe, Recipe
 

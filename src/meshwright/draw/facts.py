@@ -10,18 +10,17 @@ when it is asked for, so that a mesh of a thousand ranks is drawn as fast as one
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
 from typing import Any
 
+from meshwright.draw.branch_facts import BranchFacts, branch_facts
+from meshwright.draw.parameters import ParameterFacts, Row, elements, facts_of, fold, itemsize
 from meshwright.errors import nearest
-from meshwright.layout import REPLICATE, Layout, Shard
+from meshwright.layout import Shard
 from meshwright.mesh import Mesh
-from meshwright.names import fold_alike, pattern
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 
 FEW_RANKS = 64
@@ -48,128 +47,6 @@ def shard_map(recipe: Recipe, ranks: Iterable[int] | None = None) -> ShardMap:
 
 
 @dataclass(frozen=True)
-class ParameterFacts:
-    """One parameter.
-
-    Attributes:
-        name, aliases: all its names; tied ones are aliases.
-        shape, dtype: of the whole parameter.
-        layout: on each axis of the mesh, in mesh order.
-        unit: the module whose parameters are gathered with it; empty for the root.
-        reason: why it is cut as it is, or left whole.
-        bytes: of the whole parameter.
-        requires_grad: whether it is trained.
-        stages: the pipeline stages that use it; without a pipeline stage 0.
-        places: where it is used: 0 is the trunk, others are branches, as `Recipe.branches` numbers them from 1 on.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Mapping[str, Layout]
-    unit: str
-    reason: str
-    bytes: int
-    requires_grad: bool
-    stages: tuple[int, ...] = (0,)
-    places: tuple[int, ...] = (0,)
-
-    def on_axis(self, axis: str) -> Layout:
-        """The layout on an axis; of a parameter of a branch, on that axis of its place."""
-        return next((layout for name, layout in self.layout.items() if name.split(" ")[0] == axis), REPLICATE)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values; layouts as words."""
-        return {
-            "name": self.name,
-            "aliases": list(self.aliases),
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "layout": {axis: str(layout) for axis, layout in self.layout.items()},
-            "unit": self.unit,
-            "reason": self.reason,
-            "bytes": self.bytes,
-            "requires_grad": self.requires_grad,
-            "stages": list(self.stages),
-            "places": list(self.places),
-        }
-
-
-@dataclass(frozen=True)
-class BranchFacts:
-    """A branch: one place of modules besides the trunk.
-
-    Attributes:
-        number: as `ParameterFacts.places` has it.
-        on: the slice, as the plan says it; of a nested branch ``tp[0] of tp[0:3]``.
-        parent: the number of the place around it; 0 is the trunk.
-        ranks: all ranks that run it, also those with other rows of the batch.
-        mesh: the axes that the ranks of one slice form.
-        modules: what the plan places there: (name, its turns: which of its calls run there, from 0; empty for all).
-        splits: whether the data ranks of its own mesh each run their share of the rows; else each runs all.
-        numel: elements of the parameters that are used there, each once.
-        work: of all its ranks, as a share of that of all branches of its parent; 0 to 1.
-        load: work of one of its ranks, as a share of that of the busiest rank of these.
-    """
-
-    number: int
-    on: str
-    parent: int
-    ranks: tuple[int, ...]
-    mesh: Mesh
-    modules: tuple[tuple[str, tuple[int, ...]], ...]
-    splits: bool
-    numel: int
-    work: float
-    load: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "number": self.number,
-            "on": self.on,
-            "parent": self.parent,
-            "ranks": list(self.ranks),
-            "mesh": dict(self.mesh.axes),
-            "modules": [{"name": name, "calls": list(turns)} for name, turns in self.modules],
-            "splits": self.splits,
-            "numel": self.numel,
-            "work": round(self.work, 4),
-            "load": round(self.load, 4),
-        }
-
-
-@dataclass(frozen=True)
-class Row:
-    """Parameters that differ in nothing but the numbers in their names.
-
-    Attributes:
-        label: their name, with the ranges of the numbers: ``model.layers.{0…31}.mlp.up_proj.weight``.
-        names: all of them, in the model's order.
-        first: the facts of the first, which are those of all, but for the stage.
-        by_stage: stages of a pipeline → the names that these stages use.
-    """
-
-    label: str
-    names: tuple[str, ...]
-    first: ParameterFacts
-    by_stage: Mapping[tuple[int, ...], tuple[str, ...]]
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    @property
-    def bytes(self) -> int:
-        """Of all of them together."""
-        return self.count * self.first.bytes
-
-    def __str__(self) -> str:
-        return self.label if self.count == 1 else f"{self.label} ×{self.count}"
-
-
-@dataclass(frozen=True)
 class ShardMap:
     """Which rank holds what; see `shard_map`.
 
@@ -188,7 +65,7 @@ class ShardMap:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFacts]:
         """The facts of every parameter by its first name, in the model's order."""
-        return {line.name: _facts(line, self.recipe) for line in self.recipe.parameters}
+        return {line.name: facts_of(line, self.recipe) for line in self.recipe.parameters}
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -310,7 +187,7 @@ class ShardMap:
     @cached_property
     def branches(self) -> tuple[BranchFacts, ...]:
         """The places besides the trunk, each after its parent."""
-        return tuple(_branch(number, self.recipe) for number in self.recipe.places.branches)
+        return tuple(branch_facts(number, self.recipe) for number in self.recipe.places.branches)
 
     def _repr_html_(self) -> str:
         import meshwright  # whose names load what draws
@@ -333,25 +210,6 @@ class ShardMap:
         for line in self.recipe.parameters:
             kinds.setdefault((line.shape, line.dtype, line.tp, line.data, line.stages, line.places), []).append(line)
         return {lines[0]: len(lines) for lines in kinds.values()}
-
-
-# --- one parameter ----------------------------------------------------------------------------------------------------
-
-
-def _facts(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
-    return ParameterFacts(
-        name=line.name,
-        aliases=line.aliases,
-        shape=line.shape,
-        dtype=line.dtype,
-        layout=recipe.layouts(line),
-        unit=line.unit,
-        reason=line.reason,
-        bytes=line.numel * itemsize(line.dtype),
-        requires_grad=line.requires_grad,
-        stages=line.stages,
-        places=line.places,
-    )
 
 
 def _held_by(line: ParameterRecipe, recipe: Recipe) -> tuple[tuple[tuple[int, ...], Slices], ...]:
@@ -389,81 +247,3 @@ def _slices(line: ParameterRecipe, rank: int, recipe: Recipe) -> Slices:
 def _or_nothing(slices: Slices) -> Slices:
     """Ranks that hold nothing hold the same, whatever the ranges in the other dims are."""
     return slices if elements(slices) else ((),) * len(slices)
-
-
-def elements(slices: Slices) -> int:
-    """How many elements the ranges hold."""
-    return prod(sum(stop - start for start, stop in ranges) for ranges in slices)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element: of ``float32`` 4, of ``float8_e4m3fn`` 1, of ``bool`` 1."""
-    bits = re.search("[0-9]+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
-
-
-def _branch(number: int, recipe: Recipe) -> BranchFacts:
-    place, turns = recipe.places[number], recipe.placed
-    here = {name: tuple(i for i, p in enumerate(turns[name]) if p == number) for name in dict.fromkeys(place.modules)}
-    used = [line for line in recipe.parameters if number in line.places]
-    owners = {pp for line in used for pp in recipe.owners(line)}  # of the pipeline; without parameters any
-    coordinates = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
-    beside = [p for p in recipe.branches if p.parent == place.parent]
-    return BranchFacts(
-        number=number,
-        on=recipe.places.spelled(number),
-        parent=place.parent,
-        ranks=tuple(rank for rank, at in coordinates if at is not None and (not owners or at.pp in owners)),
-        mesh=place.mesh,
-        modules=tuple((name, calls if set(turns[name]) != {number} else ()) for name, calls in here.items()),
-        splits=place.splits,
-        numel=sum(line.numel for line in used),
-        work=place.work / max(1, sum(p.work for p in beside)),
-        load=place.load / max(1.0, *(p.load for p in beside)),
-    )
-
-
-# --- folding ----------------------------------------------------------------------------------------------------------
-
-
-def fold(parameters: Iterable[ParameterFacts]) -> tuple[Row, ...]:
-    """Parameters whose names differ in whole numbers only, and that are alike in all else, as one row each.
-
-    Numbers are folded only where every combination is there: the label then says exactly which names it stands for.
-    """
-    order: dict[str, int] = {}
-    kinds: dict[Any, list[ParameterFacts]] = {}
-    for facts in parameters:
-        order[facts.name] = len(order)
-        kinds.setdefault(_kind(facts), []).append(facts)
-    rows = [row for kind in kinds.values() for row in _rows(kind)]
-    return tuple(sorted(rows, key=lambda row: order[row.names[0]]))
-
-
-def _kind(facts: ParameterFacts) -> Any:
-    """What parameters of one row share."""
-    names = tuple(pattern(name) for name in (facts.name, *facts.aliases))
-    layout = tuple(facts.layout.values())
-    return (
-        names,
-        pattern(facts.unit),
-        facts.shape,
-        facts.dtype,
-        layout,
-        facts.reason,
-        facts.requires_grad,
-        facts.stages if len(facts.stages) > 1 else (),  # stages that do the same are told once
-        facts.places,
-    )
-
-
-def _rows(alike: list[ParameterFacts]) -> list[Row]:
-    facts = {f.name: f for f in alike}
-    rows = []
-    for folded in fold_alike(list(facts)):
-        by_stage: dict[tuple[int, ...], list[str]] = {}
-        for name in folded.names:
-            by_stage.setdefault(facts[name].stages, []).append(name)
-        stages = {stages: tuple(names) for stages, names in by_stage.items()}
-        rows.append(Row(folded.label, folded.names, facts[folded.names[0]], stages))
-    return rows

@@ -10,7 +10,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.draw.facts import ParameterFacts, Row, ShardMap, elements
+from meshwright.draw.facts import ShardMap
+from meshwright.draw.parameters import ParameterFacts, Row, elements
 from meshwright.draw.text import dim_text, ranks_text, shape_text
 from meshwright.layout import Interval, Shard
 from meshwright.recipe import Slices

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text, size_text
-from meshwright.draw.facts import Row, ShardMap
+from meshwright.draw.facts import ShardMap
+from meshwright.draw.parameters import Row
 from meshwright.draw.text import bar, ranks_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline

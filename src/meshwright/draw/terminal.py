@@ -19,7 +19,8 @@ from rich.text import Text
 
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.branches import branches
-from meshwright.draw.facts import FEW_RANKS, Row, ShardMap
+from meshwright.draw.facts import FEW_RANKS, ShardMap
+from meshwright.draw.parameters import Row
 from meshwright.draw.picture import picture
 from meshwright.draw.stages import stages
 from meshwright.draw.tree import Listing

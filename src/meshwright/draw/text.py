@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
-from meshwright.draw.facts import ParameterFacts, elements
+from meshwright.draw.parameters import ParameterFacts, elements
 from meshwright.layout import Interval, Layout, Shard
 from meshwright.recipe import Slices
 

@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.text import Text
 from rich.tree import Tree
 
-from meshwright.draw.facts import ParameterFacts, Row, ShardMap
+from meshwright.draw.facts import ShardMap
+from meshwright.draw.parameters import ParameterFacts, Row
 from meshwright.draw.stages import stages_text
 from meshwright.draw.text import layout_text, ranks_text, shape_text, slices_text
 from meshwright.layout import REPLICATE, Shard

@@ -1,9 +1,10 @@
 """``check``: the same loss, gradients, update and buffers as one device?
 
-    case      what is compared, and the rows that each forward is given
-    sides     what runs in the workers: one device in plain PyTorch, and the job
-    compare   errors of all values, against the scale of the whole; likely causes
-    report    ``Report``: the verdict, as data and as text
+    case        what is compared, and the rows that each forward is given
+    one_device  what runs in a worker: the model in plain PyTorch
+    the_job     what runs in all workers: the model under the plan
+    compare     errors of all values, against the scale of the whole; likely causes
+    report      ``Report``: the verdict, as data and as text
 
 From a plain process:
 
@@ -31,9 +32,10 @@ from meshwright.deferred import Build
 from meshwright.errors import Findings as Problems
 from meshwright.parity.case import Case
 from meshwright.parity.compare import KINDS, Findings, compare
+from meshwright.parity.one_device import Reference, reference
 from meshwright.parity.own_types import MARGIN, own_findings, own_reference
 from meshwright.parity.report import Report
-from meshwright.parity.sides import Outcome, Reference, distributed, reference
+from meshwright.parity.the_job import Outcome, distributed
 from meshwright.plan import Plan, PlanLike
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.rows.batch import plain

@@ -19,7 +19,9 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from meshwright.parity.sides import Facts, Outcome, Reference
+from meshwright.parity.facts import Facts
+from meshwright.parity.one_device import Reference
+from meshwright.parity.the_job import Outcome
 
 
 class Errors(TypedDict):

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
-from meshwright.parity.sides import Outcome, Reference, made, starting, trained
+from meshwright.parity.one_device import Reference, made, starting, trained
+from meshwright.parity.the_job import Outcome
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import called

@@ -138,25 +138,8 @@ class Plan:
         eager: bool = False,
         weights: str = DRAWN,
     ) -> None:
-        values = {
-            "mesh": mesh,
-            "modules": modules,
-            "parameters": parameters,
-            "sequence_parallel": sequence_parallel,
-            "recompute": recompute,
-            "microbatches": microbatches,
-            "schedule": schedule,
-            "stages_per_rank": stages_per_rank,
-            "precision": precision,
-            "reshard_after_forward": reshard_after_forward,
-            "rows": rows,
-            "branches": branches,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "verify": verify,
-            "eager": eager,
-            "weights": weights,
-        }
+        values = dict(locals())  # the arguments, by their names
+        del values["self"]
         given = Reader(Source(values)).plan()
         fields, meshes = _DEFAULTS | given, in_order(given["mesh"])
         fields |= {"mesh": meshes[0] if meshes else _ALONE, "meshes": meshes, "said": frozenset(given) & {*FOUND}}

@@ -18,10 +18,11 @@ from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span
 from meshwright.planning.kept import Kept
+from meshwright.planning.meeting import Meeting
 from meshwright.planning.memory import path_of_sizes, path_of_the_next_forward, size_of_value
 from meshwright.planning.origins import Origins
 from meshwright.planning.recorder import Recorder
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.shadow import Shadow
 from meshwright.private import pytree
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.described import Laid, described, laid, tensors_among
-from meshwright.planning.shadow import Meeting, Shadow, is_plain_meta
+from meshwright.planning.meeting import Meeting
+from meshwright.planning.shadow import Shadow, is_plain_meta
 from meshwright.private import autocast_is_on, storage_of, without_dispatch
 from meshwright.spmd.autograd_functions import transforming
 

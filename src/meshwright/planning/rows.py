@@ -22,7 +22,8 @@ from meshwright.calls.structure import map_tensors, tensors_of
 from meshwright.calls.tracer import Tracer, kept_in
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
 from meshwright.layout import even_shard
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.meeting import Meeting
+from meshwright.planning.shadow import Shadow
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.comm import Ledger, PlannedAxis

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
-from meshwright.planning.shadow import ASSUMED, INDEXED, SIZED, is_mask
+from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, is_mask
 from meshwright.private import (
     FakeTensor,
     FakeTensorMode,

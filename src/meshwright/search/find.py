@@ -11,7 +11,8 @@ Deterministic: the same model and hardware give the same plans in the same order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,47 +142,78 @@ def find_plans(
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     options = dict(options or {"precision": "float32" if profile.cores else "bfloat16"})
-    optimizer = optimizer or adamw_on(profile)
     batch = plain(batch)
-    rows = global_batch or rows_of(batch)
-    per_node = _per_node(devices, nodes, profile)
-    fixed = {key: value for key, value in options.items() if key not in FOUND}
-    measured = Measured(build, repeated(batch, MANY * SHARD), fixed, loss, optimizer, max_norm)
-    pieces = _pieces(measured, devices, per_node, tell)
-    blocks = max(one.blocks for one in pieces.values())
-    alone = blocks and 1 in pieces  # a plan may ask for slices of tp
-    sends = measured.sends() if alone and devices > 1 else None
-    recomputed = measured.recomputed() if alone and options.get("recompute") != "none" else 0.0
-    estimator = Estimator(profile, pieces, recomputed, sends or 0.0, _ITEMSIZE[options.get("precision", "float32")])
-    staged = blocks if sends is not None else 0
-    estimates = [
-        estimator.of(candidate)
-        for candidate in candidates(devices, per_node, rows, [*pieces], staged, options, recompute=bool(recomputed))
-    ]
+    rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
+    model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
+    space = _Space.of(model, devices, _per_node(devices, nodes, profile), tell)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    fitting = sorted((e for e in estimates if e.nbytes <= capacity), key=_order)
+    fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
+    plans = _best(fitting, partial(model.proposed, tell=tell) if verify else model.estimated, top)
+    rejected = _rejected(space.estimates, capacity)
+    if not plans:
+        raise _nothing(space.estimates, devices, rows, profile, options)
+    return Found(
+        tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
+        tuple(_notes(options, pipelines=space.pipelines)),
+    )  # fmt: skip
 
-    def proposed(estimate: Estimated) -> Proposal | None:
-        plan = Plan.parse(estimate.candidate.plan(options))
-        if not verify:
-            return Proposal(plan, estimate)
-        tell(f"rehearsing {plan.mesh}")
+
+@dataclass(frozen=True)
+class _Model:
+    """What plans are searched for: a model, its batch of ``rows``, the devices, and what every plan has."""
+
+    build: Build
+    batch: Any
+    rows: int
+    profile: Profile
+    options: Mapping[str, Any]
+    loss: Loss | None
+    optimizer: MakeOptimizer
+    max_norm: float | None
+
+    def estimated(self, estimate: Estimated) -> Proposal:
+        """The plan of a candidate."""
+        return Proposal(Plan.parse(estimate.candidate.plan(self.options)), estimate)
+
+    def proposed(self, estimate: Estimated, tell: Callable[[str], None]) -> Proposal | None:
+        """The plan of a candidate, rehearsed; None if the model cannot be cut so, or if it does not fit after all."""
+        proposal = self.estimated(estimate)
+        tell(f"rehearsing {proposal.plan.mesh}")
         try:
             prediction = predict(
-                build, repeated(batch, rows), plan, hardware=profile, loss=loss, optimizer=optimizer, max_norm=max_norm
-            )
+                self.build, repeated(self.batch, self.rows), proposal.plan, hardware=self.profile, loss=self.loss,
+                optimizer=self.optimizer, max_norm=self.max_norm,
+            )  # fmt: skip
         except PlanError:
-            return None  # it cannot be cut so
-        return Proposal(plan, estimate, prediction) if prediction.fits else None
+            return None
+        return replace(proposal, prediction=prediction) if prediction.fits else None
 
-    plans = _best(fitting, proposed, top)
-    rejected = _rejected(estimates, capacity)
-    if not plans:
-        raise _nothing(estimates, devices, rows, profile, options)
-    return Found(
-        tuple(plans), len(estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
-        tuple(_notes(options, pipelines=bool(staged) or devices == 1)),
-    )  # fmt: skip
+
+@dataclass(frozen=True)
+class _Space:
+    """Every candidate, estimated; and whether pipelines are among them, where there could be some."""
+
+    estimates: tuple[Estimated, ...]
+    pipelines: bool
+
+    @classmethod
+    def of(cls, model: _Model, devices: int, per_node: int, tell: Callable[[str], None]) -> _Space:
+        """From a few rehearsals at each size of tp."""
+        options = model.options
+        fixed = {key: value for key, value in options.items() if key not in FOUND}
+        measured = Measured(
+            model.build, repeated(model.batch, MANY * SHARD), fixed, model.loss, model.optimizer, model.max_norm
+        )
+        pieces = _pieces(measured, devices, per_node, tell)
+        blocks = max(one.blocks for one in pieces.values())
+        alone = blocks and 1 in pieces  # a plan may ask for slices of tp
+        sends = measured.sends() if alone and devices > 1 else None
+        recomputed = measured.recomputed() if alone and options.get("recompute") != "none" else 0.0
+        itemsize = _ITEMSIZE[options.get("precision", "float32")]
+        estimator = Estimator(model.profile, pieces, recomputed, sends or 0.0, itemsize)
+        staged = blocks if sends is not None else 0
+        every = candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))
+        return cls(tuple(map(estimator.of, every)), pipelines=bool(staged) or devices == 1)
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:

@@ -22,7 +22,8 @@ class Shapes:
         import torch
 
         from meshwright.deferred import record
-        from meshwright.planning.shadow import Meeting, Shadow
+        from meshwright.planning.meeting import Meeting
+        from meshwright.planning.shadow import Shadow
 
         with torch.random.fork_rng(devices=[]):
             if self._model is None:

@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from meshwright.draw.communication import Communication
-from meshwright.draw.facts import Row, ShardMap, itemsize
+from meshwright.draw.facts import ShardMap
 from meshwright.draw.memory import MemoryProfile
+from meshwright.draw.parameters import Row, itemsize
 from meshwright.draw.plain import to_plain
 from meshwright.draw.text import layout_text
 from meshwright.draw.timeline import Timeline

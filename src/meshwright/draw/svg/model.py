@@ -16,7 +16,8 @@ from itertools import product
 from math import prod
 
 from meshwright.amounts import count_text, size_text
-from meshwright.draw.facts import Row, ShardMap, elements, fold
+from meshwright.draw.facts import ShardMap
+from meshwright.draw.parameters import Row, elements, fold
 from meshwright.draw.svg.canvas import Box, Canvas, Drawing, wide
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices

@@ -19,9 +19,10 @@ from meshwright.names import few
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
 from meshwright.planning.kept import undisturbed
+from meshwright.planning.meeting import Meeting
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
-from meshwright.planning.shadow import Meeting, Shadow
+from meshwright.planning.shadow import Shadow
 from meshwright.planning.units import Uses, called_modules, repeated_blocks
 from meshwright.recipe import Unit
 from meshwright.submesh import Submeshes, trunk
