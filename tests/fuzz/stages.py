@@ -16,17 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from judge import (
-    ERROR,
-    REFUSED,
-    SKIPPED,
-    Differences,
-    Verdict,
-    model_class,
-    one_device,
-    optimizer_of,
-    sample,
-)
+from judge import ERROR, REFUSED, SKIPPED, Differences, Verdict, model_class, one_device, optimizer_of, sample
 from layouts import case
 from program import Case, Run
 from torch import nn

@@ -13,12 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.planning.assumed import META, to_meta
 from meshwright.planning.origins import Origins
-from meshwright.private import (
-    autocast_is_on,
-    python_body,
-    pytree,
-    without_any_mode,
-)
+from meshwright.private import autocast_is_on, python_body, pytree, without_any_mode
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
 from meshwright.spmd.torch_functions import FACTS
 

@@ -32,11 +32,7 @@ from meshwright.planning.assumed import (
     to_meta,
 )
 from meshwright.planning.origins import Origins
-from meshwright.private import (
-    TorchDispatchMode,
-    pytree,
-    storage_of,
-)
+from meshwright.private import TorchDispatchMode, pytree, storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
 
 Watch = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]

@@ -25,14 +25,7 @@ import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
 from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, is_mask
-from meshwright.private import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    pytree,
-    storage_of,
-    unset_fake_temporarily,
-)
+from meshwright.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, storage_of, unset_fake_temporarily
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import op_facts, written_by
 

@@ -1,8 +1,6 @@
 """``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
 
-before the first step   a trial: how do rows combine (runtime/coupling/trial.py)? If a forward changes the state of modules,
-                        it is repeated after 1, 2, 4, 8 … steps: a term of the loss may have begun. For other modules
-                        in evaluation mode there is another trial: batch statistics are not taken then
+before the first step   a trial: how do rows combine (runtime/row_trials.py)?
 before each step        the rows that this rank runs, in microbatches, and what each weighs
 after it                one sum over all ranks: the loss; and whether the step's values agree with the division: did pieces
                         take different paths, or all of them one that was not tried, or is the batch of another form?
@@ -12,42 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import RowsError, StageError, UnfrozenError
-from meshwright.evaluation import Evaluating
+from meshwright.errors import RowsError, UnfrozenError
 from meshwright.generators import Generators
-from meshwright.runtime.coupling.paths import Found, Paths, Place, Reads, first_to_differ
-from meshwright.runtime.coupling.trial import (
-    COUPLED,
-    MEAN,
-    MOST_ROWS,
-    RATIO,
-    SUM,
-    Forwards,
-    Trial,
-    Verdict,
-    combine_as,
-    finite_together_alone,
-    how_rows_combine,
-    notes,
-)
+from meshwright.runtime.coupling.paths import Paths, Place, first_to_differ
+from meshwright.runtime.coupling.trial import COUPLED, MEAN, MOST_ROWS, RATIO, SUM, finite_together_alone, notes
 from meshwright.runtime.late import Late
 from meshwright.runtime.module_state import ModuleState
+from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
 from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.parameters import local_tensor
-
-_OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
-_UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
 
 
 class Done:
@@ -93,18 +75,6 @@ class Unread:
     pieces: Pieces
 
 
-@dataclass
-class Tried:
-    """What trials came to, for some modules in evaluation mode.
-
-    Attributes:
-        steps: since the first trial, if what forwards leave in modules may change what it finds.
-    """
-
-    verdict: Verdict
-    steps: int | None = None
-
-
 class Division:
     """How the rows of batches are divided over data ranks and microbatches.
 
@@ -117,12 +87,12 @@ class Division:
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
-        self._runner, self._counter, self._random = runner, counter, random
+        self._runner, self._counter = runner, counter
+        self._trials = RowTrials(runner, counter, random)
         self._recipe, self._device = runner.recipe, runner.groups.device
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._row: Any = None
-        self._tried: dict[Evaluating, Tried] = {}
         self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
         self._done = Done()
         # Of the running step: whether its rows are run apart, and its batch, with its form.
@@ -135,20 +105,17 @@ class Division:
     @property
     def rows(self) -> str:
         """How rows combine into the loss when the model trains: ``auto`` until the first step has found out."""
-        return self._of(self._trained).verdict.kind
+        return self._trials.of(self._trained).verdict.kind
 
     @property
     def _kind(self) -> str:
         """How they do in the running step."""
-        return self._of(self._evaluating).verdict.kind
-
-    def _of(self, evaluating: Evaluating) -> Tried:
-        return self._tried.setdefault(evaluating, Tried(Verdict(self._recipe.rows)))
+        return self._trials.of(self._evaluating).verdict.kind
 
     def settle(self, rows: str) -> None:
         """Rows combine as another run found, if this one has not found out."""
         if self.rows == "auto":
-            self._tried[self._trained] = Tried(Verdict(rows), None if rows == COUPLED else 0)
+            self._trials.settle(self._trained, rows)
 
     @property
     def once(self) -> bool:
@@ -158,7 +125,7 @@ class Division:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know of it."""
-        verdicts = [tried.verdict for tried in self._tried.values()]
+        verdicts = self._trials.verdicts
         apart = any(verdict.kind not in (COUPLED, "whole") for verdict in verdicts)
         counts = self._counter.notes if self._counter is not None and apart else ()
         return tuple(dict.fromkeys((*counts, *(note for verdict in verdicts for note in notes(verdict)))))
@@ -184,7 +151,7 @@ class Division:
     def _keep_what_it_begins_with(self, batch: Any) -> None:
         """The step may have to be tried after it: with the rows and the state that it begins with."""
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
-        if self._of(self._evaluating).steps is not None:
+        if self._trials.of(self._evaluating).steps is not None:
             self._begin = ModuleState(self._runner.module, self._runner.written())
 
     def _told(self, ways: Hashable) -> Hashable:
@@ -199,14 +166,10 @@ class Division:
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
-        tried = self._of(self._evaluating)
-        if tried.verdict.kind == "auto":
-            tried.verdict = self._how_rows_combine(batch)
-            tried.steps = 0 if tried.verdict.changes_state and tried.verdict.kind != COUPLED else None
-        elif tried.steps is not None:
-            self._try_again(batch, tried, tried.steps + 1)
+        if self._trials.before_step(batch, self._evaluating):
+            self._done.note((self._evaluating, form_of(batch), self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
-            everything, first = gather_rows(batch, self._data_groups())
+            everything, first = gather_rows(batch, self._trials.data_groups())
             return Pieces([everything], [1.0], [None], first, copies=data)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
         split = list(microbatches(batch, pieces))
@@ -223,21 +186,6 @@ class Division:
         )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
-    def _try_again(self, batch: Any, tried: Tried, steps: int) -> None:
-        """Before a step, so many after the first trial: do rows still combine as it found?"""
-        tried.steps = steps
-        if steps & (steps - 1):
-            return
-        verdict = self._how_rows_combine(batch)
-        if verdict.kind == "auto":
-            return
-        if verdict.kind != tried.verdict.kind:
-            unsure = steps - (steps // 2 + 1)  # the step after each trial is of what it tried
-            why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
-            tried.verdict, tried.steps = Verdict(COUPLED, why), None
-        elif not verdict.changes_state:
-            tried.steps = None
-
     def _stand_in(self, batch: Any) -> Any:
         """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
         away whole, and give no finite loss; in a last batch without rows, one of the batch before."""
@@ -246,56 +194,6 @@ class Division:
         if self._row is not None:
             return self._row
         return mapped(lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() and not len(t) else t.clone(), batch)
-
-    def _data_groups(self) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-        """The groups over the data axes, the innermost first: of their ranks, and of the hosts of these."""
-        mesh, groups = self._recipe.mesh, self._runner.groups
-        axes = [axis for axis in reversed(mesh.data_axes) if mesh.axis_size(axis) > 1]
-        return [(groups.sharded[axis].get_group(), groups.hosts[axis]) for axis in axes]
-
-    # --- trials -----------------------------------------------------------------------------------------------------
-
-    def _how_rows_combine(self, batch: Any) -> Verdict:
-        """Tries a few rows, whole and in halves; every rank comes to the same answer."""
-        rows, fewest = self._rows_to_try(batch)
-        single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
-        if rows_of(rows) < 2:
-            return Verdict("auto")  # a single row, of all ranks: the next step finds out
-        self._done.note((self._evaluating, form_of(batch), self._paths.NOTHING))
-        dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
-        if self._recipe.precision == "bfloat16":
-            dtype = torch.bfloat16
-        return _told_alike(how_rows_combine(rows, self._forwards(), dtype, single=single))
-
-    def _rows_to_try(self, batch: Any) -> tuple[Any, int]:
-        """As many rows on every rank; and how many the rank of fewest has. Collective."""
-        fewest, _ = self._agreed(rows_of(batch))
-        rows = batch if fewest >= 4 else gather_rows(batch, self._data_groups())[0]
-        return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
-
-    def _forwards(self) -> Forwards:
-        """What a trial runs. An error in one stage, or branch, leaves the others waiting for what it would send."""
-        waiting = self._recipe.mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
-        runner, fatal = self._runner, (StageError,) if waiting else ()
-        return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
-
-    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
-        """For a trial: the loss of each piece, what it weighs, and what was read of it."""
-        scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
-        for piece in pieces:  # what is recorded draws no numbers in the trial
-            self._runner.executor.record(piece)
-        losses, reads = [], [Reads(numbers=True) for _ in pieces]
-        for piece, share, read in zip(pieces, shares, reads, strict=True):
-            with trial():
-                losses.append(self._runner.loss_alone(piece, share, read.on))
-        return losses, scale, [read.found for read in reads]
-
-    def _agreed(self, number: int) -> tuple[int, int]:
-        """The smallest and the largest of all ranks' numbers."""
-        extremes = torch.tensor([-number, number], device="cpu")
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._runner.groups.hosts[""])
-        smallest, largest = extremes.tolist()
-        return -smallest, largest
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
@@ -376,7 +274,7 @@ class Division:
         two = [next(((rank, m) for rank, m, finite in of if finite == wanted), None) for wanted in (False, True)]
         rows = [self._rows_of_piece(step.pieces, *piece) for piece in two if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
-        if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._forwards()):
+        if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
             return
         (rank, microbatch), *_ = (piece for piece in two if piece is not None)
         raise RowsError(
@@ -399,9 +297,9 @@ class Division:
         Raises:
             RowsError: on every rank: they do not.
         """
-        rows, _ = self._rows_to_try(self._batch)
+        rows, _ = self._trials.rows_to_try(self._batch)
         with nullcontext() if self._begin is None else self._begin.restored():
-            if rows_of(rows) < 2 or combine_as(self._kind, rows, rows_of(rows) // 2, self._forwards()):
+            if rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2):
                 return
         raise RowsError(
             "in this step the model does what it has not done before (its batch is of another form, or it acts on values), and "
@@ -421,7 +319,7 @@ class Division:
         *two, lines = differing
         rows = [self._rows_of_piece(pieces, *piece) for piece in two]
         both = joined(rows)
-        if both is None or combine_as(self._kind, both, rows_of(rows[0]), self._forwards()):
+        if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0])):
             self._paths.settle(lines)
             return
         raise RowsError(
@@ -433,14 +331,6 @@ class Division:
         holder = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
         dist.broadcast_object_list(holder, src=rank)
         return mapped(lambda t: t.to(self._device), holder[0])
-
-
-def _told_alike(verdict: Verdict) -> Verdict:
-    """The verdict, with the reasons of all ranks: a stage sees what its own modules leave. Collective."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (verdict.why, verdict.kept))
-    names = dict.fromkeys(name for _, kept in everywhere for name in kept)
-    return replace(verdict, why=max((why for why, _ in everywhere), key=len), kept=tuple(names))
 
 
 def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:

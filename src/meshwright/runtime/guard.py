@@ -13,16 +13,12 @@ keeps what is written out of units, if it can follow the forward.
 Each rank has one number for each of these sets of ranks: a sum of the checksums of all that it holds. The numbers of all
 ranks are gathered at the end of the step, a few on each; only if some differ do ranks tell each other what stands behind
 them. So a difference is one error, the same on all ranks.
-
-Ranks that enter different collectives may wait for each other for ever, or add up different tensors. So in a step that is
-compared the ranks of a tp group say which one they enter, before they do.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,21 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.errors import ReplicaError
-from meshwright.layout import REPLICATE, Shard
+from meshwright.layout import REPLICATE
 from meshwright.names import few
 from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.checksum import checksum
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.fsdp import gathered
+from meshwright.runtime.replicas import Column, Key, columns_of, key_of, told_apart
+from meshwright.runtime.step_notes import StepNotes, is_plain, listed, number_of
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.comm import Ledger
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.watch.report import spelled_ranks
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
@@ -56,37 +51,12 @@ _FIX = (
     "load it, which makes ranks equal again. If it comes back, look for code that asks for its rank, the clock or random "
     "numbers that are not seeded.{} verify: 0 in the plan stops comparing"
 )
-_FIX_ORDER = (
-    "The model takes another path on some ranks. Look for code that asks for its rank, the clock or random numbers that are "
-    "not seeded; meshwright check tells what differs from one device"
-)
 
 _WRITTEN = "the forward writes to {}, which planning has not seen, and which is sharded: what it writes is lost"
 _FIX_WRITTEN = (
     "The optimizer has not stepped. Have the constructor write what is written once; a forward that can be followed without "
     "values may write where it likes"
 )
-
-Key = tuple[Hashable, ...]
-
-
-@dataclass(frozen=True)
-class Column:
-    """Sets of ranks, each of which holds the same: rank → the set that it is of, or None."""
-
-    sets: tuple[Hashable, ...]
-
-    def differing(self, values: Sequence[Any], without: Collection[int] = ()) -> list[list[list[int]]]:
-        """For each set whose ranks have different values: the ranks of each value, the most ranks first.
-
-        Args:
-            without: ranks that are not compared.
-        """
-        by_set: dict[Hashable, dict[Any, list[int]]] = {}
-        for rank, (of, value) in enumerate(zip(self.sets, values, strict=True)):
-            if of is not None and rank not in without:
-                by_set.setdefault(of, {}).setdefault(value, []).append(rank)
-        return [sorted(ranks.values(), key=len, reverse=True) for ranks in by_set.values() if len(ranks) > 1]
 
 
 @dataclass(frozen=True)
@@ -141,12 +111,12 @@ class Guard:
         self.optimizers: Optimizers = None
         self.cost = Ledger()
         self._columns: dict[Key, Column] = {}
-        self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
-        self._activations: list[tuple[int, str, Tensor]] = []
-        self._gathered: list[tuple[str, Tensor]] = []
+        self._new_notes = partial(StepNotes, model, recipe, groups, ledger, self.cost)
+        self._noted = self._new_notes()
+        self._places = self._noted.places
         self._constants: dict[str, Constant] = {}
         if self.every:
-            self._columns = _columns(recipe)
+            self._columns = columns_of(recipe)
             self.begin()
         self._index = {key: i for i, key in enumerate(self._columns)}
 
@@ -158,108 +128,22 @@ class Guard:
         """Buffers and frozen parameters are as they should be now: values were filled or loaded."""
         if self.every:
             values = [*self._buffers(), *((n, p) for n, _, p in self._parameters() if not p.requires_grad)]
-            sums = _listed([checksum(local_tensor(t)) for _, t in values], self._groups.device)
+            sums = listed([checksum(local_tensor(t)) for _, t in values], self._groups.device)
             self._constants = {
                 name: Constant(t, version(local_tensor(t)), number)
                 for (name, t), number in zip(values, sums, strict=True)
             }
 
-    # --- in a step ----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """For the time of a step's forwards and backwards: notes what enters and leaves blocks; ranks of a tp group tell
-        each other which collective they enter.
+        """For the time of a step's forwards and backwards: notes what the step does.
 
         Raises:
-            ReplicaError: ranks of a tp group enter different ones. On all of this group.
+            ReplicaError: ranks of a tp group enter different collectives. On all of this group.
         """
-        self._activations, self._gathered = [], []
-        with ExitStack() as stack:
-            self._watch_units(stack)
-            for place in self._places:
-                order = self._ledger.orders[place]
-                stack.callback(setattr, order, "meet", None)
-                order.meet = self._meeting(step, place)
-            # Beside branches and streams a value may still be on its way, and a look at it would wait for it.
-            if not self._recipe.streams and not self._recipe.branches:
-                for unit in self._recipe.units:
-                    if unit.name and unit.place in self._places:
-                        module = self._model.get_submodule(unit.name)
-                        before, after = self._noting(unit.name, unit.place)
-                        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                        stack.callback(module.register_forward_hook(after).remove)
+        self._noted = self._new_notes()
+        with self._noted.watching(step):
             yield
-            for place in reversed(self._places):  # branches before what is around them
-                if (meet := self._ledger.orders[place].meet) is not None:
-                    meet("the end of the step")
-
-    def _watch_units(self, stack: ExitStack) -> None:
-        """Notes what FSDP2 has gathered of each unit, before its forward and after."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                noting = partial(self._note_gathered, names)
-                stack.callback(module.register_forward_pre_hook(noting).remove)  # behind FSDP2's own, which gathers
-                stack.callback(module.register_forward_hook(noting, prepend=True).remove)
-
-    def _note_gathered(self, names: Mapping[int, str], module: FSDPModule, *_: Any) -> None:
-        with without_modes(), torch.no_grad():
-            for p, value in gathered(module):
-                if id(p) in names:  # the others would all be taken for one
-                    self._gathered.append((names[id(p)], checksum(value)))
-
-    def _written(self) -> list[str]:
-        """The parameters that forwards have written while they were gathered: what is written is gone with that."""
-        seen: dict[str, set[int]] = {}
-        for (name, _), number in zip(
-            self._gathered, _listed([s for _, s in self._gathered], self._groups.device), strict=True
-        ):
-            seen.setdefault(name, set()).add(number)
-        return sorted(name for name, numbers in seen.items() if len(numbers) > 1)
-
-    def _noting(self, name: str, place: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks of a block."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(f"what enters {name}", place, [*args, *kwargs.values()])
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(f"what leaves {name}", place, _items(output))
-
-        return before, after
-
-    def _note(self, name: str, place: int, values: Iterable[Any]) -> None:
-        """Checksums of the tensors that this rank has whole."""
-        with without_modes():  # none of this is the model's
-            for t in values:
-                is_whole = isinstance(t, Tensor) and not isinstance(t, (GlobalTensor, Placeholder, nn.Parameter))
-                if is_whole and t.device == self._groups.device and _plain(t):
-                    self._activations.append((place, name, checksum(t)))
-
-    def _meeting(self, step: int, place: int) -> Callable[[str], None]:
-        group, ranks = self._groups.meshes[place]["tp"].get_group(), self._recipe.places.line(place, self._groups.rank)
-
-        def meet(collective: str) -> None:
-            with without_modes():
-                number = torch.tensor([_number(collective)], device=self._groups.device)
-                numbers = [torch.empty_like(number) for _ in ranks]
-                self.cost.moved("all_gather", number)
-                dist.all_gather(numbers, number, group=group)
-                if len({int(n) for n in numbers}) > 1:
-                    self._meet_no_more()
-                    told: list[Any] = [None] * len(ranks)
-                    dist.all_gather_object(told, collective, group=group)
-                    differs = [f"{spelled_ranks([rank])} enters {text}" for rank, text in zip(ranks, told, strict=True)]
-                    raise ReplicaError(
-                        step, ["the order of collectives in a tp group: " + ", ".join(differs)], _FIX_ORDER
-                    )
-
-        return meet
-
-    def _meet_no_more(self) -> None:
-        for place in self._places:
-            self._ledger.orders[place].meet = None
 
     # --- at its end ---------------------------------------------------------------------------------------------------
 
@@ -276,11 +160,11 @@ class Guard:
         with torch.no_grad(), without_modes():
             entries = self._entries(losses)
             device, count = self._groups.device, len(self._columns)
-            written = self._written()
+            written = self._noted.written()
             mine = torch.zeros(count + 1, dtype=torch.int64, device=device)
             mine[count] = len(written)
             if entries.sums:
-                factors = torch.tensor([_number(name) | 1 for name in entries.names], device=device)
+                factors = torch.tensor([number_of(name) | 1 for name in entries.names], device=device)
                 at = torch.tensor(entries.columns, device=device)
                 mine.index_add_(0, at, torch.stack(entries.sums) * factors)
             for column, _, number in entries.numbers:
@@ -289,7 +173,7 @@ class Guard:
             self.cost.moved("all_gather", mine)
             dist.all_gather(table, mine)
             rows = torch.stack(table).tolist()
-        self._activations, self._gathered = [], []
+        self._noted = self._new_notes()
         if any(row[count] for row in rows):
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
@@ -302,7 +186,7 @@ class Guard:
 
     def _differences(self, entries: Entries, differs: Sequence[int]) -> list[str]:
         """What differs in some columns, in words; the same on every rank. Collective over all ranks."""
-        sums = _listed(entries.sums, self._groups.device)
+        sums = listed(entries.sums, self._groups.device)
         mine = {
             (column, name): value
             for column, name, value in [*zip(entries.columns, entries.names, sums, strict=True), *entries.numbers]
@@ -316,7 +200,7 @@ class Guard:
                 continue  # all ranks have changed it, from their own rows perhaps
             written = [rank for rank, (values, changed) in enumerate(told) if key in changed and key not in values]
             for ranks in columns[key[0]].differing([values.get(key) for values, _ in told], written):
-                lines.append(f"{key[1]}: {_told_apart(ranks)}")
+                lines.append(f"{key[1]}: {told_apart(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
@@ -326,7 +210,7 @@ class Guard:
         for name, line, p in self._parameters():
             if not p.requires_grad and name in self._constants:
                 continue
-            column = self._index[_key(line, self._recipe)]
+            column = self._index[key_of(line, self._recipe)]
             entries.add(column, f"parameter {name}", checksum(local_tensor(p)))
             if (done := steps.get(id(p))) is not None:
                 entries.add(column, f"steps of the optimizer, of parameter {name}", checksum(done.to(p.device)))
@@ -337,7 +221,7 @@ class Guard:
                 (column, "the order of collectives since the start", self._ledger.orders[place].number)
             )
         seen: dict[str, int] = {}
-        for place, name, value in self._activations:
+        for place, name, value in self._noted.activations:
             seen[name] = seen.get(name, 0) + 1
             entries.add(self._index["line", place], f"{name} (tensor {seen[name]} of the step)", value)
         if 0 in self._places:
@@ -353,10 +237,10 @@ class Guard:
         }
         values = dict(self._buffers()) | {name: p for name, (_, p) in frozen.items()}
         sums = {name: checksum(local_tensor(t)) for name, t in values.items()}
-        for (name, value), number in zip(sums.items(), _listed(list(sums.values()), self._groups.device), strict=True):
+        for (name, value), number in zip(sums.items(), listed(list(sums.values()), self._groups.device), strict=True):
             if name in frozen:
                 line, what = frozen[name][0], "parameter"
-                key, place = _key(line, self._recipe), line.place if line.tp == REPLICATE else -1
+                key, place = key_of(line, self._recipe), line.place if line.tp == REPLICATE else -1
             else:
                 what, place = "buffer", self._recipe.buffer_place(name)
                 key = "buffer", place
@@ -382,42 +266,9 @@ class Guard:
             if (
                 self._recipe.owns_buffer(name, self._groups.rank)
                 and not isinstance(b, (Placeholder, GlobalTensor))
-                and _plain(b)
+                and is_plain(b)
             ):
                 yield name, b
-
-
-def _items(output: Any) -> Iterable[Any]:
-    """What a module returns, one by one; containers in it (a cache of all layers) are not looked into."""
-    if isinstance(output, dict):
-        return output.values()
-    return output if isinstance(output, (tuple, list)) else [output]
-
-
-def _plain(t: Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_meta and not t.is_nested and not t.is_quantized
-
-
-def _told_apart(ranks: Sequence[list[int]]) -> str:
-    """In words which ranks differ from the most; ``ranks``: of each value, the most first.
-
-    >>> _told_apart([[0, 2, 3], [1]])
-    'rank 1 differs from ranks 0 2 3'
-    """
-    most, *others = ranks
-    verb = "differs" if len(others) == len(others[0]) == 1 else "differ"
-    return f"{', '.join(map(spelled_ranks, others))} {verb} from {spelled_ranks(most)}"
-
-
-def _number(text: str) -> int:
-    """A number that follows from a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _listed(sums: Sequence[Tensor], device: torch.device) -> list[int]:
-    """Numbers on a device as integers, by one copy."""
-    numbers: list[int] = torch.stack([s.to(device) for s in sums]).tolist() if sums else []
-    return numbers
 
 
 def _steps_done(optimizers: Optimizers) -> Mapping[int, Tensor]:
@@ -428,47 +279,3 @@ def _steps_done(optimizers: Optimizers) -> Mapping[int, Tensor]:
             if (done := state.get("step")) is not None:
                 steps[id(p)] = done if isinstance(done, Tensor) else torch.tensor(done)
     return steps
-
-
-# --- which ranks hold the same ------------------------------------------------------------------------------------------
-
-
-def _key(line: ParameterRecipe, recipe: Recipe) -> Key:
-    """Parameters with the same key are held alike by the same ranks."""
-    owners, shares = recipe.owners(line), (isinstance(line.tp, Shard), recipe.shards(line) > 1)
-    return "parameter", line.places, shares, owners if len(owners) > 1 else ()
-
-
-def _columns(recipe: Recipe) -> dict[Key, Column]:
-    """The sets of ranks of each kind, in an order that is the same on every rank."""
-    columns: dict[Key, Column] = {}
-    ranks, places = range(recipe.mesh.size), recipe.places
-    for line in recipe.parameters:
-        key = _key(line, recipe)
-        if key not in columns:
-            columns[key] = Column(tuple(_set_of(line, recipe, rank) for rank in ranks))
-    for place in range(len(places)):
-        at = [places.at(rank, place) for rank in ranks]
-        columns["buffer", place] = Column(tuple(None if c is None else c.pp for c in at))
-        if places.axis_size(place, "tp") > 1:
-            columns["line", place] = Column(
-                tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at)
-            )
-    return columns
-
-
-def _set_of(line: ParameterRecipe, recipe: Recipe, rank: int) -> Hashable:
-    """Ranks with the same answer hold the same part of a parameter; None: none of it, or it is a stage's that may not."""
-    several = len(recipe.owners(line)) > 1
-    if several and not recipe.holds(line, rank):
-        return None
-    if len(line.places) > 1:  # each has it whole
-        stage = recipe.mesh.coordinate(rank).get("pp", 0)
-        held = any(recipe.places.at(rank, place) is not None for place in line.places)
-        return (-1 if several else stage) if held else None
-    at = recipe.places.at(rank, line.place)
-    if at is None:
-        return None
-    tp = at.tp if isinstance(line.tp, Shard) else -1
-    shard = at.dp_shard if recipe.shards(line) > 1 else -1
-    return -1 if several else at.pp, tp, shard

@@ -14,11 +14,7 @@ from meshwright.layout import Shard
 from meshwright.private import held_of, hooked, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
-from meshwright.runtime.weights.parameters import (
-    StandIns,
-    local_part,
-    places,
-)
+from meshwright.runtime.weights.parameters import StandIns, local_part, places
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.tensor import GlobalTensor, local_of
 

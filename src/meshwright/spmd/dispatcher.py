@@ -8,8 +8,8 @@
                                                 runs, whose inner functions are answered in turn
       5  anything else                          fallback: gather, run whole, count it
 
-So every torch function is right; a missing decider costs speed, never correctness. ``Dispatcher`` also moves tensors between
-layouts: ``whole`` (used whole), ``varying`` (whole, used in sharded work) and ``cut``.
+So every torch function is right; a missing decider costs speed, never correctness. A ``Dispatcher`` is a ``Mover`` as well
+(spmd/mover.py): it has tensors in the layouts that a decision asks for.
 """
 
 from __future__ import annotations
@@ -26,19 +26,14 @@ from torch import Tensor, nn
 from meshwright.blame import is_of_model
 from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
-from meshwright.private import python_body, pytree, storage_of, version, without_subclasses
+from meshwright.private import python_body, pytree, storage_of, without_subclasses
 from meshwright.spmd import redistribute
-from meshwright.spmd.alias import (
-    Memory,
-    Strides,
-    alike,
-    laid,
-    overwrite,
-)
+from meshwright.spmd.alias import Memory, Strides, laid, overwrite
 from meshwright.spmd.comm import Axis, Fallback, Ledger
 from meshwright.spmd.decide import ANSWERS, DECIDERS, ordered
 from meshwright.spmd.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
 from meshwright.spmd.execute import Prepared, Ready, fresh
+from meshwright.spmd.mover import Mover, duplicate
 from meshwright.spmd.signature import (
     NEVER,
     Call,
@@ -59,8 +54,8 @@ def engine_of_torch(func: Any) -> Callable[..., Any]:
     return python_body(func) or func
 
 
-class Dispatcher:
-    """The view over one axis: answers torch functions and moves tensors between layouts.
+class Dispatcher(Mover):
+    """The view over one axis: answers torch functions.
 
     Args:
         axis: the axis tensors are cut over.
@@ -76,7 +71,8 @@ class Dispatcher:
         names: dict[int, str] | None = None,
         engine: Callable[[Any], Callable[..., Any]] = engine_of_torch,
     ) -> None:
-        self.axis, self.ledger, self.names, self.engine = axis, ledger, names or {}, engine
+        super().__init__(axis)
+        self.ledger, self.names, self.engine = ledger, names or {}, engine
         self.prepared: dict[tuple[Any, ...], Ready] = {}  # the decision on each signature that was met
         self._running: set[Any] = set()  # functions whose Python body is being run
 
@@ -93,7 +89,7 @@ class Dispatcher:
         if writes_first(func, args, kwargs):
             return self._write(func, args, kwargs)
         for x in _slices(args, kwargs):
-            self._refresh(x)
+            self.refresh(x)
         if func in ANSWERS and kwargs.get("out") is None:
             return ANSWERS[func](self, func, *ordered(func, args, kwargs))
         try:
@@ -242,23 +238,6 @@ class Dispatcher:
         alias._mw_memo["origin"] = self.state_of(base)
         return alias
 
-    def state_of(self, x: GlobalTensor) -> Any:
-        """Changes with every write to a global tensor; None if that cannot be known."""
-        while x._mw_origin is not None:
-            x = x._mw_origin[0]
-        written = version(x._mw_local)
-        return None if written is None else (written, x._mw_memory.written if x._mw_memory is not None else 0)
-
-    def _refresh(self, alias: GlobalTensor) -> None:
-        """Takes the slice that a fallback made again, where the tensor it is a slice of has been written since."""
-        assert alias._mw_origin is not None
-        base, select = alias._mw_origin
-        if base._mw_origin is not None:
-            self._refresh(base)
-        state = self.state_of(base)
-        if state is None or alias._mw_memo.get("origin") != state:
-            alias._mw_local, alias._mw_memo = select(self.plain(base)), {"origin": state}
-
     # --- writes ------------------------------------------------------------------------------------------------------
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +246,7 @@ class Dispatcher:
         args, kwargs = ordered(func, args, kwargs)
         for x in args:
             if isinstance(x, GlobalTensor) and x._mw_origin is not None:
-                self._refresh(x)
+                self.refresh(x)
         target = args[0]
         if not isinstance(target, GlobalTensor):
             return self._execute(func, decide())
@@ -318,24 +297,6 @@ class Dispatcher:
         self.assign(base, value, silent=target._mw_silent)
         return None if result is None else target
 
-    def assign(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Makes ``value`` (whole) the value of ``target``, in place: its aliases, and what it is a slice of, see it.
-
-        ``silent``: autograd is not to know of it, as of a write to ``.data``.
-        """
-        if target._mw_origin is not None:
-            silent = silent or target._mw_silent
-            self._refresh(target)
-            base, select = target._mw_origin
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
-                whole = duplicate(self.plain(base))
-                overwrite(select(whole), value)
-            self.assign(base, whole, silent=silent)
-        else:
-            self.write(target, value, silent=silent)
-        if target._mw_memory is not None:
-            target._mw_memory.written += 1
-
     # --- where results lie --------------------------------------------------------------------------------------------
 
     def lay(self, piece: GlobalTensor, strides: Strides | None) -> None:
@@ -362,93 +323,9 @@ class Dispatcher:
             frame = frame.f_back  # type: ignore[assignment]
         return Fallback(label_of(func), module or "", line)
 
-    # --- layouts ---------------------------------------------------------------------------------------------------
-
     def view(self, local: Tensor, layout: Layout) -> Tensor:
         """The result of local work, as the model sees it."""
         return GlobalTensor(local, layout, self)
-
-    def layout(self, x: Any) -> Layout:
-        return x._mw_layout if isinstance(x, GlobalTensor) else REPLICATE
-
-    def whole(self, x: Any) -> Any:
-        """``x`` on every rank, used by every rank alike."""
-        if not isinstance(x, GlobalTensor):
-            return x
-        if x._mw_origin is not None:
-            self._refresh(x)
-        layout = x._mw_layout
-        if isinstance(layout, Shard):
-            return self._once(x, "whole", lambda t: redistribute.all_gather(t, self.axis, layout))
-        if isinstance(layout, Partial):
-            return self._once(x, "whole", lambda t: redistribute.all_reduce(t, self.axis))
-        return x._mw_local
-
-    def plain(self, x: Any) -> Any:
-        """``whole``, in memory as on one device: for functions that can alias, or whose result lies as their operands do."""
-        value = self.whole(x)
-        if not isinstance(x, GlobalTensor) or x._mw_origin is not None or x._mw_layout == REPLICATE:
-            return value
-        strides = x.stride()
-        if alike(value.shape, value.stride(), strides):
-            return value
-        return self._once(x, "laid", lambda _: laid(value, strides))
-
-    def varying(self, x: Any) -> Any:
-        """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
-        if not isinstance(x, Tensor):
-            return x
-        if isinstance(x, GlobalTensor) and isinstance(layout := x._mw_layout, Shard):
-            return self._once(x, "varying", lambda t: redistribute.all_gather_in(t, self.axis, layout))
-        base = self.whole(x)
-        if not base.requires_grad:
-            return base
-        wide = getattr(base, "_mw_is_parameter", False)
-        return self._once(base, f"_mw_entered_{id(self)}", lambda t: redistribute.copy_in(t, self.axis, wide=wide))
-
-    def cut(self, x: Tensor, layout: Shard) -> Tensor:
-        """This rank's slice of ``x`` under ``layout``: the local tensor."""
-        if not isinstance(x, GlobalTensor):
-            return redistribute.keep_slice(x, self.axis, layout)
-        have, local = x._mw_layout, x._mw_local
-        if have == layout:
-            return local
-        if isinstance(have, Partial):
-            memo = x._mw_memo.get("whole")
-            if memo is None or memo[0] != version(local):
-                return redistribute.reduce_scatter(local, self.axis, layout)
-        if isinstance(have, Shard) and have.dim != layout.dim:
-            return redistribute.all_to_all(local, self.axis, have, layout)
-        return redistribute.keep_slice(self.whole(x), self.axis, layout)
-
-    def write(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it.
-
-        ``silent``: as ``assign`` says. The version of the local tensor does not move then: to autograd, a view of it that
-        ``chunk`` made would be a view no more.
-        """
-        layout, local = target._mw_layout, target._mw_local
-        if silent:
-            local, value = local.data, value.detach()
-        if isinstance(layout, Shard):
-            value = redistribute.keep_slice(value, self.axis, layout)
-        elif isinstance(layout, Partial):
-            value = redistribute.keep_first(value, self.axis)
-        overwrite(local, value)
-
-    def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
-        """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
-        memos = x._mw_memo if isinstance(x, GlobalTensor) else x.__dict__
-        local = x._mw_local if isinstance(x, GlobalTensor) else x
-        if (written := version(local)) is None:
-            return move(local)
-        if isinstance(x, GlobalTensor) and x._mw_memory is not None:
-            written += x._mw_memory.written  # both only grow
-        key = (written, torch.is_grad_enabled() and local.requires_grad)
-        memo = memos.get(kind)
-        if memo is None or memo[:2] != key:
-            memo = memos[kind] = (*key, move(local))
-        return memo[2]
 
 
 def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
@@ -488,12 +365,6 @@ def _again(func: Any, plain: tuple[Any, ...], spec: Any, place: int, number: int
     args, kwargs = pytree.tree_unflatten([*plain[:place], value, *plain[place + 1 :]], spec)
     piece: Tensor = pytree.tree_leaves(func(*args, **kwargs))[number]
     return piece
-
-
-def duplicate(value: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    copy = value.clone()
-    return copy if copy.stride() == value.stride() else laid(copy, value.stride())
 
 
 __all__ = ["PARTIAL", "Dispatcher", "whole"]

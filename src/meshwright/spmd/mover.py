@@ -1,0 +1,161 @@
+"""``Mover``: moves tensors between layouts over one axis.
+
+    whole     on every rank, used by every rank alike          plain   the same, in memory as on one device
+    varying   on every rank, used by each for its own part     cut     this rank's slice
+
+A tensor is moved once for as long as nothing has written to it. A global tensor may be a slice of another that was gathered
+(a fallback made it): it is taken anew if that has been written, and a write to it goes to that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import REPLICATE, Layout, Partial, Shard
+from meshwright.private import version
+from meshwright.spmd import redistribute
+from meshwright.spmd.alias import alike, laid, overwrite
+from meshwright.spmd.comm import Axis
+from meshwright.spmd.tensor import GlobalTensor
+
+
+class Mover:
+    """Moves tensors between layouts.
+
+    Args:
+        axis: the axis tensors are cut over.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    # --- layouts ---------------------------------------------------------------------------------------------------
+
+    def layout(self, x: Any) -> Layout:
+        return x._mw_layout if isinstance(x, GlobalTensor) else REPLICATE
+
+    def whole(self, x: Any) -> Any:
+        """``x`` on every rank, used by every rank alike."""
+        if not isinstance(x, GlobalTensor):
+            return x
+        if x._mw_origin is not None:
+            self.refresh(x)
+        layout = x._mw_layout
+        if isinstance(layout, Shard):
+            return self._once(x, "whole", lambda t: redistribute.all_gather(t, self.axis, layout))
+        if isinstance(layout, Partial):
+            return self._once(x, "whole", lambda t: redistribute.all_reduce(t, self.axis))
+        return x._mw_local
+
+    def plain(self, x: Any) -> Any:
+        """``whole``, in memory as on one device: for functions that can alias, or whose result lies as their operands do."""
+        value = self.whole(x)
+        if not isinstance(x, GlobalTensor) or x._mw_origin is not None or x._mw_layout == REPLICATE:
+            return value
+        strides = x.stride()
+        if alike(value.shape, value.stride(), strides):
+            return value
+        return self._once(x, "laid", lambda _: laid(value, strides))
+
+    def varying(self, x: Any) -> Any:
+        """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(x, GlobalTensor) and isinstance(layout := x._mw_layout, Shard):
+            return self._once(x, "varying", lambda t: redistribute.all_gather_in(t, self.axis, layout))
+        base = self.whole(x)
+        if not base.requires_grad:
+            return base
+        wide = getattr(base, "_mw_is_parameter", False)
+        return self._once(base, f"_mw_entered_{id(self)}", lambda t: redistribute.copy_in(t, self.axis, wide=wide))
+
+    def cut(self, x: Tensor, layout: Shard) -> Tensor:
+        """This rank's slice of ``x`` under ``layout``: the local tensor."""
+        if not isinstance(x, GlobalTensor):
+            return redistribute.keep_slice(x, self.axis, layout)
+        have, local = x._mw_layout, x._mw_local
+        if have == layout:
+            return local
+        if isinstance(have, Partial):
+            memo = x._mw_memo.get("whole")
+            if memo is None or memo[0] != version(local):
+                return redistribute.reduce_scatter(local, self.axis, layout)
+        if isinstance(have, Shard) and have.dim != layout.dim:
+            return redistribute.all_to_all(local, self.axis, have, layout)
+        return redistribute.keep_slice(self.whole(x), self.axis, layout)
+
+    def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
+        """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
+        memos = x._mw_memo if isinstance(x, GlobalTensor) else x.__dict__
+        local = x._mw_local if isinstance(x, GlobalTensor) else x
+        if (written := version(local)) is None:
+            return move(local)
+        if isinstance(x, GlobalTensor) and x._mw_memory is not None:
+            written += x._mw_memory.written  # both only grow
+        key = (written, torch.is_grad_enabled() and local.requires_grad)
+        memo = memos.get(kind)
+        if memo is None or memo[:2] != key:
+            memo = memos[kind] = (*key, move(local))
+        return memo[2]
+
+    # --- writes of whole values, and slices of what was gathered ------------------------------------------------------
+
+    def write(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
+        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it.
+
+        ``silent``: as ``assign`` says. The version of the local tensor does not move then: to autograd, a view of it that
+        ``chunk`` made would be a view no more.
+        """
+        layout, local = target._mw_layout, target._mw_local
+        if silent:
+            local, value = local.data, value.detach()
+        if isinstance(layout, Shard):
+            value = redistribute.keep_slice(value, self.axis, layout)
+        elif isinstance(layout, Partial):
+            value = redistribute.keep_first(value, self.axis)
+        overwrite(local, value)
+
+    def assign(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
+        """Makes ``value`` (whole) the value of ``target``, in place: its aliases, and what it is a slice of, see it.
+
+        ``silent``: autograd is not to know of it, as of a write to ``.data``.
+        """
+        if target._mw_origin is not None:
+            silent = silent or target._mw_silent
+            self.refresh(target)
+            base, select = target._mw_origin
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
+                whole = duplicate(self.plain(base))
+                overwrite(select(whole), value)
+            self.assign(base, whole, silent=silent)
+        else:
+            self.write(target, value, silent=silent)
+        if target._mw_memory is not None:
+            target._mw_memory.written += 1
+
+    def state_of(self, x: GlobalTensor) -> Any:
+        """Changes with every write to a global tensor; None if that cannot be known."""
+        while x._mw_origin is not None:
+            x = x._mw_origin[0]
+        written = version(x._mw_local)
+        return None if written is None else (written, x._mw_memory.written if x._mw_memory is not None else 0)
+
+    def refresh(self, alias: GlobalTensor) -> None:
+        """Takes the slice that a fallback made again, where the tensor it is a slice of has been written since."""
+        assert alias._mw_origin is not None
+        base, select = alias._mw_origin
+        if base._mw_origin is not None:
+            self.refresh(base)
+        state = self.state_of(base)
+        if state is None or alias._mw_memo.get("origin") != state:
+            alias._mw_local, alias._mw_memo = select(self.plain(base)), {"origin": state}
+
+
+def duplicate(value: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    copy = value.clone()
+    return copy if copy.stride() == value.stride() else laid(copy, value.stride())
