@@ -55,7 +55,7 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     kept.put_back()
     if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
         recorder, shadow = record(changed, draws=draws)
-        reshaped = recorder.reshaped()
+        reshaped = recorder.kept.reshaped()
         kept.put_back()
     if staged and (acted_on := [*kept.by_python(changed), *reshaped]):
         recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, kept, draws)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,64 +11,21 @@ from torch import Tensor, nn
 
 from meshwright.blame import model_line
 from meshwright.calls.hook import Forward
-from meshwright.calls.structure import as_it_is, holds_code, is_constant, lists_in, map_tensors, tensors_of
-from meshwright.calls.tracer import Slot, Tracer, held_in, kept_in, memory_of
+from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
+from meshwright.calls.tracer import Slot, Tracer, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
-from meshwright.described import laid, nbytes_of, tensors_among
 from meshwright.errors import Findings
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
-from meshwright.planning.attribute_uses import AttributeUses, Use
-from meshwright.planning.kept import contents, has_memory
+from meshwright.planning.attribute_uses import AttributeUses
+from meshwright.planning.kept import contents
+from meshwright.planning.kept_uses import KeptUses
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
-from meshwright.private import TorchDispatchMode, pytree, storage_of, without_modes
+from meshwright.planning.spent import Cost, Spent
+from meshwright.private import pytree, storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SIZES, flops_of, is_random, label_of, op_facts, writes
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What functions took.
-
-    Attributes:
-        moved: bytes read and written.
-        draws: of random numbers; ``drawn_from``: of each from a generator of the model's own, that generator.
-    """
-
-    flops: int
-    moved: int
-    draws: int
-    drawn_from: tuple[torch.Generator, ...]
-
-
-class Cost(TorchDispatchMode):
-    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._flops = self._moved = self._draws = 0
-        self._drawn_from: list[torch.Generator] = []
-
-    def so_far(self) -> Spent:
-        """What was counted until now."""
-        return Spent(self._flops, self._moved, self._draws, tuple(self._drawn_from))
-
-    def since(self, before: Spent) -> Spent:
-        """What was counted since then."""
-        drawn_from = tuple(self._drawn_from[len(before.drawn_from) :])
-        return Spent(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._draws += op_facts(func).draws
-        generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        self._drawn_from += (x for x in generators if x is not torch.default_generator)
-        self._flops += flops_of(func, args, kwargs, out)
-        if not func.is_view:
-            self._moved += nbytes_of(tensors_among((*args, *kwargs.values(), out)))
-        return out
+from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, label_of, writes
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -105,12 +61,7 @@ class Recorder(Tracer):
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
         self._model, self._sizes_read, self._held = model, sizes_read, host_generators(model)
         self._numbers = drawn_from(self._held)
-        self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
-        self._kept = {slot: held_in(model, slot) for slot in changed}
-        self._laid = {slot: laid(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)}
-        self._touched: dict[int, Touches] = {}  # shared memory → the events that use and change it
-        self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
-        self._changed_in: dict[Path, list[Slot]] = {}  # call → what it changed of what modules keep
+        self.kept = KeptUses(model, changed, self.graph, self.uses)
         self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
         self.asked: set[int] = set()  # values whose sizes Python was told
@@ -141,7 +92,7 @@ class Recorder(Tracer):
         self._left_behind(call, module, args, kwargs)
         (given, slots), (given_now, slots_now) = before, self._state(call.given)
         call.visible = given != given_now or self._wrote_to_the_batch(tick)
-        self._changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
+        self.kept.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.draws_host = graph.draws and host_drawn(self._held) != numbers
         call.visible |= call.draws_host
         call.grown = tuple(
@@ -199,7 +150,7 @@ class Recorder(Tracer):
 
     def _state(self, arguments: Any) -> tuple[Any, dict[Slot, Any]]:
         """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
-        return contents(arguments), {slot: contents(held_in(self._model, slot)) for slot in self._carried}
+        return contents(arguments), self.kept.contents()
 
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
@@ -223,8 +174,7 @@ class Recorder(Tracer):
         named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
-        name = label_of(func)
-        loss = mean_target(func, args, kwargs) is not None
+        name, loss = label_of(func), mean_target(func, args, kwargs) is not None
         self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
         targets = _written_by(func, args, kwargs)
@@ -236,7 +186,6 @@ class Recorder(Tracer):
         listens = self._listens(func, inputs, place)
         took = [*map(id, tensors), *self._within]
         inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
-        spent = self.cost.since(cost)
         graph.events.append(
             Event(
                 path=path,
@@ -247,20 +196,23 @@ class Recorder(Tracer):
                 written=self.number(targets[0]) if targets else None,
                 parameters=_names_of(took, self._parameters),
                 buffers=_names_of(took, self._buffers),
-                flops=spent.flops,
-                moved=spent.moved,
                 reads=(not made and not targets and not listens) or self._sizes_read() > sizes,
                 mean_loss=loss,
                 line=model_line(),
                 named=named,
                 renamed=renamed,
-                draws=spent.draws > 0 or is_random(func),
-                generators=tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from))),
+                **self._spent_on(func, self.cost.since(cost)),
             )
         )
         if func in ENGINES:
             graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
+
+    def _spent_on(self, func: Any, spent: Spent) -> dict[str, Any]:
+        """What an event took, by the names that it has in an ``Event``."""
+        generators = tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from)))
+        draws = spent.draws > 0 or is_random(func)
+        return {"flops": spent.flops, "moved": spent.moved, "draws": draws, "generators": generators}
 
     def _written_within(
         self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor]
@@ -383,7 +335,7 @@ class Recorder(Tracer):
         """Notes the use of shared memory; ``foreign``: what is about to be shared, as it was written."""
         for memory in {memory_of(t) for t in tensors} | foreign:
             if memory in self.shared or memory in foreign:
-                touched = self._touched.setdefault(memory, Touches())
+                touched = self.kept.touched.setdefault(memory, Touches())
                 touched.used.append(place)
                 if memory in written:
                     touched.changed.append(place)
@@ -422,28 +374,14 @@ class Recorder(Tracer):
 
     def finish(self) -> None:
         """After the forward: what memory keeps together."""
-        graph, slots = self.graph, dict[Slot, Touches]()
+        graph, kept = self.graph, self.kept
         graph.draws_held = drawn_from(self._held) != self._numbers
-        for slot, uses in self.uses.found.items():
-            if self._is_repeated(slot):
-                graph.repeated[slot] = self._last_changed(slot, uses)
-                continue
-            graph.spans += self._of_one_stage(slot, uses)
-            touched = self._touches_of(slot, uses)
-            if touched.changed:
-                graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
-            if touched.used and self.uses.carries(slot):
-                slots[slot] = touched
-            lasts = self._is_watched_tensor(slot) or self.uses.carries(slot)
-            if touched.changed and lasts and isinstance(held_in(self._model, slot), Tensor):
-                graph.kept[slot] = self._uses_of_tensor(slot, uses, touched)
-        # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
-        graph.carried = tuple(slot for slot in slots if self._carried[slot] or self._holds_values(slot))
-        carried = {m for slot in slots for m in self._carried[slot]}
-        foreign = {m: t for m, t in self._touched.items() if m not in carried}
-        for path, changed in self._changed_in.items():
-            graph.calls[path].visible |= not all(self._is_private(slot, path) for slot in changed)
-        for memory, touched in self._touched.items():
+        slots = kept.tell(self.known)
+        carried = kept.memories(slots)
+        foreign = {m: t for m, t in kept.touched.items() if m not in carried}
+        for path, changed in kept.changed_in.items():
+            graph.calls[path].visible |= not all(kept.is_private(slot, path) for slot in changed)
+        for memory, touched in kept.touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
                 there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
@@ -455,99 +393,6 @@ class Recorder(Tracer):
         graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}
         keep_together(graph, foreign, slots, parameters, at_end)
         told_in_backward(self._model, graph)
-
-    def reshaped(self) -> list[Slot]:
-        """The slots whose tensor has another shape or type after the forward: Python may act on that in the next."""
-        after = {slot: held_in(self._model, slot) for slot in self._laid}
-        return [slot for slot, t in after.items() if isinstance(t, Tensor) and laid(t) != self._laid[slot]]
-
-    def _is_repeated(self, slot: Slot) -> bool:
-        """Whether a slot holds a constant of Python's, and no call that changes it acts on a value: each stage can change its
-        own. What follows from the constant alone (``x * self.count``) is no event, and every stage computes it."""
-        return self._is_constant(slot) and not self._acting(slot)
-
-    def _is_constant(self, slot: Slot) -> bool:
-        return is_constant(self._kept[slot]) and is_constant(held_in(self._model, slot))
-
-    def _acting(self, slot: Slot) -> list[Path]:
-        """The calls that change what a slot holds, and act on a value."""
-        changed_in = (path for path, changed in self._changed_in.items() if slot in changed)
-        return [path for path in changed_in if self.graph.calls[path].acts]
-
-    def _of_one_stage(self, slot: Slot, uses: list[Use]) -> list[Span]:
-        """A constant of Python's that a call changes as a value decides is had by the stage of that call. What is made of it
-        elsewhere (``x * self.count``) may be used to the end."""
-        acting = self._acting(slot) if self._is_constant(slot) else []
-        if not uses or all(self.uses.within(slot, path) and path != ROOT for path in acting):
-            return []
-        what = ".".join(filter(None, slot))
-        return [Span(max(0, uses[0].events - 1), len(self.graph.events) - 1, f"a value decides how {what} is changed")]
-
-    def _last_changed(self, slot: Slot, uses: list[Use]) -> int:
-        """The position by which a constant has been changed for the last time."""
-        if not uses or slot in self.uses.within_others:
-            return len(self.graph.events)
-        of_container = isinstance(
-            held_in(self._model, slot), (dict, list, set, deque)
-        )  # what is done with it is not told
-        return max((use.events for use in uses if use.is_set or of_container), default=len(self.graph.events))
-
-    def _is_private(self, slot: Slot, call: Path) -> bool:
-        """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""
-        values = self._kept[slot], held_in(self._model, slot)
-        return all(v is None or isinstance(v, Tensor) for v in values) and self.uses.within(slot, call)
-
-    def _is_watched_tensor(self, slot: Slot) -> bool:
-        """Whether a slot held a tensor, and all its uses are told: what else there is, Python may use at other times."""
-        return isinstance(self._kept[slot], Tensor) and slot not in self.uses.within_others
-
-    def _uses_of_tensor(self, slot: Slot, uses: list[Use], touched: Touches) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The events at which a slot that holds a tensor in the end is used, and at which it is changed."""
-        events = self.graph.events
-        if slot in self.uses.within_others:
-            return tuple(p for p in touched.used if p < len(events)), tuple(touched.changed)
-        of_memory = touched if self._is_watched_tensor(slot) else Touches()
-        is_set = [self._event_beside(use) for use in uses if use.is_set]
-        # (Once another was set in its place, who asks for the attribute has that.)
-        asked = [self._event_beside(use) for use in uses if not use.is_set] if is_set else []
-        changed = {*of_memory.changed, *is_set}
-        return tuple(sorted({*of_memory.used, *changed, *asked})), tuple(sorted(changed))
-
-    def _event_beside(self, use: Use) -> int:
-        """The event nearest to a use of an attribute, of the call that uses it: one of another call may be another rank's."""
-        call = self.graph.calls.get(use.path)
-        inside = (
-            range(call.start, call.stop) if call is not None and use.path != ROOT else range(len(self.graph.events))
-        )
-        nearby = [p for p in inside if self.graph.events[p].path == use.path] or list(inside) or [use.events]
-        at = use.events - use.is_set
-        return min(nearby, key=lambda p: (abs(p - at), p))
-
-    def _holds_values(self, slot: Slot) -> bool:
-        return any(self.known(t) for t in kept_in(self._model, [slot]))
-
-    def _touches_of(self, slot: Slot, uses: list[Use]) -> Touches:
-        """Positions at which what a slot held is used, and at which that, or what it holds, is changed."""
-        touches = Touches()
-        for memory in self._carried[slot]:
-            touches.used += self._touched.get(memory, Touches()).used
-            touches.changed += self._touched.get(memory, Touches()).changed
-        if self._is_watched_tensor(slot):
-            touches.changed += [max(0, use.events - 1) for use in uses if use.is_set]
-            touches.changed += self._writes_to(kept_in(self._model, [slot]))
-        elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
-            touches.used += [uses[0].events - 1]
-            touches.changed += [uses[-1].events]
-            if slot in self.uses.within_others:
-                touches.changed += [self.graph.calls[use.path].stop for use in uses]
-        touches.used = sorted({*touches.used, *touches.changed})
-        return touches
-
-    def _writes_to(self, tensors: list[Tensor]) -> list[int]:
-        """The events that write to the memory of tensors: of another buffer that a forward has assigned, say."""
-        memories = {memory_of(t) for t in tensors} - {0}
-        numbers = {n for n, value in enumerate(self.graph.values) if value.storage in memories}
-        return [p for p in range(len(self.graph.events)) if numbers.intersection(self.graph.writes(p))]
 
     def _written_parameters(self) -> dict[str, Touches]:
         """The parameters that the forward wrote, with the events that use them."""

@@ -1,0 +1,56 @@
+"""``Cost``: counts what the functions of a forward take, on tensors without values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.described import nbytes_of, tensors_among
+from meshwright.private import TorchDispatchMode
+from meshwright.spmd.torch_functions import flops_of, op_facts
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What functions took.
+
+    Attributes:
+        moved: bytes read and written.
+        draws: of random numbers; ``drawn_from``: of each from a generator of the model's own, that generator.
+    """
+
+    flops: int
+    moved: int
+    draws: int
+    drawn_from: tuple[torch.Generator, ...]
+
+
+class Cost(TorchDispatchMode):
+    """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops = self._moved = self._draws = 0
+        self._drawn_from: list[torch.Generator] = []
+
+    def so_far(self) -> Spent:
+        """What was counted until now."""
+        return Spent(self._flops, self._moved, self._draws, tuple(self._drawn_from))
+
+    def since(self, before: Spent) -> Spent:
+        """What was counted since then."""
+        drawn_from = tuple(self._drawn_from[len(before.drawn_from) :])
+        return Spent(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._draws += op_facts(func).draws
+        generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        self._drawn_from += (x for x in generators if x is not torch.default_generator)
+        self._flops += flops_of(func, args, kwargs, out)
+        if not func.is_view:
+            self._moved += nbytes_of(tensors_among((*args, *kwargs.values(), out)))
+        return out
