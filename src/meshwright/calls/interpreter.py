@@ -8,7 +8,6 @@ whoever reads it. The forward stops as soon as everything that other stages take
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.calls import path_errors
+from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
 from meshwright.calls.hook import Forward
 from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor, RowShard, sized
 from meshwright.calls.stage import OPEN, STUB, StageProgram
 from meshwright.calls.structure import lists_in, map_tensors, tensors_of
+from meshwright.calls.stub import stub
 from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
 from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
 from meshwright.private import pytree
-from meshwright.regions import Fork, Join
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of
 
 
@@ -38,9 +39,7 @@ class StageInterpreter(Tracer):
 
     What it keeps besides its values (calls/values.py), each with what holds of it throughout:
 
-        _moves       forks and joins still to come, in the order of the program; all before the present position are done.
-        _anchors     place → what the join of its open region is tied to; empty between regions.
-        _tails       place → what the next region of it is tied to.
+        _crossings   forks and joins still to come (calls/crossings.py); all before the present position are done.
         _started     blocks that run beside: before which position each must have ended. None is past its position.
         _units       how many of FSDP's units are being looked into: the forward does not end within one.
         _handed      tensors that hooks handed to modules in place of values, by id: within the module each is itself.
@@ -74,9 +73,7 @@ class StageInterpreter(Tracer):
         self.program, self.graph, self.device = program, program.graph, device
         self._name, self._send, self._exchange = name, send, exchange
         self._values, self._streams = StageValues(program), streams
-        self._moves = [m for m in program.moves if m.around in program.mine]
-        self._anchors: dict[int, list[Tensor]] = {}
-        self._tails: dict[int, Tensor] = {}
+        self._crossings = Crossings(program, self._values, exchange)
         self._started: list[tuple[int, Call, Started]] = []
         self._units = 0
         self._handed: dict[int, Tensor] = {}
@@ -144,41 +141,10 @@ class StageInterpreter(Tracer):
             result = entry[2].finish()
             self.closed -= 1
             self._returned(entry[1], result)
-        while self._moves and self._moves[0].position <= position:
-            move = self._moves.pop(0)
+        while self._crossings.due(position):
             self.closed += 1
-            if isinstance(move, Fork):
-                self._fork(move)
-            else:
-                self._join(move)
+            self._crossings.cross(self.keep)
             self.closed -= 1
-
-    def _fork(self, move: Fork) -> None:
-        assert self._exchange is not None
-        apart = self.program.apart  # what only some branches take is on their ranks alone
-        standing = {  # of what is on its way, the memory
-            n: self._values.inside(n, self._values.of_branch(n, move.around)[0])
-            for n in move.values if n in self._values or n not in apart
-        }  # fmt: skip
-        handed, anchor = self._exchange.fork(move, standing, self.graph, self._tails.get(move.around))
-        self._anchors.setdefault(move.around, []).append(anchor)
-        for n, takers in move.takers.items():
-            self._values.fork(n, takers & self.program.mine, handed)
-
-    def _join(self, move: Join) -> None:
-        assert self._exchange is not None
-        values = self._values
-        made_here = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self.program.mine}
-        tail = self._tails.get(move.around)
-        anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
-        joined = self._exchange.join(move, made_here, self.graph, anchors)
-        self._tails[move.around] = joined.tail
-        for n, t in joined.values.items():
-            self.keep(t, n)
-        for n in made_here:
-            if (move.around, n) in self.program.lent:
-                self._exchange.lend(move.around, n, joined.values[n])
-        values.join(move, made_here, joined.arriving, joined.wait)
 
     def _standing(self, number: int, like: Tensor) -> Tensor:
         if number not in self._values:
@@ -186,24 +152,8 @@ class StageInterpreter(Tracer):
         return self._values[number]
 
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
-        """The error for taking a value that is not here."""
-        value = self.graph.values[number]
-        maker = self.graph.events[value.position]
-        stage = next(s for s, end in enumerate([*self.program.cuts, len(self.graph.events)]) if value.position < end)
-        module = next((name for name, _ in reversed(maker.path) if name), "the model")
-        if self.program.branches is not None and self.program.place(value.position) not in self.program.mine:
-            place = self.program.branches[self.program.place(value.position)]
-            return PathError(
-                f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}, where it "
-                "was not to take it when the forward was recorded: it took another path then. Give the sample batch the "
-                "path that training takes"
-            )
-        return PathError(
-            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {self._name(stage)}, "
-            f"on {self._name(self.program.stage)}, which was not to take it when the forward was recorded: it took "
-            f"another path then. Place what takes it with {module}: modules: {{{module}: {{on: ...}}}}, or give the "
-            "sample batch the path that training takes"
-        )
+        """See ``Tracer``."""
+        return path_errors.unavailable(self.program, self._name, number, function, line)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +179,7 @@ class StageInterpreter(Tracer):
         self._reach(call.stop - 1)
         self._values.come_past(call.stop - 1)  # (nothing stops within it)
         if treated == STUB:
-            return self._stand_in(call, args, kwargs)
+            return stub(call, args, kwargs, self._standing, self.name_value)
         place = self.program.place(call.start)
         given = args, kwargs
         args, kwargs = map_tensors(lambda t: self._had(t, place), given)
@@ -239,7 +189,7 @@ class StageInterpreter(Tracer):
             stream, taken = self.program.streamed[path]
             self._started.append((taken, call, self._streams.start(stream, forward.run, args, kwargs)))
             self.closed -= 1
-            return self._stand_in(call, *given)
+            return stub(call, *given, self._standing, self.name_value)
         try:
             run = forward.run
             result = run(*args, **kwargs) if not place else self._in_branch(place, run, args, kwargs)
@@ -326,30 +276,6 @@ class StageInterpreter(Tracer):
             self.arrived(number)
             self._values[number] = self._send(self._values[number])
         return self.outputs()
-
-    def _stand_in(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A copy of what a call returned when it was recorded, with what stands here for its tensors and arguments."""
-        memo: dict[int, Any] = {}
-        before, now = call.taken, tensors_of((args, kwargs))
-        if len(before) == len(now):
-            memo |= {id(b): n for b, n in zip(before, now, strict=True)}
-        given_args, given_kwargs = call.given
-        for b, n in (*zip(given_args, args, strict=False), *((given_kwargs.get(k), v) for k, v in kwargs.items())):
-            if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
-                memo[id(b)] = n
-        parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
-        for value, numbers in parts:
-            for t, number in zip(tensors_of(value), numbers, strict=True):
-                if (
-                    number is not None and id(t) in memo
-                ):  # what it hands on as it was given, or written to, is the very thing
-                    self.name_value(memo[id(t)], number)
-                elif number is not None:
-                    memo[id(t)] = self._standing(number, t)
-        lists = lists_in((args, kwargs)) if call.grown else []
-        for grown in call.grown:
-            lists[grown.which].extend(copy.deepcopy(grown.items, memo))
-        return copy.deepcopy(call.returned, memo)
 
     def segment_begins(self, segment: Segment) -> bool:
         """What is computed again in a backward is not looked into then: so all of it must be this rank's."""
@@ -496,9 +422,8 @@ class StageInterpreter(Tracer):
         recorded = self.graph.outputs[event.path, event.index]
         if event.written is not None and args and isinstance(args[0], Tensor):
             if isinstance(args[0], RemoteTensor) and tuple(args[0].shape) != self.graph.values[event.written].shape:
-                like = self.graph.like(
-                    event.written, tensors_of(recorded)[0]
-                )  # after ``unsqueeze_``, in the model's own hands
+                # After ``unsqueeze_``, in the model's own hands.
+                like = self.graph.like(event.written, tensors_of(recorded)[0])
                 torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
             self.name_value(args[0], event.written)
             self._stale |= not isinstance(args[0], Placeholder)
@@ -508,15 +433,12 @@ class StageInterpreter(Tracer):
 
         def stand(t: Tensor) -> Any:
             number = next(numbers)
-            if (
-                number is not None and number in given and number != event.written
-            ):  # the very thing: a write to either is one to both
-                return given[number]
+            if number is not None and number in given and number != event.written:
+                return given[number]  # the very thing: a write to either is one to both
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])
-            if (
-                number is not None and self._hooking
-            ):  # the value itself has another history: that of where it comes from
+            # The value itself has another history: that of where it comes from.
+            if number is not None and self._hooking:
                 return RemoteTensor(self.graph.like(number, t), self, number, self.device)
             return t if number is None else self._standing(number, t)
 
@@ -546,6 +468,5 @@ class StageInterpreter(Tracer):
 
 
 _DEVICE = Tensor.device.__get__
-_SHOWS = frozenset(
-    [Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage]
-)  # no functions of a value, but reach its memory
+# No functions of a value, but reach its memory.
+_SHOWS = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])
