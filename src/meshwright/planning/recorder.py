@@ -62,6 +62,7 @@ class Recorder(Tracer):
         self._model, self._sizes_read, self._held = model, sizes_read, host_generators(model)
         self._numbers = drawn_from(self._held)
         self.kept = KeptUses(model, changed, self.graph, self.uses)
+        self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
         self._count = 0  # of tensors that are values
         self.asked: set[int] = set()  # values whose sizes Python was told

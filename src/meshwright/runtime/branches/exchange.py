@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.calls.exchange import Joined
 from meshwright.calls.placeholder import PathError
@@ -31,18 +29,14 @@ from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
-from meshwright.runtime.branches.pieces import Arrival, Line, Piece, bytes_of, size_of, typed
+from meshwright.runtime.branches.conjugates import ForkValues, Gate, GateValue, JoinValues
+from meshwright.runtime.branches.draws import BranchDraws
+from meshwright.runtime.branches.pieces import Arrival, Line, Piece
+from meshwright.runtime.branches.shares import Shares
+from meshwright.runtime.branches.wire import Wire
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.comm import Ledger, locally
 from meshwright.spmd.dispatcher import whole
-from meshwright.submesh import Coordinate
-
-
-@dataclass
-class Gate:
-    """Where the gradient of a value that other branches send back is waited for, before what made the value takes it."""
-
-    arrival: Arrival | None = None
 
 
 class Branching:
@@ -56,54 +50,42 @@ class Branching:
     def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger, random: Generators) -> None:
         self.recipe, self.groups, self.ledger, self.places = recipe, groups, ledger, recipe.places
         self.mine = self.places.of(groups.rank)
-        self._lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
+        lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
+        self._wire = Wire(lines, ledger, groups.device)
+        self._shares = Shares(self.places, groups.rank)
+        self._draws = BranchDraws(self.places, groups.rank, self._shares, random)
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
         self._trying = False  # while True, forwards may compute in a wider type than was recorded
-        self._begun: list[Arrival] = []  # exchanges that this rank has not waited for
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
         self.running: list[int] = [0]  # the places whose parts are running, the innermost last
-        self.rows = 0
-        self._streams: dict[int, Any] = {}
-        self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
-        self.random = random
 
     def _line(self, around: int) -> Line:
         group = self.groups.meshes[around]["tp"].get_group()
         return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
-        """A forward begins, of so many rows to divide: the branches' random numbers follow from the trunk's, and take none
-        of them: what the trunk draws is what it draws on one device, if branches draw nothing."""
-        self.rows, self._gates = rows, {}
-        self._move_on()
-        self._begun_at = torch.get_rng_state()
-        seed = int(torch.randint(2**48, (), device="cpu"))
-        torch.set_rng_state(self._begun_at)
-        branches = [b for b in self.places.branches if b in self.mine]
-        self._streams = {b: seed + 1009 * b + self.places[b].divides(rows) * self._at(b).share for b in branches}
+        """A forward begins, of so many rows to divide."""
+        self._shares.rows, self._gates = rows, {}
+        self._draws.begin()
 
     def finish(self) -> None:
         """The step ends: all that was sent has arrived."""
-        begun, self._begun = self._begun, []
-        for arrival in begun:
-            arrival.wait()
-        self._move_on()
-        self._begun_at = None
+        self._wire.finish()
+        self._draws.finish()
 
-    def _move_on(self) -> None:
-        """If the trunk has drawn nothing in a forward, its generator moves on by one draw: the branches' numbers in the next
-        forward are others."""
-        if self._begun_at is not None and torch.equal(self._begun_at, torch.get_rng_state()):
-            torch.randint(2**48, (), device="cpu")
+    @property
+    def rows(self) -> int:
+        """Of the running forward, which divide."""
+        return self._shares.rows
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
     def fork(
         self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
-        """See ``view.stage.Exchange``."""
+        """See ``calls.exchange.Exchange``."""
         gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
         wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
@@ -114,7 +96,7 @@ class Branching:
             # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
             stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
             entering = [(wholes | stand_ins)[n] for n, _ in tied]
-            anchor, *out = _Fork.apply(
+            anchor, *out = ForkValues.apply(
                 self, move, graph, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
             )
             forked |= dict(zip(tied, out, strict=True))
@@ -127,18 +109,11 @@ class Branching:
         value = graph.values[number]
         return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
-    def _leads(self, branch: int, rows: int) -> bool:
-        """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
-        if branch not in self.mine:
-            return False
-        here = self._at(branch)
-        return here.tp == 0 and (here.share == 0 or self.places[branch].divides(rows))
-
     def lend(self, around: int, number: int, t: Tensor) -> None:
-        """See ``view.stage.Exchange``."""
+        """See ``calls.exchange.Exchange``."""
         if t.requires_grad and torch.is_grad_enabled():
             gate = Gate()
-            self._gates[around, number] = gate, _Gate.apply(gate, t)
+            self._gates[around, number] = gate, GateValue.apply(gate, t)
 
     def gradients(
         self,
@@ -170,41 +145,23 @@ class Branching:
         here = {n for (n, _), g in given.items() if g is not None}
         counts = torch.tensor([float(n in here) for n in numbers], device=self.device)
         self.ledger.moved("fork", counts)
-        self._lines[around].order.enter("fork", counts.shape, counts.dtype)
-        dist.all_reduce(counts, group=self._lines[around].group)
+        self._wire.lines[around].order.enter("fork", counts.shape, counts.dtype)
+        dist.all_reduce(counts, group=self._wire.lines[around].group)
         return {n for n, count in zip(numbers, counts.tolist(), strict=True) if count}
 
     def _added(self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
         """Gradients of what the ranks around the branches gave them: one all-reduce."""
         summands: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
-            g = g if self._leads(branch, rows) else torch.zeros_like(g)
+            g = g if self._shares.leads(branch, rows) else torch.zeros_like(g)
             summands[n] = g if n not in summands else summands[n] + g
-        return dict(zip(summands, self._summed(move.around, list(summands.values())), strict=True))
-
-    def _summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients, summed over the ranks of a place: one all-reduce a type."""
-        sums: list[Tensor | None] = [None] * len(gradients)
-        for dtype in dict.fromkeys(g.dtype for g in gradients):
-            chosen = [i for i, g in enumerate(gradients) if g.dtype == dtype]
-            flat = torch.cat([torch.view_as_real(g).reshape(-1) if g.is_complex() else g.reshape(-1)
-                              for g in (gradients[i] for i in chosen)])  # fmt: skip
-            self.ledger.moved("fork", flat)
-            self._lines[around].order.enter("fork", flat.shape, flat.dtype)
-            dist.all_reduce(flat, group=self._lines[around].group)
-            base = 0
-            for i in chosen:
-                width = gradients[i].numel() * (2 if dtype.is_complex else 1)
-                piece, base = flat[base : base + width], base + width
-                g = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
-                sums[i] = g.view(gradients[i].shape)
-        return [g for g in sums if g is not None]
+        return dict(zip(summands, self._wire.summed(move.around, list(summands.values())), strict=True))
 
     def _sent_back(
         self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
     ) -> dict[int, Tensor]:
         """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
-        line = self._lines[move.around]
+        line = self._wire.lines[move.around]
         sent: list[list[Tensor]] = [[] for _ in range(line.size)]
         wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]  # value, first row, like what
         sums: dict[int, Tensor] = {}
@@ -219,7 +176,7 @@ class Branching:
                     sent[back.receiver].append(part)
                 if back.receiver == line.rank:
                     wanted[back.sender].append((n, back.start, part))
-        got, arrival = self._swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
+        got, arrival = self._wire.swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
         for row, tensors in zip(wanted, got, strict=True):
             for (n, start, part), g in zip(row, tensors, strict=True):
                 arrival.then.append(partial((sums[n][start : start + len(part)] if part.dim() else sums[n]).add_, g))
@@ -233,7 +190,7 @@ class Branching:
     # --- joins ------------------------------------------------------------------------------------------------------
 
     def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
-        """See ``view.stage.Exchange``."""
+        """See ``calls.exchange.Exchange``."""
         anchors = anchors or [self._anchor()]
         if not move.values:
             return Joined({}, anchors[0])
@@ -246,7 +203,7 @@ class Branching:
         tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
         entering = [mine[n] if n in tied else mine[n].detach() for n in mine]
         joined, arriving, arrival = self._exchanged(move, pieces, mine)
-        tail, *out = _Join.apply(self, move, joined, tuple(mine), tied, len(anchors), *anchors, *entering)
+        tail, *out = JoinValues.apply(self, move, joined, tuple(mine), tied, len(anchors), *anchors, *entering)
         return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
@@ -275,8 +232,8 @@ class Branching:
         for n, t in mine.items():
             value = graph.values[n]
             shape = list(value.shape)
-            if (own_rows := self._own_rows(branches[n], value.shape, self.rows)) is not None:
-                shape[0] = own_rows.stop - own_rows.start
+            if (rows_here := self._shares.rows_here(branches[n], value.shape, self.rows)) is not None:
+                shape[0] = rows_here.stop - rows_here.start
             if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
                 event = graph.events[value.position]
                 raise PathError(
@@ -290,11 +247,11 @@ class Branching:
         self, move: Join, pieces: Sequence[Piece], mine: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
         """Value → all of it, where it is taken; those that are on their way; and until when. One all-to-all."""
-        line = self._lines[move.around]
+        line = self._wire.lines[move.around]
         sent = [[mine[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
         like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
-        got, arrival = self._swapped("join", line, sent, like)
+        got, arrival = self._wire.swapped("join", line, sent, like)
         parts: dict[int, dict[int, Tensor]] = {p.number: {} for p in pieces if line.rank in (*p.owners, *p.takers)}
         for p, t in zip((p for row in wanted for p in row), (t for row in got for t in row), strict=True):
             parts[p.number][p.start] = t
@@ -310,75 +267,30 @@ class Branching:
                 arrival.then += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
         return joined, arriving, arrival
 
-    def _swapped(
-        self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
-    ) -> tuple[list[list[Tensor]], Arrival]:
-        """What other ranks send, in one all-to-all, in bytes, as types are mixed: the memory, which is filled when waited for.
-
-        Args:
-            sent: to each rank of the line; what is for this one itself stays.
-            wanted: from each rank, like these.
-        """
-        out = [[bytes_of(t) for t in row] for row in sent]
-        flat = torch.cat([t for r, row in enumerate(out) if r != line.rank for t in row]
-                         or [torch.empty(0, dtype=torch.uint8, device=self.device)])  # fmt: skip
-        sizes = [sum(size_of(t) for t in row) * (r != line.rank) for r, row in enumerate(wanted)]
-        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self.ledger.moved(kind, flat)
-        line.order.note(kind)
-        out_sizes = [sum(t.numel() for t in row) * (r != line.rank) for r, row in enumerate(out)]
-        work = dist.all_to_all_single(got, flat, sizes, out_sizes, group=line.group, async_op=True)
-        arrival = Arrival(work, flat)
-        self._begun = [*(a for a in self._begun if a.work is not None), arrival]
-        received: list[list[Tensor]] = []
-        base = 0
-        for r, row in enumerate(wanted):
-            received.append([])
-            for i, like in enumerate(row):
-                # (Autograd may give a parameter the memory of a gradient, and add to it before it is waited for.)
-                piece = out[r][i].clone() if r == line.rank else got[base : (base := base + size_of(like))]
-                received[-1].append(typed(piece, like, arrival))
-        return received, arrival
-
     @property
     def device(self) -> torch.device:
         return self.groups.device
 
     def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
         """The gradient of what this rank gave of a value, in a forward of so many rows."""
-        if (own_rows := self._own_rows(branch, gradient.shape, rows)) is not None:
-            return gradient[own_rows]
-        if not self.places[branch].divides(rows) and self._at(branch).share:
-            return torch.zeros_like(gradient)  # ranks that run the same rows give their gradients once
-        return gradient
+        return self._shares.returned(branch, gradient, rows)
 
     # --- within a branch --------------------------------------------------------------------------------------------
 
     def share(self, place: int, t: Tensor) -> Tensor:
-        """See ``view.stage.Exchange``."""
-        own_rows = None if isinstance(t, nn.Parameter) else self._own_rows(place, t.shape, self.rows)
-        return t if own_rows is None else t[own_rows]
+        """See ``calls.exchange.Exchange``."""
+        return self._shares.share(place, t)
 
     def portion(self, place: int) -> tuple[int, int]:
-        """See ``view.stage.Exchange``."""
-        own_rows = self._own_rows(place, (self.rows,), self.rows)
-        return self.rows, self.rows if own_rows is None else own_rows.stop - own_rows.start
+        """See ``calls.exchange.Exchange``."""
+        return self._shares.portion(place)
 
     def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
-        """See ``view.stage.Exchange``."""
-        own_rows = self._own_rows(place, like.shape, self.rows)
-        if own_rows is None:
-            return rows
-        strides = like.stride()
-        order = sorted(range(like.dim()), key=lambda d: -strides[d])  # from the outermost dim of memory in
-        laid = rows.permute(order)
-        before, after = list(laid.shape), list(laid.shape)
-        before[order.index(0)], after[order.index(0)] = own_rows.start, len(like) - own_rows.stop
-        whole_of = torch.cat([laid.new_zeros(before), laid, laid.new_zeros(after)], order.index(0))
-        return whole_of.permute([order.index(d) for d in range(like.dim())])
+        """See ``calls.exchange.Exchange``."""
+        return self._shares.among_all(place, rows, like)
 
     def stand_in(self, like: Tensor) -> Tensor:
-        """See ``view.stage.Exchange``."""
+        """See ``calls.exchange.Exchange``."""
         dtype = torch.float64 if self._trying and like.is_floating_point() else like.dtype
         return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
 
@@ -393,111 +305,18 @@ class Branching:
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
-        """See ``view.stage.Exchange``: random numbers are the branch's own, and the trunk's go on after it as before."""
-        trunk = self.random.state(held=False)
-        known = self._streams.get(place)
-        if isinstance(known, int):
-            self.random.seed(known)
-        elif known is not None:
-            self.random.set(known)
-        self.running.append(place)
-        try:
-            yield
-        finally:
-            self.running.pop()
-            self._streams[place] = self.random.state(held=False)
-            self.random.set(trunk)
+        """See ``calls.exchange.Exchange``."""
+        with self._draws.inside(place):
+            self.running.append(place)
+            try:
+                yield
+            finally:
+                self.running.pop()
 
     def counts(self, places: Sequence[int]) -> bool:
         """Whether this rank's gradient of a parameter, by what is running, is counted in the sum over all its places."""
-        here = self._at(self.running[-1])
+        here = self._shares.at(self.running[-1])
         return here.tp == 0 and self.running[-1] in places
-
-    def _own_rows(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
-        """This rank's rows of a tensor of this shape in a place; None where it has all."""
-        shares = self.places[place].shares(shape, rows)
-        return None if shares is None else slice(*shares[self._at(place).share])
-
-    def _at(self, place: int) -> Coordinate:
-        coordinate = self.places.at(self.groups.rank, place)
-        assert coordinate is not None
-        return coordinate
-
-
-class _Fork(torch.autograd.Function):
-    """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
-
-    @staticmethod
-    @locally
-    def forward(
-        ctx: Any,
-        branching: Branching,
-        move: Fork,
-        graph: ModelGraph,
-        pairs: tuple[tuple[int, int], ...],
-        gates: Mapping[int, Gate],
-        anchor: Tensor,
-        *values: Tensor,
-    ) -> Any:
-        ctx.branching, ctx.move, ctx.graph, ctx.pairs, ctx.gates = branching, move, graph, pairs, gates
-        ctx.rows = branching.rows
-        ctx.set_materialize_grads(False)  # none stays none
-        return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
-
-    @staticmethod
-    @locally
-    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
-        by_pair = dict(zip(ctx.pairs, gradients, strict=True))
-        sums = ctx.branching.gradients(ctx.move, ctx.graph, by_pair, ctx.rows, ctx.gates)
-        return *(None,) * 6, *(sums.pop(n, None) for n, _ in ctx.pairs)
-
-
-class _Gate(torch.autograd.Function):
-    """A value as it is; backward, until its gradient is there."""
-
-    @staticmethod
-    @locally
-    def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
-        ctx.gate = gate
-        ctx.set_materialize_grads(False)  # none stays none
-        return value.detach()
-
-    @staticmethod
-    @locally
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if ctx.gate.arrival is not None:
-            ctx.gate.arrival.wait()
-        return None, gradient
-
-
-class _Join(torch.autograd.Function):
-    """Values of branches, whole on every rank around them."""
-
-    @staticmethod
-    @locally
-    def forward(
-        ctx: Any,
-        branching: Branching,
-        move: Join,
-        joined: dict[int, Tensor],
-        mine: tuple[int, ...],
-        tied: frozenset[int],
-        anchors: int,
-        *entering: Tensor,
-    ) -> Any:
-        ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
-        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
-        ctx.set_materialize_grads(False)  # none stays none
-        out = [t.detach() for t in joined.values()]
-        ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in tied))
-        return entering[0].detach(), *out
-
-    @staticmethod
-    @locally
-    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
-        of = {n: g for n, g in zip(ctx.here, gradients, strict=True) if n in ctx.tied and g is not None}
-        returned = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in of else None for n in ctx.mine]
-        return *(None,) * 6, *(None,) * ctx.anchors, *returned
 
 
 @locally
