@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -65,14 +66,21 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def by_name(call: ast.Call) -> str | None:
     """The module that a call of ``import_module`` names; None for another call."""
-    if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "__import__") or not call.args:
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function not in ("import_module", "__import__") or not call.args:
         return None
     name = call.args[0]
     return name.value if isinstance(name, ast.Constant) else ast.unparse(name)
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
+
+
+@cache
 def graph() -> dict[str, set[str]]:
-    return {name: set(imported(ast.parse(file.read_text()))) - {name} for name, file in MODULES.items()}
+    return {name: set(imported(tree)) - {name} for name, tree in trees().items()}
 
 
 def test_no_file_imports_in_a_circle() -> None:
@@ -118,8 +126,8 @@ def test_only_the_package_itself_puts_names_of_modules_together() -> None:
     """Such a name (``import_module(f"meshwright.{room}")``) says nothing to the tests above."""
     calls = [
         (module, by_name(node) or "")
-        for module, file in MODULES.items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
     ]
     assert {module for module, name in calls if "meshwright" in name and name not in MODULES} == {"meshwright"}

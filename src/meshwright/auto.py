@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.deferred import Build
-from meshwright.errors import Findings, PlanError
+from meshwright.errors import PlanError
 from meshwright.hardware.here import profile_here
 from meshwright.hardware.profile import Profile
 from meshwright.plan import Plan
@@ -79,11 +79,10 @@ def _search(
 
 
 def _not_sent(error: TypeError) -> PlanError:
-    findings = Findings("this run")
-    findings.add(
+    return PlanError.of(
+        "this run",
         where="mesh",
         given=f"auto, and a model, loss or batch that {error}",
         required="what can be sent to the process that searches; or a mesh",
         fix="mw.parallelize(build, mw.find_plans(build, batch, devices=8).plans[0].plan, batch=batch)",
     )
-    return findings.error()

@@ -60,6 +60,11 @@ class PlanError(ValueError):
         self.subject = subject
         super().__init__(self.findings, subject)  # the arguments, so that it survives pickling between processes
 
+    @classmethod
+    def of(cls, subject: str, *, where: str, given: str, required: str, fix: str = "") -> PlanError:
+        """The error of one problem, if no other can stand beside it. See `Findings.add`."""
+        return cls([Finding(where=where, given=given, required=required, fix=fix)], subject)
+
     def __str__(self) -> str:
         count = len(self.findings)
         lines = [f"{count} problem{'' if count == 1 else 's'} in {self.subject}"]

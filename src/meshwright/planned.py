@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.deferred import Build, record
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.evaluation import Evaluating, in_evaluation
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
@@ -231,14 +231,13 @@ def check_world(mesh: Mesh, world: int) -> None:
     """Raises PlanError where the mesh and the number of processes differ."""
     if mesh.size == world:
         return
-    findings = Findings("this run")
-    findings.add(
+    raise PlanError.of(
+        "this run",
         where="mesh",
         given=f"{mesh}: {mesh.size} ranks, and {world} process{'es' * (world > 1)}",
         required=f"as many processes as the mesh has ranks, {mesh.size}",
         fix=f"torchrun --nproc-per-node {mesh.size} {_script()}",
     )
-    findings.raise_if_any()
 
 
 def _script() -> str:

@@ -207,6 +207,10 @@ class Recipe:
             return False
         return parameter.places == (0,) or any(self.places.at(rank, p) is not None for p in parameter.places)
 
+    def held_by(self, rank: int) -> tuple[ParameterRecipe, ...]:
+        """The parameters of which a rank holds something, in the order of the recipe."""
+        return tuple(line for line in self.parameters if self.holds(line, rank))
+
     def owners(self, parameter: ParameterRecipe) -> tuple[int, ...]:
         """The ranks of the pipeline axis whose stages use the parameter, in order."""
         return tuple(sorted({self.stage_rank[s] for s in parameter.stages}))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from meshwright.errors import Findings
+from meshwright.errors import Findings, PlanError
 
 FILE = "run.json"
 _OPTIONS = {
@@ -94,12 +94,14 @@ def _shown(value: object) -> str:
 def check_fresh(folder: Path) -> None:
     """Raises PlanError where a launcher would start afresh again at each of its restarts."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        findings = Findings("this command")
         required = "no --fresh beside --max-restarts: each restart would begin afresh"
-        findings.add(
-            where="--fresh", given="under a launcher that restarts", required=required, fix=f"--out {folder}-2"
+        raise PlanError.of(
+            "this command",
+            where="--fresh",
+            given="under a launcher that restarts",
+            required=required,
+            fix=f"--out {folder}-2",
         )
-        findings.raise_if_any()
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -182,10 +182,10 @@ def _at(plan: Plan, ranks: int | None) -> Plan:
         return plan.at(plan.mesh.size if plan.meshes else _gpus())
     plan = plan.at(ranks)
     if not plan.auto and plan.mesh.size != ranks:
-        findings = Findings("this command")
         required = f"the ranks of the mesh {plan.mesh}: {plan.mesh.size}"
-        findings.add(where="--ranks", given=str(ranks), required=required, fix=f"--ranks {plan.mesh.size}")
-        findings.raise_if_any()
+        raise PlanError.of(
+            "this command", where="--ranks", given=str(ranks), required=required, fix=f"--ranks {plan.mesh.size}"
+        )
     return plan
 
 

@@ -111,14 +111,13 @@ def named_profile(hardware: str | None, network: str | None) -> Profile:
     from meshwright.hardware.reader import ALIASES, profiles, read_profile
 
     if hardware is None and not calibrated_file().is_file():
-        findings = Findings("this command")
-        findings.add(
+        raise PlanError.of(
+            "this command",
             where="--hardware",
             given=f"nothing, and no profile of this machine ({calibrated_file()})",
             required=f"one of {', '.join([*profiles(), *ALIASES])}; a YAML file; or this machine: meshwright calibrate",
             fix="--hardware h100",
         )
-        raise findings.error()
     return read_profile(hardware or CPU_LOCAL, network=network)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from meshwright.errors import Findings
+from meshwright.errors import Findings, PlanError
 from meshwright.hardware.local import CPU_LOCAL, calibrated_file
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import profiles, read_profile
@@ -50,11 +50,10 @@ def profile_of_gpu(name: str) -> Profile:
     for profile, pattern in GPUS.items():
         if re.search(pattern, name):
             return read_profile(profile)
-    findings = Findings("this search")
-    findings.add(
+    raise PlanError.of(
+        "this search",
         where="mesh",
         given=f"auto, on {name}",
         required=f"a GPU whose profile ships ({', '.join(profiles())}); or a mesh",
         fix="mesh: {dp_shard: 2}",
     )
-    raise findings.error()

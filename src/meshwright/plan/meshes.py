@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.mesh import Mesh, MeshLike
 
 AUTO = "auto"
@@ -35,15 +35,14 @@ def chosen(meshes: tuple[Mesh, ...], processes: int) -> Mesh:
     for mesh in meshes:
         if mesh.size == processes:
             return mesh
-    findings = Findings("this run")
     sizes = ", ".join(f"{mesh} ({mesh.size})" for mesh in meshes)
-    findings.add(
+    raise PlanError.of(
+        "this run",
         where="mesh",
         given=f"{processes} process{'es' * (processes > 1)}",
         required=f"as many processes as one of the plan's meshes has ranks: {sizes}",
         fix=f"mesh: [{', '.join(_flow(mesh) for mesh in meshes)}, {{dp_shard: {processes}}}]",
     )
-    raise findings.error()
 
 
 def _flow(mesh: Mesh) -> str:

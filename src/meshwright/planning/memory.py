@@ -36,7 +36,7 @@ from torch import nn
 
 from meshwright.calls.tracer import Slot
 from meshwright.described import tensors_among
-from meshwright.errors import Findings, PlanError
+from meshwright.errors import PlanError
 from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
 from meshwright.planning.kept import has_memory
 from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of
@@ -212,14 +212,13 @@ def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequ
     )
     line = next((e[same].line for e in events[::-1] if same < len(e)), "")
     names = ", ".join(".".join(filter(None, slot)) for slot in slots[:3])
-    findings = Findings()
-    findings.add(
+    return PlanError.of(
+        "this plan",
         where=f"the model's {line or 'forward'}, in {spelled(path)}",
         given=f"a forward that goes another way than the one before it, for what that left in {names}",
         required="for a pipeline, what one forward leaves for the next to act on, kept and used in one module within the model",
         fix="mesh: {dp_shard: 2}",
     )
-    return findings.error()
 
 
 def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:

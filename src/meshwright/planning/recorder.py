@@ -14,7 +14,7 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
 from meshwright.planning.kept import contents
@@ -310,14 +310,13 @@ class Recorder(Tracer):
 
     def untold(self, function: str) -> None:
         """See ``Tracer``."""
-        findings = Findings()
-        findings.add(
+        raise PlanError.of(
+            "this plan",
             where=f"the model's {model_line() or 'forward'}",
             given=f"{function} of what follows from parameters, within another transform, or with a function as its result",
             required="for a pipeline or branches, transforms of torch.func whose results are tensors: vmap, grad, jvp",
             fix="mesh: {dp_shard: 2}",
         )
-        raise findings.error()
 
     def segment_begins(self, segment: Segment) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)

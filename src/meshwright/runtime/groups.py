@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.mesh import Mesh
 from meshwright.private import without_any_mode
 from meshwright.recipe import Recipe
@@ -166,14 +166,13 @@ def check_unbound(config: str, device: torch.device | None) -> None:
     over another backend, torch has the other ranks wait in a split of the device's communicator."""
     if device is None:
         return
-    findings = Findings("this run")
-    findings.add(
+    raise PlanError.of(
+        "this run",
         where="torch.distributed.init_process_group",
         given=f"{config}, with device_id",
         required="a backend for tensors of the host too",
         fix=f'init_process_group("cpu:gloo,{config}", device_id=...)',
     )
-    findings.raise_if_any()
 
 
 def _world() -> dist.ProcessGroup:
@@ -269,14 +268,13 @@ def check_devices(processes: int, devices: int, kind: str) -> None:
     """Raises PlanError where several processes of this machine would share a device, of which NCCL makes no communicator."""
     if processes <= devices:
         return
-    findings = Findings("this run")
-    findings.add(
+    raise PlanError.of(
+        "this run",
         where="--nproc-per-node",
         given=f"{processes} processes on this machine, which has {devices} device{'s' * (devices != 1)} ({kind})",
         required="a device for each process",
         fix=f'--nproc-per-node {max(1, devices)}, and a mesh of as many ranks; or device="cpu"',
     )
-    findings.raise_if_any()
 
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:

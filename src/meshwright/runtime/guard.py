@@ -256,9 +256,8 @@ class Guard:
     def _parameters(self) -> Iterator[tuple[str, ParameterRecipe, nn.Parameter]]:
         """(name, line of the recipe, parameter) of each one that this rank holds."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        for line in self._recipe.parameters:
-            if self._recipe.holds(line, self._groups.rank):
-                yield line.name, line, named[line.name]
+        for line in self._recipe.held_by(self._groups.rank):
+            yield line.name, line, named[line.name]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers of which this rank has a copy that counts."""

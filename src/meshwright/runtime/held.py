@@ -37,7 +37,7 @@ class HeldModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that this rank holds, by the model's own names."""
-        held = {line.name for line in self.recipe.parameters if self.recipe.holds(line, self.rank)}
+        held = {line.name for line in self.recipe.held_by(self.rank)}
         return ((name, p) for name, p in self.module.named_parameters() if self.recipe.by_name[name].name in held)
 
     def parameters(self) -> Iterator[nn.Parameter]:

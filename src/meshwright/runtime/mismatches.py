@@ -33,8 +33,8 @@ def mismatches(held: HeldModel) -> tuple[Mismatch, ...]:
     known = {one.parameter for one in wrong}
     sums = {
         line.name: int(checksum(local_tensor(own[line.name][0])))
-        for line in held.recipe.parameters
-        if line.name not in known and held.recipe.holds(line, held.rank) and held.recipe.copies(line) > 1
+        for line in held.recipe.held_by(held.rank)
+        if line.name not in known and held.recipe.copies(line) > 1
     }
     told = [(wrong, sums)] * dist.get_world_size()
     if len(told) > 1:

@@ -56,7 +56,7 @@ class Runner:
         self.executor = Executor(stages, programs, loss)
         self._sync, self._wholes = stages.sync, wholes
         self._routed, self._gradients = routed, gradients
-        held = (line for line in self.recipe.parameters if self.recipe.holds(line, self.groups.rank))
+        held = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
         self.held = HeldModel(self.module, self.recipe, self.groups)
@@ -147,7 +147,7 @@ class Runner:
 
     def _loose(self) -> set[str]:
         """The parameters that a forward may write to; they are not FSDP's."""
-        return {p.name for p in self.recipe.parameters if p.data == "loose" and self.recipe.holds(p, self.groups.rank)}
+        return {line.name for line in self.recipe.held_by(self.groups.rank) if line.data == "loose"}
 
 
 __all__ = ["Runner"]

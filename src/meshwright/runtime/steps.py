@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
 from meshwright.runtime.branches import streams
@@ -88,26 +88,24 @@ class Steps:
         recipe, self._awaits = self._runner.recipe, ""
         without = [name for name in missing if name in recipe.by_name] if recipe.weights != DRAWN else []
         if without:
-            findings = Findings("this run")
-            findings.add(
+            raise PlanError.of(
+                "this run",
                 where="weights",
                 given=f"{recipe.weights}, and what was loaded lacks {few(without)}",
                 required="values for every parameter",
                 fix=f"weights: {DRAWN}",
             )
-            findings.raise_if_any()
 
     def _check_weights(self) -> None:
         """Raises PlanError while weights have no values."""
         if self._awaits:
-            findings = Findings("this run")
-            findings.add(
+            raise PlanError.of(
+                "this run",
                 where="weights",
                 given=f"{self._runner.recipe.weights}, and nothing was loaded: parameters are not numbers yet",
                 required=f"{self._awaits} before the first forward",
                 fix=f"{self._awaits}, or weights: {DRAWN}",
             )
-            findings.raise_if_any()
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from meshwright import identity, private
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.runtime.job import Job
 from meshwright.watch.heartbeat import FAILED, HERE, LEFT, Alarm, Beat, Board, Who
 from meshwright.watch.location import Ranks, Whereabouts, whereabouts
@@ -342,9 +342,13 @@ class Watch:
 def _check(timeout: float) -> None:
     if timeout > 0:
         return
-    findings = Findings("this watch")
-    findings.add(where="timeout", given=f"{timeout:g}", required="seconds, more than the longest step takes", fix="300")
-    findings.raise_if_any()
+    raise PlanError.of(
+        "this watch",
+        where="timeout",
+        given=f"{timeout:g}",
+        required="seconds, more than the longest step takes",
+        fix="300",
+    )
 
 
 def _store_address() -> str:

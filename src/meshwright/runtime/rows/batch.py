@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.private import pytree, storage_of, version
 
 _DEPTH = 4  # how far into objects to look
@@ -94,14 +94,13 @@ def check_device(batch: Any, device: torch.device) -> None:
     tensors = tensors_in(batch)
     if not tensors or any(t.device == device for t in tensors):
         return
-    findings = Findings("this batch")
-    findings.add(
+    raise PlanError.of(
+        "this batch",
         where=", ".join(names_in(batch)[:4]),
         given=f"on {', '.join(sorted({str(t.device) for t in tensors}))}",
         required=f"on {device}, as the model",
         fix=f"t.to({str(device)!r}) for each tensor; job.batches(...) does it",
     )
-    findings.raise_if_any()
 
 
 def moved(t: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import Findings
+from meshwright.errors import Findings, PlanError
 from meshwright.mesh import Mesh
 from meshwright.private import pytree
 from meshwright.runtime.rows.batch import moved, plain
@@ -117,15 +117,14 @@ def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None
     """Raises PlanError where the rows of a step do not divide over data ranks and microbatches."""
     pieces = mesh.data_size * microbatches
     if global_batch % pieces or global_batch < 1:
-        findings = Findings("this run")
         near = max(round(global_batch / pieces), 1) * pieces
-        findings.add(
+        raise PlanError.of(
+            "this run",
             where="global_batch",
             given=str(global_batch),
             required=f"a multiple of {pieces} = {mesh.data_size} data ranks × {microbatches} microbatches",
             fix=f"global_batch={near}",
         )
-        findings.raise_if_any()
 
 
 def _is_table(dataset: Any) -> bool:

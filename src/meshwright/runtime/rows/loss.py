@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.errors import Findings
+from meshwright.errors import PlanError
 from meshwright.names import few
 
 Loss = Callable[[Any], Tensor]
@@ -31,14 +31,13 @@ def check_loss(loss: Loss) -> None:
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     trained = [name for name, p in named if p.requires_grad]
     if trained:
-        findings = Findings()
-        findings.add(
+        raise PlanError.of(
+            "this plan",
             where="loss",
             given=f"a module with parameters: {few(trained)}",
             required="a function of the model's output: what is trained is in the model",
             fix="a model that has the loss as a module of its own, and returns it",
         )
-        findings.raise_if_any()
 
 
 __all__ = ["Loss", "check_loss", "output_loss"]

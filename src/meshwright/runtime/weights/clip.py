@@ -27,8 +27,7 @@ class Clipping:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, waiting: CommunicationTimer) -> None:
         self._device, self._waiting = groups.device, waiting
-        held = [line for line in recipe.parameters if recipe.holds(line, groups.rank)]
-        self._copies = {line.name: recipe.copies(line) for line in held}
+        self._copies = {line.name: recipe.copies(line) for line in recipe.held_by(groups.rank)}
         self._standing = Standing(model, self._copies)
         self._weights: dict[tuple[int, ...], Tensor] = {}  # copies of some parts → the same on the device
 

@@ -35,7 +35,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         return
     modules = dict(model.named_modules())
     named = dict(model.named_parameters(remove_duplicate=False))
-    sharded = [p for p in recipe.parameters if p.data != "loose" and recipe.holds(p, groups.rank)]
+    sharded = [line for line in recipe.held_by(groups.rank) if line.data != "loose"]
     others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in sharded}
     for unit in recipe.units:
         if unit.name and not any(p.unit == unit.name for p in sharded):

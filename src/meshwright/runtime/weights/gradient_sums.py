@@ -27,9 +27,9 @@ class OwnSums:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._all = groups
-        lines = [line for line in recipe.parameters if _is_summed(line, recipe)]
-        self._names = [line.name for line in lines]  # on every rank alike
-        self.groups = {line.name: _groups_of(line, recipe, groups) for line in lines if recipe.holds(line, groups.rank)}
+        self._names = [line.name for line in recipe.parameters if _is_summed(line, recipe)]  # on every rank alike
+        held = [line for line in recipe.held_by(groups.rank) if _is_summed(line, recipe)]
+        self.groups = {line.name: _groups_of(line, recipe, groups) for line in held}
         self._standing = Standing(model, self.groups)
 
     @torch.no_grad()

@@ -124,9 +124,7 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values | None
     """Fills what this rank holds, one parameter at a time; with no numbers (nan), where values come later."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        for line in recipe.parameters:
-            if not recipe.holds(line, groups.rank):
-                continue
+        for line in recipe.held_by(groups.rank):
             local = local_tensor(named[line.name])
             if values is None:
                 local.fill_(torch.nan if local.is_floating_point() or local.is_complex() else 0)

@@ -46,7 +46,7 @@ class StepGradients:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, hooks: Mapping[str, Hooks]) -> None:
         self._recipe, self._groups = recipe, groups
         self._sums, self._hooks = OwnSums(model, recipe, groups), hooks
-        self._held = [line.name for line in recipe.parameters if recipe.holds(line, groups.rank)]
+        self._held = [line.name for line in recipe.held_by(groups.rank)]
         self._own = [name for name in self._held if name in self._sums.groups or name in hooks]
         self._standing = Standing(model, {*self._held, *hooks})
 
