@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from meshwright.api import make_recipe
 from meshwright.draw.communication import communication
 from meshwright.draw.facts import shard_map
 from meshwright.draw.memory import memory_profile
@@ -21,6 +20,7 @@ from meshwright.mismatch import Mismatch
 from meshwright.parity.compare import Errors
 from meshwright.parity.report import Report as Verdict
 from meshwright.plan import Plan
+from meshwright.planned import make_recipe
 from meshwright.prediction.dryrun import dry_run
 from meshwright.prediction.predict import predict
 from meshwright.prediction.result import Prediction

@@ -15,7 +15,6 @@ from rich.console import Console
 import branching as models
 from branching import on
 from meshwright.amounts import count_text, size_text
-from meshwright.api import make_recipe
 from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, shard_map
 from meshwright.draw.parameters import itemsize
@@ -23,6 +22,7 @@ from meshwright.draw.terminal import render
 from meshwright.draw.text import ranges_text, ranks_text
 from meshwright.layout import REPLICATE, even_shard
 from meshwright.mesh import Mesh
+from meshwright.planned import make_recipe
 from meshwright.recipe import ParameterRecipe, Recipe, Slices, Unit, place_slices, take_slices
 from meshwright.submesh import Submesh
 from test_branches import SHARES, WAYS

@@ -10,7 +10,8 @@
     recipe      Recipe                         every decision, with its reason
     container   Branches                       modules side by side, and how their results become one
     checkpoint  save_checkpoint, load_checkpoint   of a plain module; a job has save and load
-    api         parallelize, make_recipe       a model and a plan → a job
+    api         parallelize                    a model and a plan → a job
+    planned     make_recipe                    its first half: every decision; starts no process
     runtime.job Job                            step, clip, evaluate, batches
     watch.watchdog Watch                       ends a job that hangs, with a report
     workers.pool local_workers                 processes on this machine, started once
@@ -37,7 +38,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import make_recipe, parallelize
+    from meshwright.api import parallelize
     from meshwright.calls.placeholder import RemoteTensor, RowShard
     from meshwright.checkpoint.jobs import load_checkpoint, save_checkpoint
     from meshwright.checkpoint.load import Loaded
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
     from meshwright.plan import Plan
+    from meshwright.planned import make_recipe
     from meshwright.prediction.difference import Difference, compare
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
@@ -76,7 +78,7 @@ _HOME = {
     "Shard": "layout", "Replicate": "layout", "Partial": "layout",
     "Plan": "plan",
     "Recipe": "recipe",
-    "parallelize": "api", "make_recipe": "api",
+    "parallelize": "api", "make_recipe": "planned",
     "Branches": "container",
     "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
     "Job": "runtime.job",

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from meshwright.auto import agreed_plan
 from meshwright.deferred import Build
 from meshwright.plan import Plan, PlanLike
-from meshwright.planned import make_job, make_recipe
+from meshwright.planned import make_job
 from meshwright.runtime.apply import Transform
 from meshwright.runtime.groups import ensure_world
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.loss import Loss, output_loss
-
-__all__ = ["make_recipe", "parallelize"]
 
 
 def parallelize(

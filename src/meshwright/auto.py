@@ -43,7 +43,7 @@ def agreed_plan(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.
     answer: list[Chosen | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = _found(build, plan, batch, loss, device, timeout)
+            answer[0] = _searched_beside(build, plan, batch, loss, device, timeout)
         except PlanError as problem:
             answer[0] = problem
         except WorkerError as failure:
@@ -55,17 +55,18 @@ def agreed_plan(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.
     return answer[0]
 
 
-def _found(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
+def _searched_beside(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
+    """The plan, found by a process beside this one. Raises PlanError, or WorkerError if that process fails."""
     profile, ranks = profile_here(device.type), dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     nodes = ranks // here if device.type == "cuda" and ranks % here == 0 else None
     rows = mapped(lambda t: t.detach().cpu(), plain(batch))
     with local_workers(1, start_method="spawn") as beside:
         try:
-            found: Chosen = beside.run(_search, build, plan, rows, loss, profile, ranks, nodes, timeout=timeout)[0]
+            chosen: Chosen = beside.run(_search, build, plan, rows, loss, profile, ranks, nodes, timeout=timeout)[0]
         except TypeError as error:  # what cannot be pickled
             raise _not_sent(error) from None
-    return found
+    return chosen
 
 
 def _search(

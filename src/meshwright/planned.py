@@ -228,7 +228,7 @@ def _agreed(recipe: Recipe) -> Recipe:
 
 
 def check_world(mesh: Mesh, world: int) -> None:
-    """Raises PlanError where the mesh and the number of processes differ."""
+    """Raises PlanError if the mesh and the number of processes differ."""
     if mesh.size == world:
         return
     raise PlanError.of(

@@ -41,8 +41,8 @@ class Exchange(Protocol):
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """(value, branch) → what it computes with; and an anchor, for the join of the region."""
 
-    def join(self, move: Join, own: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
-        """Values of branches become those of the place around. ``own``: those of this rank's branch."""
+    def join(self, move: Join, made_here: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
+        """Values of branches become those of the place around. ``made_here``: those of this rank's branch."""
 
     def lend(self, around: int, number: int, t: Tensor) -> None:
         """This rank's branch made a value that a fork to come gives to others."""

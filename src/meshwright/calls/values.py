@@ -79,14 +79,14 @@ class StageValues:
         for branch in branches:
             self._forked.setdefault(branch, {})[number] = tensors[number, branch]
 
-    def join(self, move: Join, own: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]) -> None:
+    def join(self, move: Join, made_here: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]) -> None:
         """Values of branches are those of the place around, too.
 
         Args:
-            own: those that this rank's branches made.
+            made_here: those that this rank's branches made.
             arriving: those whose memory is filled by others, and not before ``wait`` has returned.
         """
-        self._kept |= {(n, b): own[n] for n, b in move.values if n in own and n in move.kept}
+        self._kept |= {(n, b): made_here[n] for n, b in move.values if n in made_here and n in move.kept}
         self._arriving |= dict.fromkeys(arriving, wait)
         self.missing -= {n for n, _ in move.values}
 

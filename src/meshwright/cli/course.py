@@ -71,7 +71,7 @@ def write(folder: Path, same: Same) -> None:
 
 
 def check_same(folder: Path, before: Same, now: Same) -> None:
-    """Raises PlanError where a command would go on with a run as if it were another."""
+    """Raises PlanError if a command would go on with a run as if it were another."""
     findings = Findings("this command")
     was, said = asdict(before), json.loads(json.dumps(asdict(now), default=str))
     for key in ("target", "loss"):  # where the file stands is another matter: another node may have it elsewhere
@@ -92,7 +92,7 @@ def _shown(value: object) -> str:
 
 
 def check_fresh(folder: Path) -> None:
-    """Raises PlanError where a launcher would start afresh again at each of its restarts."""
+    """Raises PlanError if a launcher would start afresh again at each of its restarts."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         required = "no --fresh beside --max-restarts: each restart would begin afresh"
         raise PlanError.of(

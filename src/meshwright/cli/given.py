@@ -219,7 +219,7 @@ def pieces_of(plan: Plan) -> int:
 
 
 def _check_device(device: str | None) -> None:
-    """Raises PlanError where there is no such device."""
+    """Raises PlanError if there is no such device."""
     findings = Findings("this command")
     if device == "cuda":
         import torch

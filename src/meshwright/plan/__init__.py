@@ -149,7 +149,7 @@ class Plan:
     def at(self, processes: int) -> Plan:
         """This plan with the mesh chosen for so many processes: the first of its meshes that has as many ranks.
 
-        Raises PlanError where none has, with all of them. A plan of one mesh is given back as it is, whatever its size:
+        Raises PlanError if none has, with all of them. A plan of one mesh is given back as it is, whatever its size:
         who starts it says what is missing. A plan with ``mesh: auto`` stays so for more than one process: a search finds
         its mesh.
         """

@@ -268,10 +268,10 @@ class Division:
                 "rows are not run apart, cannot be known now; `job.finish_step()` before `optimizer.step()` says it in time"
             )
         everywhere: list[Any] = [None] * dist.get_world_size()
-        own = [bool(torch.isfinite(loss)) for loss in step.losses]
-        dist.all_gather_object(everywhere, own, group=groups.hosts[""])
-        of = [(rank, m, finite) for rank, own in enumerate(everywhere) for m, finite in enumerate(own)]
-        two = [next(((rank, m) for rank, m, finite in of if finite == wanted), None) for wanted in (False, True)]
+        finite_here = [bool(torch.isfinite(loss)) for loss in step.losses]
+        dist.all_gather_object(everywhere, finite_here, group=groups.hosts[""])
+        pieces = [(rank, m, finite) for rank, there in enumerate(everywhere) for m, finite in enumerate(there)]
+        two = [next(((rank, m) for rank, m, finite in pieces if finite == wanted), None) for wanted in (False, True)]
         rows = [self._rows_of_piece(step.pieces, *piece) for piece in two if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
         if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):

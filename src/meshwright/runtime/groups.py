@@ -265,7 +265,7 @@ def _init_world(place: torch.device, wait: timedelta) -> None:
 
 
 def check_devices(processes: int, devices: int, kind: str) -> None:
-    """Raises PlanError where several processes of this machine would share a device, of which NCCL makes no communicator."""
+    """Raises PlanError if several processes of this machine would share a device, of which NCCL makes no communicator."""
     if processes <= devices:
         return
     raise PlanError.of(

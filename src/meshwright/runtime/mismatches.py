@@ -26,13 +26,13 @@ def mismatches(held: HeldModel) -> tuple[Mismatch, ...]:
     differ from most of them, or from the first if there is no majority, are told.
     """
     held.reshard()
-    own: dict[str, list[nn.Parameter]] = defaultdict(list)  # at each place of a tied one
+    here: dict[str, list[nn.Parameter]] = defaultdict(list)  # at each place of a tied one
     for name, p in held.module.named_parameters(remove_duplicate=False):
-        own[held.recipe.by_name[name].name].append(p)
-    wrong = list(_of_rank(own, held.recipe, held.rank))
+        here[held.recipe.by_name[name].name].append(p)
+    wrong = list(_of_rank(here, held.recipe, held.rank))
     known = {one.parameter for one in wrong}
     sums = {
-        line.name: int(checksum(local_tensor(own[line.name][0])))
+        line.name: int(checksum(local_tensor(here[line.name][0])))
         for line in held.recipe.held_by(held.rank)
         if line.name not in known and held.recipe.copies(line) > 1
     }
@@ -43,11 +43,11 @@ def mismatches(held: HeldModel) -> tuple[Mismatch, ...]:
     return (*shapes, *_values(held.recipe, [sums_there for _, sums_there in told]))
 
 
-def _of_rank(own: Mapping[str, list[nn.Parameter]], recipe: Recipe, rank: int) -> Iterator[Mismatch]:
+def _of_rank(here: Mapping[str, list[nn.Parameter]], recipe: Recipe, rank: int) -> Iterator[Mismatch]:
     """What this rank has, or lacks, otherwise than the recipe says."""
     for line in recipe.parameters:
         expected = recipe.held_shape(line, rank) if recipe.holds(line, rank) else None
-        shapes = {None if p.is_meta else tuple(local_tensor(p).shape) for p in own.get(line.name, ())} or {None}
+        shapes = {None if p.is_meta else tuple(local_tensor(p).shape) for p in here.get(line.name, ())} or {None}
         for shape in shapes - {expected}:
             yield Mismatch(rank, line.name, _text(expected, line), _text(shape, line))
 

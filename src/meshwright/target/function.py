@@ -63,7 +63,7 @@ def find(spec: str, role: Role, findings: Findings) -> Callable[..., Any] | None
 
 
 def absolute(spec: str, role: Role) -> str:
-    """The spec, good in any directory. Raises PlanError where it is none."""
+    """The spec, good in any directory. Raises PlanError if it is none."""
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
         findings = Findings(role.subject)

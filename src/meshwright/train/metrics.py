@@ -74,7 +74,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_tensorboard() -> None:
-    """Raises PlanError where TensorBoard is not installed."""
+    """Raises PlanError if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
         findings = Findings("this command")
         required = "the package tensorboard, which is an extra"

@@ -114,7 +114,7 @@ class Batches:
 
 
 def check_global_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
-    """Raises PlanError where the rows of a step do not divide over data ranks and microbatches."""
+    """Raises PlanError if the rows of a step do not divide over data ranks and microbatches."""
     pieces = mesh.data_size * microbatches
     if global_batch % pieces or global_batch < 1:
         near = max(round(global_batch / pieces), 1) * pieces
