@@ -72,7 +72,8 @@ class Given:
         settings = {key: _value(text) for key, text in others.items()} | ({"seq_len": seq} if seq else {})
         problems = Problems()
         resolved, count = problems.of(lambda: _at(Plan.from_command(plan, mesh, ours), ranks)), 1
-        found, size = resolved is not None and resolved.auto and "RANK" not in os.environ, ranks or _gpus()
+        found = resolved is not None and resolved.auto and "RANK" not in os.environ
+        size = (ranks or _gpus()) if found else 0  # (to count GPUs takes torch, whose import takes a second)
         if resolved is not None:
             count = rows(pieces_of(resolved.replace(mesh={"dp_shard": size}) if found else resolved))
             if not found:
