@@ -25,6 +25,7 @@ SEVENTY_BILLION = (
 )
 SMALL = "n_layer=2,n_embd=64,n_head=4,vocab_size=512"
 TORCH = ("-c", "import torch")
+LENGTHS = "lengths"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def best(measure: Callable[[], Took], runs: int) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(wait.name for wait in WAITS)}")
+    names = [*(wait.name for wait in WAITS), LENGTHS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--runs", type=int, default=3)
     given = parser.parse_args()
     print(f"{'':58} {'aim':>6} {'CPU':>7} {'wall':>7}   seconds")
@@ -120,6 +122,9 @@ def main() -> None:
         if wait.beyond is not None:
             took = took.less(best(lambda: run(wait.beyond or (), 0), given.runs))  # noqa: B023
         print(f"{wait.what:58} {wait.aim:6.1f} {took.cpu:7.2f} {took.wall:7.2f}", flush=True)
+    if not given.names or LENGTHS in given.names:
+        print("\na step of a new length, by CPU time of rank 0:", flush=True)
+        subprocess.run([sys.executable, *_script(LENGTHS)], env=_environment(), check=True)
 
 
 if __name__ == "__main__":
