@@ -44,14 +44,14 @@ class Wait:
     """One thing that a person waits for.
 
     Attributes:
-        aim: seconds on an idle machine.
+        aim: seconds on an idle machine; None where none is set.
         code: the exit code that is right.
         beyond: another process, whose seconds are not counted.
     """
 
     name: str
     what: str
-    aim: float
+    aim: float | None
     arguments: tuple[str, ...]
     code: int = 0
     beyond: tuple[str, ...] | None = None
@@ -73,9 +73,9 @@ WAITS = (
     Wait("mistake", "an error in the plan of an hf: target", 3.0,
          _command("show", "hf:llama", "--mesh", "dp_shard=128,tpp=8"), code=2),
     Wait("import", "import torch, meshwright: beyond torch", 0.2, ("-c", "import torch, meshwright"), beyond=TORCH),
-    Wait("api", "from meshwright import parallelize: beyond torch", 1.0,
+    Wait("api", "from meshwright import parallelize: beyond torch", None,
          ("-c", "import torch; from meshwright import parallelize"), beyond=TORCH),
-    Wait("help", "meshwright --help", 1.0, _command("--help")),
+    Wait("help", "meshwright --help", None, _command("--help")),
     Wait("check", "check: a small GPT-2 on 2 workers", 12.0,
          _command("check", "hf:gpt2", "--mesh", "tp=2", "--set", SMALL)),
     Wait("unet", "planning: a U-Net of 953 events, pp=8,tp=2: beyond import", 10.0, _script("unet"),
@@ -121,7 +121,8 @@ def main() -> None:
         took = best(lambda: run(wait.arguments, wait.code), given.runs)  # noqa: B023
         if wait.beyond is not None:
             took = took.less(best(lambda: run(wait.beyond or (), 0), given.runs))  # noqa: B023
-        print(f"{wait.what:58} {wait.aim:6.1f} {took.cpu:7.2f} {took.wall:7.2f}", flush=True)
+        aim = "" if wait.aim is None else f"{wait.aim:.1f}"
+        print(f"{wait.what:58} {aim:>6} {took.cpu:7.2f} {took.wall:7.2f}", flush=True)
     if not given.names or LENGTHS in given.names:
         print("\na step of a new length, by CPU time of rank 0:", flush=True)
         subprocess.run([sys.executable, *_script(LENGTHS)], env=_environment(), check=True)
