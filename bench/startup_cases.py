@@ -1,10 +1,10 @@
 """What bench/startup.py runs in processes of its own.
 
-python bench/startup_cases.py nothing | unet | lengths
+    python bench/startup_cases.py nothing | unet | lengths
 
 nothing    imports what planning takes
 unet       the same, and plans a U-Net of 953 events, whose blocks are of many widths: each time that something is learnt
-               of their parameters, the forward is followed again
+           of their parameters, the forward is followed again
 lengths    CPU milliseconds of a step whose length was met before, and of one whose length is new, over pp=2 and over data
            ranks; and how many forwards were recorded for these
 """
