@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
 from meshwright.recipe import Recipe
-from meshwright.runtime.apply import Transform, apply, cast, cast_type
-from meshwright.runtime.groups import ensure_world, make_groups
-from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain
 from meshwright.runtime.rows.label_counter import Recorder
 from meshwright.runtime.rows.loss import Loss, check_loss, output_loss
@@ -41,6 +38,10 @@ from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
 from meshwright.submesh import Submesh
+
+if TYPE_CHECKING:
+    from meshwright.runtime.apply import Transform
+    from meshwright.runtime.job import Job
 
 
 def make_job(
@@ -66,6 +67,10 @@ def make_job(
     Raises:
         PlanError: with every problem of the plan, before anything starts.
     """
+    # What runs a recipe: whoever asks for a recipe alone does not wait for it.
+    from meshwright.runtime.apply import apply
+    from meshwright.runtime.groups import ensure_world, make_groups
+
     loss = loss or output_loss
     place = ensure_world(device, timeout)
     plan = plan.at(dist.get_world_size())
@@ -107,6 +112,8 @@ class Planned:
         plan.check_mesh()
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
+            from meshwright.runtime.apply import cast, cast_type
+
             cast(self._model, dtype)
             batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
         self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
@@ -134,6 +141,8 @@ class Planned:
         planned = self.under(recipe)
         planned._model = record(build, seed=recipe.seed, draw=False).module
         if self._dtype is not None:
+            from meshwright.runtime.apply import cast
+
             cast(planned._model, self._dtype)
         return planned
 

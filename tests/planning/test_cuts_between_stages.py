@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-from math import inf
+import tracemalloc
+from collections.abc import Sequence
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 import torch
@@ -14,20 +15,77 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.planning.pipeline import _best
+from meshwright.graph import Event, ModelGraph, Value
+from meshwright.planning.pipeline import SLACK, Costs, choose_cuts
+
+SIZES = {"p0": 1, "p1": 2, "p2": 5, "p3": 20}  # bytes of parameters
+Pinned = dict[int, frozenset[int]]
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 5))
-def test_the_smallest_largest_cost_is_found(costs: list[int], stages: int) -> None:
-    n = len(costs)
-    found, cuts = _best(n, stages, lambda k, i, j: float(sum(costs[i:j])), max)
-    every = [
-        max(sum(costs[i:j]) for i, j in zip((0, *chosen), (*chosen, n), strict=True))
-        for chosen in combinations(range(1, n), stages - 1)
-    ]
-    assert found == (min(every) if every else inf)
-    if every:
-        assert max(sum(costs[i:j]) for i, j in zip((0, *cuts), (*cuts, n), strict=True)) == found
+def program(*events: tuple[int, str, int, int]) -> ModelGraph:
+    """Of each event its work, its parameter, the bytes of its result, and which event's result it takes (-1: none)."""
+    graph = ModelGraph()
+    for i, (work, name, size, taken) in enumerate(events):
+        inputs = (taken,) if taken >= 0 else ()
+        graph.events.append(Event((), i, "f", inputs, (i,), None, (name,), (), work, 0, False, False, ""))
+        graph.values.append(Value((size,), (1,), "int8", 1, False, i, i, i))
+    return graph
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[ModelGraph, int, Pinned, bool]:
+    """A short program, a number of stages, on which of them some events may be, and whether a stage may be empty."""
+    n, stages = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    names, number = st.sampled_from(sorted(SIZES)), st.integers(0, 9)
+    graph = program(*((draw(number), draw(names), draw(number), draw(st.integers(-1, i - 1))) for i in range(n)))
+    some = st.sets(st.integers(0, stages - 1), min_size=1).map(frozenset)
+    return graph, stages, draw(st.dictionaries(st.integers(0, n - 1), some, max_size=2)), draw(st.booleans())
+
+
+@given(programs())
+def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, int, Pinned, bool]) -> None:
+    graph, stages, pinned, empty = given_
+    n, costs = len(graph.events), Costs(graph, SIZES)
+
+    def runs(cuts: Sequence[int]) -> list[tuple[int, int]]:
+        return list(pairwise((0, *cuts, n)))
+
+    def allowed(cuts: Sequence[int]) -> bool:
+        said = all(k in pinned.get(i, [k]) for k, (start, stop) in enumerate(runs(cuts)) for i in range(start, stop))
+        return said and all(start < stop for start, stop in runs(cuts) if not empty or stop == n)
+
+    def work(cuts: Sequence[int]) -> int:
+        return max(sum(e.work for e in graph.events[i:j]) for i, j in runs(cuts))
+
+    def memory(cuts: Sequence[int]) -> int:
+        return max(
+            4 * sum(SIZES[name] for name in {e.parameters[0] for e in graph.events[i:j]})
+            + sum(v.bytes for v in graph.values[i:j])
+            for i, j in runs(cuts)
+        )
+
+    def crossing(cuts: Sequence[int]) -> int:
+        return sum(costs.crossing[cut] for cut in cuts)
+
+    ways = [cuts for cuts in combinations_with_replacement(range(n + 1), stages - 1) if allowed(cuts)]
+    found = choose_cuts(graph, range(1, n), stages, SIZES, pinned, empty=empty)
+    if found is None:
+        assert not ways
+        return
+    light = [cuts for cuts in ways if work(cuts) <= SLACK * min(map(work, ways))]
+    small = [cuts for cuts in light if memory(cuts) <= SLACK * min(map(memory, light))]
+    assert tuple(found) in small and crossing(found) == min(map(crossing, small))
+
+
+def test_what_choosing_cuts_takes_grows_with_the_places_and_not_with_their_square() -> None:
+    names = sorted(SIZES)
+    graph = program(*((1 + i % 7, names[i % 4], 1 + i % 5, i - 1) for i in range(2000)))
+    tracemalloc.start()
+    cuts = choose_cuts(graph, range(1, 2000), 4, SIZES, {})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert cuts is not None and len(cuts) == 3
+    assert peak < 4e6, "a number for each pair of places is 16 MB at least"
 
 
 class Stack(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.planning.known_shapes import KnownShapes
+from meshwright.planning.planner import Planner
 from meshwright.planning.shadow import Shadow
 from meshwright.private import storage_of
 from meshwright.spmd.decide import DECIDERS
@@ -154,3 +155,45 @@ def test_a_block_that_is_used_in_another_way_is_seen() -> None:
     )
     assert all("Shard" in layout for layout in equal.values())
     assert all("Shard" not in layout for layout in other.values()), "a family is decided as one"
+
+
+class Fused(nn.Module):
+    """Blocks of other widths, so that each is a family of its own; the forward is followed again for each that is fused."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.fused = nn.ModuleList(nn.Linear(8, 3 * width) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = F.gelu(self.first(x)).mean()
+        for linear in self.fused:
+            a, b, c = linear(x).chunk(3, -1)
+            total = total + (a * b * c).square().mean()
+        return total
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a forward is followed, and how often a call of gelu is decided in all of these."""
+    seen: Counter[str] = Counter()
+    init, decider = Planner.__init__, DECIDERS[F.gelu]
+
+    def counted(planner: Planner, *args: Any) -> None:
+        seen["passes"] += 1
+        init(planner, *args)
+
+    def decided(call: Any) -> Any:
+        seen["gelu"] += 1
+        return decider(call)
+
+    monkeypatch.setattr(Planner, "__init__", counted)
+    monkeypatch.setitem(DECIDERS, F.gelu, decided)
+    return seen
+
+
+def test_what_is_learnt_of_several_parameters_at_once_restarts_the_forward_once(passes: Counter[str]) -> None:
+    made = mw.make_recipe(lambda: Fused(4, 8, 12), {"mesh": {"tp": 2}}, (torch.randn(4, 8),), lambda loss: loss)
+    assert {str(line.tp) for line in made.parameters if "fused" in line.name} == {"Shard(0, parts=3)"}
+    assert passes["passes"] == 3 + 1, "once for each weight with its bias"
+    assert passes["gelu"] == 2, "once to be read, once to be executed: what was decided in one pass holds in the next"

@@ -68,7 +68,10 @@ class Given:
         problems = Problems()
         plan = problems.of(lambda: _at(Plan.from_command(request.plan, request.mesh, plan_settings), request.ranks))
         searches = plan is not None and plan.auto and "RANK" not in os.environ
-        ranks, made_rows = request.ranks or _gpus(), 1
+        ranks = (
+            (request.ranks or _gpus()) if searches else 0
+        )  # (to count GPUs takes torch, whose import takes a second)
+        made_rows = 1
         if plan is not None:
             made_rows = rows(pieces_of(plan.replace(mesh={"dp_shard": ranks}) if searches else plan))
             if not searches:

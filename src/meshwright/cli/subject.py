@@ -136,9 +136,9 @@ def _rows(pieces: int) -> int:
 
 def _check_rows(plan: Plan, global_batch: int | None) -> None:
     """Raises PlanError if the rows do not divide over data ranks and microbatches."""
-    from meshwright.runtime.rows.batches import check_global_batch
-
     if global_batch is not None:
+        from meshwright.runtime.rows.batches import check_global_batch  # with it torch, which takes a second
+
         check_global_batch(global_batch, plan.mesh, plan.pieces)
 
 

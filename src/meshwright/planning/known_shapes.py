@@ -6,6 +6,7 @@ Python; to describe its arguments, and to make a tensor of a known shape, takes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ from meshwright.private import autocast_is_on, storage_of, without_dispatch
 from meshwright.spmd.autograd_functions import transforming
 
 
+@dataclass
+class Asked:
+    """What functions were asked for, which holds for every forward of a model.
+
+    Attributes:
+        known: a function and the description of its arguments → what it gives.
+        others: functions that gave something else than a tensor of new memory: not asked after again.
+    """
+
+    known: dict[Any, Laid] = field(default_factory=dict)
+    others: set[Any] = field(default_factory=set)
+
+
 class KnownShapes(Meeting):
     """A ``Meeting`` that remembers what functions give.
 
@@ -27,24 +41,24 @@ class KnownShapes(Meeting):
 
     Args:
         shadow: on for as long as this is.
+        asked: what is known already, and gets the rest.
     """
 
-    def __init__(self, shadow: Shadow) -> None:
+    def __init__(self, shadow: Shadow, asked: Asked | None = None) -> None:
         super().__init__()
         self._shadow = shadow
-        self._known: dict[Any, Laid] = {}
-        self._others = set[Any]()  # functions that gave something else: not asked after again
+        self._asked = asked if asked is not None else Asked()
 
     def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """See ``Meeting``."""
-        if func in self._others or torch.is_grad_enabled() or autocast_is_on() or transforming():
+        if func in self._asked.others or torch.is_grad_enabled() or autocast_is_on() or transforming():
             return super().met(func, name, args, kwargs)
         arguments = (*args, *kwargs.values())
         tensors = tensors_among(arguments)
         if not tensors or not all(map(_is_described, arguments)):
             return super().met(func, name, args, kwargs)
         key = func, torch.get_default_dtype(), described(args), described(kwargs)
-        if (known := self._known.get(key)) is not None:
+        if (known := self._asked.known.get(key)) is not None:
             # Shadow would take a factory that asks for meta for one that asked a parameter's device.
             with without_dispatch():
                 made = known.on_meta()
@@ -53,9 +67,9 @@ class KnownShapes(Meeting):
         noted = self._shadow.noted()
         result = super().met(func, name, args, kwargs)
         if self._shadow.noted() == noted and _is_fresh(result, tensors):
-            self._known[key] = laid(result)
+            self._asked.known[key] = laid(result)
         else:
-            self._others.add(func)
+            self._asked.others.add(func)
         return result
 
 
@@ -81,4 +95,4 @@ def _is_fresh(result: Any, tensors: list[Tensor]) -> bool:
     return not result.storage_offset() and result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
 
-__all__ = ["KnownShapes"]
+__all__ = ["Asked", "KnownShapes"]

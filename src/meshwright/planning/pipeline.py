@@ -7,21 +7,22 @@ A cut is a position in the recorded program (graph.py). It may stand anywhere bu
     after a value was read for Python to act on, within the module that read it
     where memory is written that is on both sides (the rule of planning/memory.py)
 
-Among all cuts, those with the smallest largest work of a stage are found exactly, by dynamic programming; among those
+Among all cuts, those with the smallest largest work of a stage are found exactly (planning/partition.py); among those
 within ``SLACK`` of it the ones with the smallest largest memory; among those the ones that the fewest bytes cross.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from math import inf, prod
+from math import prod
 
 from meshwright.errors import Findings
 from meshwright.graph import ROOT, ModelGraph, spelled
+from meshwright.planning.partition import Earliest, Runs
 from meshwright.recipe import Stage
 
 SLACK = 1.03
@@ -93,10 +94,35 @@ class Costs:
             for b in range(value.position + 1, max(consumers) + 1):
                 self.crossing[b] += value.bytes
 
-    def memory(self, start: int, stop: int) -> int:
-        """Bytes of parameters with gradients and two optimizer states, and of the activations of a microbatch."""
-        names = {n for e in self.graph.events[start:stop] for n in e.parameters}
-        return 4 * sum(self.sizes[n] for n in names) + self.kept[stop] - self.kept[start]
+    def by_work(self, marks: Sequence[int], limit: float) -> Earliest:
+        """For each of ``marks``, the earliest of them from which a stage up to it has at most so much work."""
+        earliest, i = [0], 0
+        for stop in marks[1:]:
+            while self.work[stop] - self.work[marks[i]] > limit:
+                i += 1
+            earliest.append(i)
+        return earliest
+
+    def by_memory(self, marks: Sequence[int], limit: float) -> Earliest:
+        """The same for bytes: of parameters with gradients and two optimizer states, and of the activations of a microbatch."""
+        held, parameters, earliest, i = Counter[str](), 0, [0], 0
+        names = [self._parameters(start, stop) for start, stop in pairwise(marks)]
+        for j, stop in enumerate(marks[1:]):
+            parameters += 4 * sum(self.sizes[name] for name in names[j] if not held[name])
+            held.update(names[j])
+            while parameters + self.kept[stop] - self.kept[marks[i]] > limit:
+                held.subtract(names[i])
+                parameters -= 4 * sum(self.sizes[name] for name in names[i] if not held[name])
+                i += 1
+            earliest.append(i)
+        return earliest
+
+    def memory(self) -> int:
+        """Bytes of one stage that has everything."""
+        return 4 * sum(self.sizes[n] for n in self._parameters(0, len(self.graph.events))) + self.kept[-1]
+
+    def _parameters(self, start: int, stop: int) -> set[str]:
+        return {name for event in self.graph.events[start:stop] for name in event.parameters}
 
 
 def choose_cuts(
@@ -117,35 +143,28 @@ def choose_cuts(
         pinned: position of an event → the stages it may be on.
     """
     marks, costs = [0, *places, len(graph.events)], Costs(graph, sizes)
-    n = len(marks) - 1
-    if n < stages and not empty:
+    if len(marks) <= stages and not empty:
         return None
-    work = [[costs.work[marks[j]] - costs.work[marks[i]] for j in range(n + 1)] for i in range(n + 1)]
-    pins = sorted(pinned)
-
-    def fits(k: int, i: int, j: int) -> bool:
-        lo, hi = bisect_right(pins, marks[i] - 1), bisect_right(pins, marks[j] - 1)
-        return all(k in pinned[p] for p in pins[lo:hi])
-
-    least, _ = _best(n, stages, lambda k, i, j: float(work[i][j]) if fits(k, i, j) else inf, max, empty)
-    if least == inf:
+    runs = Runs(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
+    work = runs.smallest(costs.work[-1], lambda limit: costs.by_work(marks, limit))
+    if work is None:
         return None
+    light = costs.by_work(marks, work * SLACK)
 
-    @cache
-    def memory(i: int, j: int) -> float:
-        return float(costs.memory(marks[i], marks[j]))
+    def small(limit: float) -> Earliest:
+        return list(map(max, light, costs.by_memory(marks, limit)))
 
-    def light(k: int, i: int, j: int) -> bool:
-        return work[i][j] <= least * SLACK and fits(k, i, j)
-
-    smallest, _ = _best(n, stages, lambda k, i, j: memory(i, j) if light(k, i, j) else inf, max, empty)
-
-    def crossing(k: int, i: int, j: int) -> float:
-        fine = light(k, i, j) and memory(i, j) <= smallest * SLACK
-        return float(costs.crossing[marks[i]]) if fine else inf
-
-    _, cuts = _best(n, stages, crossing, lambda a, b: a + b, empty)
+    memory = runs.smallest(costs.memory(), small)
+    assert memory is not None  # all of it is the largest limit
+    cuts = runs.cheapest(small(memory * SLACK), [costs.crossing[mark] for mark in marks])
     return [marks[i] for i in cuts]
+
+
+def _by_pins(marks: Sequence[int], pinned: Mapping[int, frozenset[int]], stage: int) -> Earliest:
+    """For each of ``marks``, the earliest of them from which nothing up to it is to be on another stage."""
+    others = sorted(position for position, stages in pinned.items() if stage not in stages)
+    last = (bisect_left(others, mark) - 1 for mark in marks)
+    return [bisect_right(marks, others[p]) if p >= 0 else 0 for p in last]
 
 
 def cut_as_before(
@@ -181,39 +200,6 @@ def cut_as_before(
             graph.of_this_batch |= of_batch
             return tuple(cuts)
     return None
-
-
-def _best(
-    n: int,
-    stages: int,
-    cost: Callable[[int, int, int], float],
-    join: Callable[[float, float], float],
-    empty: bool = False,
-) -> tuple[float, list[int]]:
-    """Cuts of 0..n into ``stages`` runs, with the least joined cost; (the cost, where runs 1, 2 … begin).
-
-    ``empty``: runs but the last may be empty.
-    """
-    best = {(0, 0): (0.0, -1)}
-    for k in range(stages):
-        fewest = 0 if empty and k < stages - 1 else 1
-        for j in range(n + 1):
-            least = (inf, -1)
-            for i in range(j - fewest + 1):
-                if (k, i) not in best or best[k, i][0] >= least[0]:
-                    continue
-                total = join(best[k, i][0], cost(k, i, j))
-                if total < least[0]:
-                    least = (total, i)
-            if least[0] < inf:
-                best[k + 1, j] = least
-    if (stages, n) not in best:
-        return inf, []
-    cuts, j = [], n
-    for k in range(stages, 1, -1):
-        j = best[k, j][1]
-        cuts.append(j)
-    return best[stages, n][0], cuts[::-1]
 
 
 def stage_of(cuts: Sequence[int], position: int) -> int:

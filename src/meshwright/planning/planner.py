@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
 from meshwright.spmd.dispatcher import Dispatcher, signature_of
+from meshwright.spmd.execute import Ready
 from meshwright.spmd.mode import SPECIAL, GlobalTensorMode
 from meshwright.spmd.signature import NEVER, ReadsValue, with_values
 from meshwright.spmd.tensor import GlobalTensor
@@ -104,6 +105,19 @@ def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 _AT_ONCE = "its cut would be gathered again at once"
 
 
+@dataclass
+class Decisions:
+    """What is decided on calls, by their signature. It follows from the signature alone, so it holds for every pass.
+
+    Attributes:
+        read: with the arguments of the first call, Uses in place of its tensors.
+        prepared: as `Dispatcher.prepared`.
+    """
+
+    read: dict[tuple[Any, ...], Decided] = field(default_factory=dict)
+    prepared: dict[tuple[Any, ...], Ready] = field(default_factory=dict)
+
+
 class Planner:
     """What is known of the cuts of parameters, in one run of a forward: it reads decisions, and decides for parameters.
 
@@ -132,9 +146,11 @@ class Planner:
         self._alive: list[Tensor] = []  # memory is told by its address
         self.uses: Uses | None = None
         self._asked: set[str] | None = None
-        self._known: dict[
-            tuple[Any, ...], Decided
-        ] = {}  # signature → what was decided, with the tensors of the first call
+        self._known: dict[tuple[Any, ...], Decided] = {}
+
+    def take(self, decisions: Decisions) -> None:
+        """Decides nothing anew that is among ``decisions``, and adds to them what is decided."""
+        self._known, self.dispatcher.prepared = decisions.read, decisions.prepared
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
@@ -181,7 +197,7 @@ class Planner:
             if said.forced and said.kind != "replicate":
                 self.refused[name] = reason
             elif not said.forced:
-                self.learn([name], replace(self.style(name), kind="replicate", reason=reason))
+                self.learn({name: replace(self.style(name), kind="replicate", reason=reason)})
 
     def style(self, name: str) -> Style:
         said = self.styles.get(name, Style())
@@ -203,7 +219,7 @@ class Planner:
             return cut
         if style.forced:
             self.refused[name] = cut
-        self.learn([name], replace(style, kind="replicate", reason=cut))
+        self.learn({name: replace(style, kind="replicate", reason=cut)})
         return None
 
     def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
@@ -323,30 +339,35 @@ class Planner:
 
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
         total = x._mw_layout.size
+        styles: dict[str, Style] = {}
         for name in sorted(x._mw_sources):
             size = self.layouts[name].size if name in self.layouts else 0
             if size % total == 0 or all(s * size % total == 0 for s in sizes):
                 scaled = tuple(s * size // total for s in sizes)
-                self.learn([name], replace(self.style(name), blocks=scaled, units=None))
+                styles[name] = replace(self.style(name), blocks=scaled, units=None)
+        self.learn(styles)
 
     def units(self, x: Any, count: int) -> None:
+        styles: dict[str, Style] = {}
         for name in sorted(x._mw_sources):
             style = self.style(name)
             units = gcd(style.units, count) if style.units else count
             blocks = self.layouts[name].blocks if name in self.layouts else ()
             if all(b % units == 0 for b in blocks):
-                self.learn([name], replace(style, units=units))
+                styles[name] = replace(style, units=units)
+        self.learn(styles)
 
     def not_worth(self, views: Sequence[GlobalTensor], reason: str) -> None:
         names = sorted({n for v in views for n in v._mw_sources})
-        for name in names:
-            self.learn([name], replace(self.style(name), kind="replicate", reason=reason), later=True)
+        whole = {name: replace(self.style(name), kind="replicate", reason=reason) for name in names}
+        self.learn(whole, later=True)
         if any(not self.styles.get(n, Style()).forced for n in names):
             raise Learnt
 
-    def learn(self, names: list[str], style: Style, *, later: bool = False) -> None:
-        """Keeps what is now known of a family and starts over, if it is news."""
-        for name in names:
+    def learn(self, styles: Mapping[str, Style], *, later: bool = False) -> None:
+        """Keeps what is now known of parameters' families, all of it, and starts over if any is news (``later``: does not)."""
+        news = False
+        for name, style in styles.items():
             if self.styles.get(name, Style()).forced and style.kind == "replicate":
                 continue
             key = self.families.get(name, name)
@@ -355,8 +376,9 @@ class Planner:
                 if self.news[key] > _PATIENCE:
                     style = replace(style, kind="replicate", reason="no cut fits every use of it")
                 self.learnt[key] = style
-                if not later:
-                    raise Learnt
+                news = True
+        if news and not later:
+            raise Learnt
 
     def _engine(self, func: Any) -> Callable[..., Any]:
         self.differentiates = True

@@ -29,8 +29,8 @@ from torch import nn
 
 from meshwright.planning.cuts import Cuts, Style, dims_of_style
 from meshwright.planning.families import families
-from meshwright.planning.known_shapes import KnownShapes
-from meshwright.planning.planner import Learnt, Planner, Reading
+from meshwright.planning.known_shapes import Asked, KnownShapes
+from meshwright.planning.planner import Decisions, Learnt, Planner, Reading
 from meshwright.planning.shadow import Shadow
 from meshwright.planning.units import Uses
 from meshwright.private import storage_of
@@ -112,12 +112,14 @@ def _followed(
 ) -> Followed:
     learnt: dict[str, Style] = {}
     news: dict[str, int] = {}
+    asked, decisions = Asked(), Decisions()  # what a call gives, and what is decided on it, is the same in each pass
     rows = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
         planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, rows, model)
+        planner.take(decisions)
         planner.families = families
         mode, shadow = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None)
-        meeting = KnownShapes(shadow)
+        meeting = KnownShapes(shadow, asked)
         shadow.memory = planner.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
