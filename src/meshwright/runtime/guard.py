@@ -21,6 +21,7 @@ compared the ranks of a tp group say which one they enter, before they do.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ from meshwright.watch.report import spelled_ranks
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
 
+_KINDS = {
+    "parameter ": "parameters", "buffer ": "buffers", "steps of the optimizer": "optimizer steps",
+    "what enters ": "activations", "what leaves ": "activations", "loss of ": "losses", "the order ": "collectives",
+}  # fmt: skip
 _SHOWN = 8  # differences that an error tells
 _ON_GPU = " On a GPU, torch.use_deterministic_algorithms(True) leaves out kernels whose sums depend on timing."
 _FIX = (
@@ -90,6 +95,21 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """What came of a comparison; the same on every rank but for ``counts``.
+
+    Attributes:
+        step: after which it was made.
+        counts: how many parameters, buffers, activations … this rank had to compare, by kind.
+        differences: in words; empty: equal.
+    """
+
+    step: int
+    counts: Mapping[str, int]
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Constant:
     """A buffer, or frozen parameter, as it was when values were filled or loaded; its checksum then."""
 
@@ -123,6 +143,11 @@ class Entries:
         self.names.append(name)
         self.sums.append(value)
 
+    def counts(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        names = [*self.names, *(name for _, name, _ in self.numbers)]
+        return dict(Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names))
+
 
 class Guard:
     """Compares what ranks of a job should have in common.
@@ -133,6 +158,7 @@ class Guard:
     Attributes:
         optimizers: whose counts of steps are compared as well.
         cost: the all-gathers of comparisons: calls, and bytes that this rank puts in.
+        last: what came of the last comparison; None before the first.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, every: int) -> None:
@@ -140,6 +166,7 @@ class Guard:
         self.every = every if recipe.mesh.size > 1 else 0
         self.optimizers: Optimizers = None
         self.cost = Ledger()
+        self.last: Compared | None = None
         self._columns: dict[Key, Column] = {}
         self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
         self._activations: list[tuple[int, str, Tensor]] = []
@@ -251,9 +278,9 @@ class Guard:
                     told: list[Any] = [None] * len(ranks)
                     dist.all_gather_object(told, collective, group=group)
                     differs = [f"{spelled_ranks([rank])} enters {text}" for rank, text in zip(ranks, told, strict=True)]
-                    raise ReplicaError(
-                        step, ["the order of collectives in a tp group: " + ", ".join(differs)], _FIX_ORDER
-                    )
+                    lines = ["the order of collectives in a tp group: " + ", ".join(differs)]
+                    self.last = Compared(step, {"collectives": 1}, tuple(lines))
+                    raise ReplicaError(step, lines, _FIX_ORDER)
 
         return meet
 
@@ -293,11 +320,13 @@ class Guard:
         if any(row[count] for row in rows):
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
-            raise ReplicaError(
-                step, [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))], _FIX_WRITTEN
-            )
+            lines = [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))]
+            self.last = Compared(step, entries.counts(), tuple(lines))
+            raise ReplicaError(step, lines, _FIX_WRITTEN)
         differs = [i for i, c in enumerate(self._columns.values()) if c.differing([row[i] for row in rows])]
-        if differs and (lines := self._differences(entries, differs)):
+        lines = self._differences(entries, differs) if differs else []
+        self.last = Compared(step, entries.counts(), tuple(lines))
+        if lines:
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 
     def _differences(self, entries: Entries, differs: Sequence[int]) -> list[str]:
