@@ -50,7 +50,7 @@ def of_pipeline(workers):
 
 
 def test_each_line_has_its_actions_in_the_order_of_the_schedule(of_pipeline) -> None:
-    (text, *others), = [[one for one in told] for told, _ in of_pipeline[:1]]
+    ((text, *others),) = [[one for one in told] for told, _ in of_pipeline[:1]]
     assert text is not None and not others and all(told == [None] for told, _ in of_pipeline[1:])
     step = Timeline.from_json(text)
     assert Timeline.from_json(step.to_json()) == step

@@ -315,7 +315,9 @@ def _timeline(
         ranks = recipe.stage_ranks_of(stages[0]) if recipe.stages else range(recipe.mesh.size)
         lines.append(Line(stages, tuple(ranks), tuple(of_rank), most_in_flight(schedule, rank)))
     length = max((slot.stop for line in lines for slot in line.slots), default=0.0)
-    return Timeline(unit, recipe.schedule, recipe.microbatches, length, tuple(lines), tuple(transfers), tuple(exchanges))
+    return Timeline(
+        unit, recipe.schedule, recipe.microbatches, length, tuple(lines), tuple(transfers), tuple(exchanges)
+    )
 
 
 __all__ = [

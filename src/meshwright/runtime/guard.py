@@ -146,7 +146,9 @@ class Entries:
     def counts(self) -> dict[str, int]:
         """How many there are of each kind."""
         names = [*self.names, *(name for _, name, _ in self.numbers)]
-        return dict(Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names))
+        return dict(
+            Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names)
+        )
 
 
 class Guard:

@@ -142,9 +142,7 @@ def timeline_payload(timeline: Timeline) -> dict[str, Any]:
             [t.source, t.target, _short(t.start), _short(t.stop), t.way, t.microbatch, t.bytes]
             for t in timeline.transfers
         ],
-        "exchanges": [
-            [e.line, e.axis, e.kind, _short(e.start), _short(e.stop), e.bytes] for e in timeline.exchanges
-        ],
+        "exchanges": [[e.line, e.axis, e.kind, _short(e.start), _short(e.stop), e.bytes] for e in timeline.exchanges],
     }
 
 
