@@ -108,7 +108,10 @@ def test_the_command_tells_a_run_and_writes_its_page(tmp_path: Path) -> None:
     assert history(run) == history(a_run(tmp_path / "two") and run)  # a page in the folder is no part of the run
     data = json.loads(meshwright("report", run, "--json").output)
     assert data["steps"] == [1, 2, 3, 4] and from_plain(Timeline, data["in_time"]["measured"]) == STEP
-    assert data["in_time"]["predicted"] is None and "h101" in meshwright("report", run, "--hardware", "h101", code=2).output
+    assert (
+        data["in_time"]["predicted"] is None
+        and "h101" in meshwright("report", run, "--hardware", "h101", code=2).output
+    )
 
 
 def test_a_difference_is_an_alarm(tmp_path: Path) -> None:
@@ -124,7 +127,9 @@ def test_a_difference_is_an_alarm(tmp_path: Path) -> None:
 
 def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     faster = replace(
-        STEP, length=2.0, lines=(Line((0,), (0,), (Slot(0, 2, "forward", 0, 0, {"compute": 2.0}),), 1), Line((1,), (1,), (), 1))
+        STEP,
+        length=2.0,
+        lines=(Line((0,), (0,), (Slot(0, 2, "forward", 0, 0, {"compute": 2.0}),), 1), Line((1,), (1,), (), 1)),
     )
     text = printed(drawn(history(a_run(tmp_path)), StepInTime(3, STEP, faster, "a machine")))
     rows = [line.split() for line in text.splitlines()]

@@ -269,7 +269,9 @@ def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
 def in_time(folder: Path) -> str:
     """The page of a run with a step that was observed, beside one that was predicted to take half as long."""
     slots = [replace(line, slots=line.slots[:1]) for line in STEP.lines]
-    return run_page(history(a_run(folder)), StepInTime(3, STEP, replace(STEP, length=2.0, lines=tuple(slots)), "a machine"))
+    return run_page(
+        history(a_run(folder)), StepInTime(3, STEP, replace(STEP, length=2.0, lines=tuple(slots)), "a machine")
+    )
 
 
 def test_a_step_stands_beside_its_prediction_on_one_scale(visit: Any, tmp_path: Path) -> None:

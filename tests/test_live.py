@@ -25,7 +25,9 @@ def told(step: int, ranks: int = 2, seconds: float = 2.0) -> Progress:
 
 def shown(monkeypatch: pytest.MonkeyPatch, steps: int, ranks: int = 2, *, terminal: bool, rank_0: bool = True) -> str:
     file = io.StringIO()
-    monkeypatch.setattr(live, "console", lambda: Console(file=file, force_terminal=terminal, width=100, color_system=None))
+    monkeypatch.setattr(
+        live, "console", lambda: Console(file=file, force_terminal=terminal, width=100, color_system=None)
+    )
     with Live(20, "hf:gpt2 over tp=2", shown=rank_0) as panel:
         for step in range(1, steps + 1):
             panel.tell(told(step, ranks))

@@ -121,7 +121,14 @@ def test_kinds_add_up_to_the_step(step):
     pairs = differences(foretold, step)
     assert sum(one for one, _ in pairs.values()) == pytest.approx(foretold.length)
     assert sum(other for _, other in pairs.values()) == pytest.approx(step.length)
-    assert {"forward", "backward", "optimizer", "waiting", "communication over tp", "communication over dp_shard"} <= set(pairs)
+    assert {
+        "forward",
+        "backward",
+        "optimizer",
+        "waiting",
+        "communication over tp",
+        "communication over dp_shard",
+    } <= set(pairs)
 
 
 def test_tensor_parallel_collectives_and_recorded_programs_are_seen(workers):
