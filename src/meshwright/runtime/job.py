@@ -298,7 +298,7 @@ class Job:
             optimizer: one, or several, whose steps are followed.
         """
         several = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        with observing(self._runner.stages, several) as observer:
+        with observing(self._runner.stages, self.ledger, several) as observer:
             yield observer
 
     def program(self, module: str) -> LocalProgram:

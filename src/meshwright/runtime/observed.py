@@ -32,6 +32,7 @@ from meshwright.described import nbytes_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.schedule import Action
+from meshwright.spmd.comm import Ledger
 from meshwright.spmd.one_process import hearing
 from meshwright.watch.moments import Moment, Moments
 
@@ -95,8 +96,8 @@ class Observer:
         timeline: the step in time, on rank 0, when it has been observed; None before, and on other ranks.
     """
 
-    def __init__(self, recipe: Recipe, groups: Groups) -> None:
-        self._recipe, self._groups = recipe, groups
+    def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger) -> None:
+        self._recipe, self._groups, self._ledger = recipe, groups, ledger
         self._moments = Moments(groups.device)
         self._did: list[tuple[Action | str, Moment, Moment]] = []
         self._sent: list[tuple[Action, int]] = []
@@ -117,8 +118,12 @@ class Observer:
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """A phase in which this library runs: its collectives are followed."""
-        with hearing(self._heard), self.doing(what):
-            yield
+        self._ledger.heard = self._heard
+        try:
+            with hearing(self._heard), self.doing(what):
+                yield
+        finally:
+            self._ledger.heard = None
 
     def sent(self, action: Action, nbytes: int) -> None:
         """A send has begun."""
@@ -191,10 +196,10 @@ class Observer:
 
 
 @contextmanager
-def observing(stages: Stages, optimizers: Sequence[Optimizer]) -> Iterator[Observer]:
+def observing(stages: Stages, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Iterator[Observer]:
     """For the time of one step, follows the first rank of each place on the pipeline axis. Collective."""
     recipe, groups = stages.recipe, stages.groups
-    ranks, observer = observed_ranks(recipe), Observer(recipe, groups)
+    ranks, observer = observed_ranks(recipe), Observer(recipe, groups, ledger)
     zero, mine = _meet(groups), groups.rank in ranks
     with ExitStack() as stack:
         if mine:

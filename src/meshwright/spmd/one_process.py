@@ -44,6 +44,7 @@ import meshwright
 from meshwright.errors import Finding, PlanError, source_place
 from meshwright.private import autograd_local, set_autograd_local
 from meshwright.spmd import patches
+from meshwright.spmd.comm import Heard
 from meshwright.spmd.patches import CodePatch, MethodPatch
 
 _ANSWERS: dict[str, Any] = {
@@ -96,10 +97,6 @@ def _in_the_world(file: str) -> bool:
 _KEY = "meshwright.one_process"
 _LOCK = threading.Lock()
 _StandIn = CodePatch | MethodPatch
-
-
-Heard = Callable[[str, Any, Callable[[], Any], tuple[Any, ...]], Any]
-"""(method of a process group, the group, what calls it, its arguments) → what it gives"""
 
 
 @dataclass
