@@ -75,6 +75,7 @@ def loss(output):
 """
 
 
+@pytest.mark.proof
 def test_the_end_says_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy.py").write_text(TARGET)
     monkeypatch.chdir(tmp_path)
