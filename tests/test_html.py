@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from meshwright.draw.html.page import page
 from meshwright.draw.html.run import run_page
 from meshwright.draw.parameters import elements
 from meshwright.draw.report import report
+from meshwright.draw.run import StepInTime
 from meshwright.layout import even_shard
 from meshwright.mesh import Mesh
 from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 from meshwright.submesh import Submesh
 from meshwright.train.history import history
-from test_history import a_run
+from test_history import STEP, a_run
 from test_report import piped, predicted, stages
 
 LINE = ParameterRecipe
@@ -80,6 +82,10 @@ def large() -> Recipe:
     ]  # fmt: skip
     mesh = Mesh.parse("pp=10,dp_shard=125,tp=8")
     return Recipe(mesh, tuple(lines), stages=stages(*[9] * 10), schedule="1f1b", microbatches=400)
+
+
+UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, canvas, [role=region]")].filter((e) =>
+    !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +267,49 @@ def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
     assert "saved after it" in opened.tip()
 
 
+def in_time(folder: Path) -> str:
+    """The page of a run with a step that was observed, beside one that was predicted to take half as long."""
+    slots = [replace(line, slots=line.slots[:1]) for line in STEP.lines]
+    return run_page(
+        history(a_run(folder)), StepInTime(3, STEP, replace(STEP, length=2.0, lines=tuple(slots)), "a machine")
+    )
+
+
+def test_a_step_stands_beside_its_prediction_on_one_scale(visit: Any, tmp_path: Path) -> None:
+    opened = visit(in_time(tmp_path / "run"), viewport={"width": 390, "height": 800})
+    shown = opened.page
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 390
+    ends = "Object.values(window.meshwright.timePictures).map((one) => one.at({ line: 0, slot: 0 }).x)"
+    same, _ = shown.evaluate(ends)
+    assert shown.evaluate(ends) == [same, same]  # the same second stands at the same place in both
+    shown.get_by_role("button", name="Zoom in").click()
+    assert len(set(shown.evaluate(ends))) == 1 and shown.evaluate(ends)[0] != same
+    rows = shown.locator("#time-kinds tbody tr").all_inner_texts()
+    assert [row.split("\t")[:4] for row in rows if row.startswith("backward")] == [["backward", "0 µs", "1 s", "+1 s"]]
+    assert shown.locator("#ranks tbody tr").count() == 2 and "3 MiB" in shown.locator("#ranks").inner_text()
+    assert "equal; after step 1: 5 parameters" in shown.locator("#verdict").inner_text()
+
+
+def test_the_keyboard_reads_a_step_of_a_run_aloud(visit: Any, tmp_path: Path) -> None:
+    opened = visit(in_time(tmp_path / "run"), color_scheme="dark")
+    shown = opened.page
+    shown.locator("#measured-picture canvas").focus()
+    shown.keyboard.press("ArrowRight")
+    assert opened.tip()[0] == "forward of microbatch 0, stage 0"
+    assert "all_reduce over tp: 4 KiB, 250 ms" in opened.tip()
+    assert any(line.startswith("then sends values to stage 1") for line in opened.tip())
+    shown.keyboard.press("ArrowDown")
+    assert shown.locator("#spoken").inner_text().startswith("forward of microbatch 0, stage 1")
+    shown.get_by_text("measured, as a table").click()
+    assert shown.locator("#time-tables table").locator("tbody tr").count() == 4
+    unnamed = shown.evaluate(UNNAMED)
+    assert unnamed == [] and shown.evaluate("[...document.querySelectorAll('table')].every((t) => t.caption)")
+    shown.emulate_media(media="print")
+    shown.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert shown.evaluate("document.documentElement.dataset.theme") == "light"
+    assert not shown.locator("#time-zoom").is_visible() and shown.locator("#measured-picture canvas").is_visible()
+
+
 @pytest.mark.parametrize("width", [390, pytest.param(1000, marks=pytest.mark.proof)])
 def test_nothing_is_wider_than_the_window(visit: Any, width: int) -> None:
     prediction = predicted()
@@ -291,11 +340,7 @@ def test_the_keyboard_reaches_a_rank_and_a_box(visit: Any) -> None:
 
 def test_what_can_be_clicked_has_a_name(visit: Any) -> None:
     shown = visit(page(report(CASES["branches, one within another"]))).page
-    unnamed = shown.evaluate(
-        """() => [...document.querySelectorAll("button, a, input, select, canvas, [role=region]")].filter((e) =>
-            !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
-    )
-    assert unnamed == []  # a person who does not see it hears what it is
+    assert shown.evaluate(UNNAMED) == []  # a person who does not see it hears what it is
     assert shown.evaluate(
         "[...document.querySelectorAll('table')].every((t) => t.caption || t.closest('[role=alert]'))"
     )

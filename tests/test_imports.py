@@ -46,7 +46,8 @@ LADDER = (
 FACADES = {
     ("runtime.checkpoints", "checkpoint"),
     ("runtime.job", "draw"),
-}  # Job.save, Job.load, Job.shard_map and Job.report: when they are called
+    ("runtime.observed", "draw"),
+}  # Job.save, Job.load, Job.shard_map, Job.report and Job.observe: when they are called
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

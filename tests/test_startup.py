@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 PLANNED_WITHOUT = ("meshwright.runtime.job", "meshwright.runtime.apply", "meshwright.checkpoint", "meshwright.parity")
 
 

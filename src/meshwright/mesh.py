@@ -114,6 +114,15 @@ class Mesh:
             rank = rank * size + places.get(name, 0)
         return rank
 
+    def along(self, ranks: Sequence[int]) -> str:
+        """The axes along which ranks differ, joined by dots; empty for one rank.
+
+        >>> Mesh.parse("dp_shard=2,tp=2").along([0, 2]), Mesh.parse("dp_shard=2,tp=2").along(range(4))
+        ('dp_shard', 'dp_shard·tp')
+        """
+        at = [self.coordinate(rank) for rank in ranks]
+        return "·".join(axis for axis in self.names if len({where[axis] for where in at}) > 1)
+
     def groups(self, *names: str) -> list[list[int]]:
         """The groups of ranks that differ along the named axes only; in rank order, within and among them.
 

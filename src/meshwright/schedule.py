@@ -25,6 +25,7 @@ from typing import NamedTuple
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 COMPUTE = ("F", "B", "I", "W")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+SENDS = ("SEND_F", "SEND_B")
 DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?::(\d+))?")

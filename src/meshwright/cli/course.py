@@ -2,7 +2,8 @@
 
 runs/gpt2/
   run.json          what must stay the same: target, settings, rows a step, learning rate, seed
-  metrics.jsonl     a line a step
+  metrics.jsonl     a line a step; verdicts.jsonl, timelines.jsonl beside it
+  report.html       all of it, drawn
   step-00000100/    checkpoints
 """
 
@@ -60,6 +61,17 @@ def begun(folder: Path) -> Same | None:
         return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # no such file, or another's: then nothing is known to compare
         return None
+
+
+def read(folder: Path) -> Same:
+    """The run in a folder. Raises PlanError: the folder does not say what it is of."""
+    try:
+        return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        findings = Findings("this command")
+        required = f"the {FILE} that meshwright train writes"
+        findings.add(where=str(folder / FILE), given="no such file, or another's", required=required, fix="train again")
+        raise findings.error() from None
 
 
 def write(folder: Path, same: Same) -> None:

@@ -135,6 +135,14 @@ FreshOption = Annotated[
 TensorboardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write events for TensorBoard (needs the tensorboard extra)")
 ]
+ObserveEveryOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Follow one step in so many, from the third on: when each action, transfer and collective began and ended; "
+        "meshwright report draws it",
+        min=1,
+    ),
+]
 TimeoutOption = Annotated[
     float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
 ]

@@ -10,32 +10,37 @@ import typer
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.options import JSONOption, RunHTMLOption
+from meshwright.cli.options import HardwareOption, JSONOption, NetworkOption, RunHTMLOption
 from meshwright.draw.console import console
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of train", show_default=False)],
     html: RunHTMLOption = None,
+    hardware: HardwareOption = None,
+    network: NetworkOption = None,
     as_json: JSONOption = False,
 ) -> None:
-    """Show a run: loss, rate, memory, waiting, checkpoints.
+    """Show a run: loss, rate, memory of each rank, waiting, verdicts, checkpoints.
 
     Reads what train wrote to the run's folder, and says what is not there. Writes
-    one HTML file, which a browser opens from disk. Reads no tensor: meshwright
-    inspect compares what checkpoints hold with their checksums.
+    one HTML file, which a browser opens from disk. A step that was observed (train
+    --observe-every) is drawn beside the same step predicted for --hardware. Reads no
+    tensor: meshwright inspect compares what checkpoints hold with their checksums.
     """
     with processes.told():
+        from meshwright.cli.foretold import step_in_time
         from meshwright.draw.html.run import run_page
         from meshwright.draw.plain import to_plain
         from meshwright.draw.run import drawn
         from meshwright.train.history import history
 
         told = history(run)
+        step = step_in_time(run, told, hardware, network)
         if as_json:
-            print(json.dumps(to_plain(told)))
+            print(json.dumps(to_plain(told) | {"in_time": to_plain(step)}))
             return
         file = html or run / "report.html"
-        write_whole(file, run_page(told))
-        console().print(drawn(told))
+        write_whole(file, run_page(told, step))
+        console().print(drawn(told, step))
         console().print(f"\n{file}: a browser opens it from disk")

@@ -82,7 +82,7 @@ class Subject:
             check=fits, beside=profile, profile=profile, whole=whole,
         )  # fmt: skip
         rows = given.searched.rows if given.searched else whole(given.target, given.settings, given.pieces)
-        return Subject(given, _batch(given.target.batch, rows, given.pieces), profile())
+        return Subject(given, batch_of_rows(given.target.batch, rows, given.pieces), profile())
 
     def batch_of(self, plans: Sequence[Plan], global_batch: int | None) -> Any:
         """A batch that divides over the data ranks and microbatches of all plans.
@@ -98,7 +98,7 @@ class Subject:
         pieces = math.lcm(*(pieces_of(plan) for plan in plans))
         made_up = self.given.target.spec.startswith(HF) and "batch_size" not in self.given.settings
         rows = global_batch or (_rows(pieces) if made_up else None)
-        return _batch(self.given.target.batch, rows, pieces)
+        return batch_of_rows(self.given.target.batch, rows, pieces)
 
 
 def named_profile(hardware: str | None, network: str | None) -> Profile:
@@ -175,7 +175,7 @@ def check_measurable(plan: Plan, profile: Profile) -> None:
     findings.raise_if_any()
 
 
-def _batch(batch: Any, rows: int | None, pieces: int) -> Any:
+def batch_of_rows(batch: Any, rows: int | None, pieces: int) -> Any:
     """A batch with so many rows; without a number, with those that it has, and at least one for each piece."""
     from meshwright.runtime.rows.microbatches import rows_of, take_rows
 

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.amounts import size_text
 from meshwright.checkpoint.lock import hold
 from meshwright.cli import course as courses
 from meshwright.cli import processes
-from meshwright.cli.bar import Bar
 from meshwright.cli.course import Same
+from meshwright.cli.files import write_whole
 from meshwright.cli.given import Given
+from meshwright.cli.live import Live
 from meshwright.cli.options import (
     AsyncSaveOption,
     DeviceOption,
@@ -30,6 +32,7 @@ from meshwright.cli.options import (
     LossOption,
     MeshOption,
     NumWorkersOption,
+    ObserveEveryOption,
     OutOption,
     PlanOption,
     RanksOption,
@@ -67,6 +70,7 @@ class Course:
     tensorboard: bool
     timeout: float
     num_workers: int
+    observe_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ def train(
     async_save: AsyncSaveOption = False,
     fresh: FreshOption = False,
     tensorboard: TensorboardOption = False,
+    observe_every: ObserveEveryOption = None,
     timeout: TimeoutOption = _PATIENCE,
     num_workers: NumWorkersOption = 0,
     loss: LossOption = None,
@@ -124,7 +129,9 @@ def train(
         before = None if fresh else courses.begun(folder)
         given, rows = _given(request, before)
         same = Same(target, given.settings, loss, rows, lr, given.plan.seed)
-        course = Course(steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers)
+        course = Course(
+            steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers, observe_every
+        )  # fmt: skip
         _check_course(given, course, global_batch, before)
         if rank <= 0:
             _prepare(course, before, fresh=fresh)
@@ -147,12 +154,13 @@ def _given(request: Request, before: Same | None) -> tuple[Given, int]:
 
 def _trained(given: Given, course: Course, rank: int) -> bool:
     """Trains, and tells of it. Whether it was told to stop."""
-    with Bar(course.steps, shown=rank <= 0) as bar:
+    title = f"{given.target.spec} over {given.plan.mesh}" if not given.plan.auto else given.target.spec
+    with Live(course.steps, title, shown=rank <= 0) as live:
         started = time.monotonic()
         if rank < 0:
-            outcome = _train_alone(given, course, bar)
+            outcome = _train_alone(given, course, live)
         else:
-            outcome = _train_here(given, course, bar.tell, course.timeout)
+            outcome = _train_here(given, course, live.tell, course.timeout)
         seconds = time.monotonic() - started
     if outcome.problem is not None:
         raise outcome.problem
@@ -220,9 +228,28 @@ def _tell(course: Course, outcome: Outcome, seconds: float) -> None:
         of = "" if done == course.steps else f", to step {course.steps}"
         text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {done} step{'s' * (done > 1)}{of}, {seconds:.1f} s"
     console().print(text, highlight=False, soft_wrap=True)
+    for name, told in _links(course.folder):
+        console().print(f"{name:<12}{told}", highlight=False, soft_wrap=True)
 
 
-def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
+def _links(folder: Path) -> Iterator[tuple[str, str]]:
+    """Where to look: the newest checkpoint, what came of comparing ranks, the report, which is written for it."""
+    from meshwright.cli.foretold import not_foretold
+    from meshwright.draw.html.run import run_page
+    from meshwright.draw.run import verdict_text
+    from meshwright.train.history import history
+
+    run = history(folder)
+    if run.checkpoints:
+        last = run.checkpoints[-1]
+        yield "checkpoint", f"{folder / last.name}, {last.problem or size_text(last.bytes)}"
+    if run.comparisons:
+        yield "verdict", verdict_text(run.comparisons)
+    write_whole(folder / "report.html", run_page(run, not_foretold(run)))
+    yield "report", f"{folder / 'report.html'}: a browser opens it from disk"
+
+
+def _train_alone(given: Given, course: Course, live: Live) -> Outcome:
     """In local workers, which find the target anew: neither model nor dataset travels."""
     from meshwright.workers.pool import WorkerError
 
@@ -230,7 +257,7 @@ def _train_alone(given: Given, course: Course, bar: Bar) -> Outcome:
         try:
             outcomes: list[Outcome] = workers.run(
                 _train_in_worker, given.named(), course,
-                ranks=given.plan.mesh.size, timeout=course.timeout, on_report=bar.tell,
+                ranks=given.plan.mesh.size, timeout=course.timeout, on_report=live.tell,
             )  # fmt: skip
         except WorkerError:
             if told:  # before the first step there is nothing to save
@@ -282,7 +309,9 @@ def _train_here(
         timeout=2 * course.timeout,  # whoever watches is to report first, and not a collective that gives up
     )  # fmt: skip
     rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)
-    record = loop.Record(course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard)
+    record = loop.Record(
+        course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard, course.observe_every
+    )  # fmt: skip
     try:
         losses = loop.train(
             job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, on_note=tell,

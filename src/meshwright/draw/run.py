@@ -1,11 +1,13 @@
-"""The history of a run for the terminal: a line a series, from the first step to the last; its checkpoints; what is not told.
+"""The history of a run for the terminal: a line a series, from the first step to the last; memory by rank; what came of
+comparing ranks; a step as it was observed, beside the same predicted; its checkpoints; what is not told.
 
 loss      2.71 → 0.84    █▇▆▅▄▃▃▂▂▁▁
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,19 +17,41 @@ from rich.text import Text
 
 from meshwright.amounts import count_text, duration_text, size_text
 from meshwright.draw.text import sparkline
+from meshwright.draw.timeline import Timeline, differences
 
 if TYPE_CHECKING:  # histories are read where torch is loaded
-    from meshwright.train.history import History
+    from meshwright.train.history import Comparison, History, RankMemory
 
 _CELLS = 48
+_MANY = 16  # ranks that are told one by one
 
 
-def drawn(history: History) -> RenderableType:
+@dataclass(frozen=True)
+class StepInTime:
+    """A step of a run as it was observed, and the same predicted.
+
+    Attributes:
+        step: which.
+        predicted: None where it is not known; ``why`` not, then.
+        hardware: what it was predicted for.
+    """
+
+    step: int
+    measured: Timeline
+    predicted: Timeline | None = None
+    hardware: str = ""
+    why: str = ""
+
+
+def drawn(history: History, step: StepInTime | None = None) -> RenderableType:
     """A run."""
     steps = history.steps
     reach = f"steps {steps[0]} to {steps[-1]}" if steps else "no step is told"
     heading = Text.assemble((history.folder, "bold"), f": {history.about.get('target', 'a run')}, {reach}")
-    return Group(heading, *_series(history), *_checkpoints(history), *_rest(history))
+    return Group(
+        heading, *_series(history), *_memories(history.memories), *_comparisons(history.comparisons), *_in_time(step),
+        *_checkpoints(history), *_rest(history),
+    )  # fmt: skip
 
 
 def value_text(name: str, value: float, unit: str = "rows") -> str:
@@ -56,6 +80,66 @@ def _series(history: History) -> Iterator[RenderableType]:
         yield from (Text(), table)
 
 
+def _memories(memories: Sequence[RankMemory]) -> Iterator[RenderableType]:
+    if not memories:
+        return
+    last, most = [one.last for one in memories], [one.most for one in memories]
+    if len(memories) > _MANY:
+        low, high = min(range(len(most)), key=most.__getitem__), max(range(len(most)), key=most.__getitem__)
+        text = f"from {size_text(most[low])} (rank {low}) to {size_text(most[high])} (rank {high}) of {len(memories)} ranks"
+        yield Text(f"\nmemory at most: {text}")
+        return
+    table = _table("memory", "last", "most", "")
+    for rank, one in enumerate(memories):
+        bar = "█" * round(24 * one.most / (max(most) or 1))
+        table.add_row(f"rank {rank}", size_text(last[rank]), size_text(one.most), bar)
+    yield from (Text(), table)
+
+
+def verdict_text(comparisons: Sequence[Comparison]) -> str:
+    """What came of comparing ranks, in a line."""
+    wrong = [one for one in comparisons if one.differences]
+    if wrong:
+        return f"ranks differed after step {wrong[-1].step}: {wrong[-1].differences[0]}"
+    last, times = comparisons[-1], f"{len(comparisons)} time" + "s" * (len(comparisons) > 1)
+    counts = ", ".join(f"{count} {kind}" for kind, count in last.compared.items())
+    return f"ranks were compared {times}, and equal; after step {last.step}: {counts}"
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[RenderableType]:
+    if comparisons:
+        differed = any(one.differences for one in comparisons)
+        yield Text(f"\n{verdict_text(comparisons)}", style="bold red" if differed else "green")
+        for one in comparisons:
+            yield from (Text(f"  step {one.step}: {line}") for line in one.differences)
+
+
+def _in_time(step: StepInTime | None) -> Iterator[RenderableType]:
+    if step is None:
+        return
+    measured, predicted = step.measured, step.predicted
+    yield Text(f"\nstep {step.step} in time", style="bold")
+    if predicted is None:
+        table = _table("", "measured")
+        for kind, (_, seconds) in differences(measured, measured).items():
+            table.add_row(kind, duration_text(seconds))
+        yield from (table, Text(f"predicted: {step.why}", style="dim"))
+        return
+    table = _table("", f"predicted ({step.hardware})", "measured", "difference")
+    pairs = {**differences(predicted, measured), "the step": (predicted.length, measured.length)}
+    for kind, (one, other) in pairs.items():
+        sign = "+" if other >= one else "−"
+        table.add_row(kind, duration_text(one), duration_text(other), f"{sign}{duration_text(abs(other - one))}")
+    yield table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="right" if i and title else "left", no_wrap=True)
+    return table
+
+
 def _checkpoints(history: History) -> Iterator[RenderableType]:
     for one in history.checkpoints:
         state = ("all there (sizes)", "green") if not one.problem else (one.problem, "bold red")
@@ -67,6 +151,7 @@ def _checkpoints(history: History) -> Iterator[RenderableType]:
 def _rest(history: History) -> Iterator[RenderableType]:
     if history.hang:
         yield Text("\nranks stopped answering: hang.txt has the report", style="bold red")
-    yield Text("\nnot told", style="bold")
+    if history.absent:
+        yield Text("\nnot told", style="bold")
     for line in history.absent:
         yield Text(f"  {line}", style="dim")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.mesh import Mesh
-from meshwright.prediction.exchanges import Exchanges, axes_of, exchanges_in
+from meshwright.prediction.exchanges import Exchanges, exchanges_in
 from meshwright.prediction.trace import Began, Collective, Event, Op, Trace
 from meshwright.schedule import Action
 
@@ -114,7 +114,7 @@ class Clock:
             per_node = self._profile.devices_per_node
             nodes = [rank // per_node for rank in ranks]
             here = max(nodes.count(node) for node in set(nodes))
-            self._axes[ranks] = axes_of(self._mesh, ranks), Group(len(ranks), here)
+            self._axes[ranks] = self._mesh.along(ranks), Group(len(ranks), here)
         return self._axes[ranks]
 
 

@@ -7,7 +7,7 @@ same is what the comparison shows. Where the rank is the first of its role, both
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.clock import last_step
-from meshwright.prediction.exchanges import Exchanges, axes_of, exchanges_in, without_modules
+from meshwright.prediction.exchanges import Exchanges, exchanges_in, without_modules
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.predict import adamw_on
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
@@ -125,6 +125,6 @@ def _memory(trace: Trace, profile: Profile) -> Memory:
 
 def _exchanges(trace: Trace, recipe: Recipe) -> tuple[Exchanges, ...]:
     """The collectives of the last step, by kind and axis."""
-    axis_of = cache(partial(axes_of, recipe.mesh))
+    axis_of = cache(recipe.mesh.along)
     of_phases = (exchanges_in(events, axis_of) for _, events in last_step(trace))
     return tuple(sorted(without_modules(chain.from_iterable(of_phases)), key=lambda e: (e.kind, e.axis)))

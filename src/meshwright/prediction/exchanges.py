@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.mesh import Mesh
 from meshwright.names import pattern
 from meshwright.prediction.trace import Collective, Event
 
@@ -76,9 +75,3 @@ def without_modules(exchanges: Iterable[Exchanges]) -> tuple[Exchanges, ...]:
 def of_all(module: str) -> str:
     """A place in a block, as that of all blocks: ``layers.*.mlp``."""
     return ".".join("*" if part == "#" else part for part in pattern(module)) if module else ""
-
-
-def axes_of(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The axes along which ranks differ, joined by dots: ``dp_replicate·dp_shard``."""
-    at = [mesh.coordinate(rank) for rank in ranks]
-    return "·".join(axis for axis, _ in mesh.axes if len({where.get(axis, 0) for where in at}) > 1)

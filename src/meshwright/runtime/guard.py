@@ -17,6 +17,7 @@ them. So a difference is one error, the same on all ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ from meshwright.spmd.tensor import GlobalTensor
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
 
+_KINDS = {
+    "parameter ": "parameters", "buffer ": "buffers", "steps of the optimizer": "optimizer steps",
+    "what enters ": "activations", "what leaves ": "activations", "loss of ": "losses", "the order ": "collectives",
+}  # fmt: skip
 _SHOWN = 8  # differences that an error tells
 _ON_GPU = " On a GPU, torch.use_deterministic_algorithms(True) leaves out kernels whose sums depend on timing."
 _FIX = (
@@ -57,6 +62,21 @@ _FIX_WRITTEN = (
     "The optimizer has not stepped. Have the constructor write what is written once; a forward that can be followed without "
     "values may write where it likes"
 )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of a comparison; the same on every rank but for ``counts``.
+
+    Attributes:
+        step: after which it was made.
+        counts: how many parameters, buffers, activations … this rank had to compare, by kind.
+        differences: in words; empty: equal.
+    """
+
+    step: int
+    counts: Mapping[str, int]
+    differences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,13 @@ class Entries:
         self.names.append(name)
         self.sums.append(value)
 
+    def counts(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        names = [*self.names, *(name for _, name, _ in self.numbers)]
+        return dict(
+            Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names)
+        )
+
 
 class Guard:
     """Compares what ranks of a job should have in common.
@@ -103,6 +130,7 @@ class Guard:
     Attributes:
         optimizers: whose counts of steps are compared as well.
         cost: the all-gathers of comparisons: calls, and bytes that this rank puts in.
+        last: what came of the last comparison; None before the first.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, every: int) -> None:
@@ -110,6 +138,7 @@ class Guard:
         self.every = every if recipe.mesh.size > 1 else 0
         self.optimizers: Optimizers = None
         self.cost = Ledger()
+        self.last: Compared | None = None
         self._columns: dict[Key, Column] = {}
         self._new_notes = partial(StepNotes, model, recipe, groups, ledger, self.cost)
         self._noted = self._new_notes()
@@ -142,8 +171,12 @@ class Guard:
             ReplicaError: ranks of a tp group enter different collectives. On all of this group.
         """
         self._noted = self._new_notes()
-        with self._noted.watching(step):
-            yield
+        try:
+            with self._noted.watching(step):
+                yield
+        except ReplicaError as error:
+            self.last = Compared(step, {"collectives": 1}, error.differences)
+            raise
 
     # --- at its end ---------------------------------------------------------------------------------------------------
 
@@ -177,11 +210,13 @@ class Guard:
         if any(row[count] for row in rows):
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
-            raise ReplicaError(
-                step, [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))], _FIX_WRITTEN
-            )
+            lines = [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))]
+            self.last = Compared(step, entries.counts(), tuple(lines))
+            raise ReplicaError(step, lines, _FIX_WRITTEN)
         differs = [i for i, c in enumerate(self._columns.values()) if c.differing([row[i] for row in rows])]
-        if differs and (lines := self._differences(entries, differs)):
+        lines = self._differences(entries, differs) if differs else []
+        self.last = Compared(step, entries.counts(), tuple(lines))
+        if lines:
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 
     def _differences(self, entries: Entries, differs: Sequence[int]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from meshwright.runtime.division import Division
 from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.mismatches import mismatches
+from meshwright.runtime.observed import Observer, observing
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.label_counter import LabelCounter
@@ -102,7 +104,8 @@ class Job:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
-        return self._clipping.clip(max_norm)
+        with self._runner.stages.phase("clip"):
+            return self._clipping.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients."""
@@ -277,6 +280,26 @@ class Job:
         return (*self.recipe.notes, *self._steps.notes, *programs)
 
     # --- looking ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def observe(self, optimizer: Optimizers = None) -> Iterator[Observer]:
+        """Follows one step: when each action, transfer, collective, the clipping and the optimizer began and ended.
+
+            with job.observe(optimizer) as seen:
+                loss = job.step(batch)
+                job.clip_grad_norm_(1.0)
+                optimizer.step()
+            seen.timeline  # a Timeline on rank 0; None on other ranks
+
+        Of each place on the pipeline axis the first rank is followed. All ranks meet before and after: a barrier, and two
+        gathers of a few bytes for each event. Other steps have none of that.
+
+        Args:
+            optimizer: one, or several, whose steps are followed.
+        """
+        several = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        with observing(self._runner.stages, self.ledger, several) as observer:
+            yield observer
 
     def program(self, module: str) -> LocalProgram:
         """What a module does on this rank, as it was recorded: ``print(job.program("layers.0").text())``.

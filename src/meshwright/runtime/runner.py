@@ -39,7 +39,7 @@ class Runner:
     Attributes:
         module: the model, its parameters laid out; ``modes``: of its modules.
         held: what this rank holds of it.
-        executor: runs this rank's stages.
+        executor: runs this rank's stages; ``stages``: these.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Runner:
         wholes: bool,
     ) -> None:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
-        self.executor = Executor(stages, programs, loss)
+        self.executor, self.stages = Executor(stages, programs, loss), stages
         self._sync, self._wholes = stages.sync, wholes
         self._routed, self._gradients = routed, gradients
         held = self.recipe.held_by(self.groups.rank)

@@ -50,6 +50,10 @@ class Steps:
     @one_process()
     def run(self, batch: Any, *, backward: bool) -> Tensor:
         """The loss of a batch; with a backward, its gradients too. ``batch``: this rank's rows."""
+        with self._runner.stages.phase("step"):
+            return self._run(batch, backward=backward)
+
+    def _run(self, batch: Any, *, backward: bool) -> Tensor:
         self._check_weights()
         self.count += backward
         self._draws.agree(self.count)

@@ -10,6 +10,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from meshwright.layout import Shard
 from meshwright.private import without_modes
+
+Heard = Callable[[str, Any, Callable[[], Any], tuple[Any, ...]], Any]
+"""(method of a process group, the group, what calls it, its arguments) → what it gives"""
 
 
 @dataclass(eq=False)
@@ -60,12 +64,14 @@ class Ledger:
 
     Attributes:
         orders: place → the order of the collectives of its tp group, of each place that this rank is of.
+        heard: calls what does not go through the stand-ins of ``one_process``, while a step is observed; else None.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
     orders: defaultdict[int, Order] = field(default_factory=lambda: defaultdict(Order))
+    heard: Heard | None = None
 
     def moved(self, kind: str, tensor: Tensor) -> None:
         self.calls[kind] += 1
@@ -121,7 +127,7 @@ class Axis:
         self._enter("all_reduce", x, x.shape)
         carried = _carried(x)
         out = carried.clone(memory_format=torch.contiguous_format)
-        _add_up(out, op, self.group)
+        _add_up(out, op, self.group, self.ledger.heard)
         return _delivered(out, x.dtype)
 
     @locally
@@ -212,9 +218,15 @@ _ALL_REDUCE: Any = (
 )  # as it is before a stand-in takes its place
 
 
-def _add_up(x: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    """``dist.all_reduce`` in place, without its look at each argument, which takes longer than a small tensor's sum."""
-    work = _ALL_REDUCE(group, [x], _OPTIONS[op])
+def _add_up(x: Tensor, op: str, group: dist.ProcessGroup | None, heard: Heard | None) -> None:
+    """``dist.all_reduce`` in place, without its look at each argument, which takes longer than a small tensor's sum; nor does
+    it go through a stand-in for the group's method, which ``heard`` would be asked in."""
+    given = [x], _OPTIONS[op]
+    work = (
+        _ALL_REDUCE(group, *given)
+        if heard is None
+        else heard("allreduce", group, partial(_ALL_REDUCE, group, *given), given)
+    )
     if work is not None:
         work.wait()
 

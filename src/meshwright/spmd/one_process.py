@@ -44,6 +44,7 @@ import meshwright
 from meshwright.errors import Finding, PlanError, source_place
 from meshwright.private import autograd_local, set_autograd_local
 from meshwright.spmd import patches
+from meshwright.spmd.comm import Heard
 from meshwright.spmd.patches import CodePatch, MethodPatch
 
 _ANSWERS: dict[str, Any] = {
@@ -100,9 +101,15 @@ _StandIn = CodePatch | MethodPatch
 
 @dataclass
 class _Alone:
-    """One block of ``one_process``. ``refused``: the errors that code of the model got within it."""
+    """One block of ``one_process``.
+
+    Attributes:
+        refused: the errors that code of the model got within it.
+        heard: calls the collectives that are not the model's; None: they are called as they are.
+    """
 
     refused: list[PlanError] = field(default_factory=list)
+    heard: Heard | None = None
 
 
 @contextmanager
@@ -131,6 +138,19 @@ def one_process() -> Iterator[None]:
         _PATCHES.leave()
     if alone.refused:
         raise alone.refused[0]
+
+
+@contextmanager
+def hearing(heard: Heard) -> Iterator[None]:
+    """For its time every collective of torch's and of this library goes through ``heard``; those that C++ code calls by
+    itself (functional collectives) do not. A block of ``one_process`` of its own."""
+    with one_process():
+        alone: _Alone = autograd_local(_KEY)
+        before, alone.heard = alone.heard, heard
+        try:
+            yield
+        finally:
+            alone.heard = before
 
 
 _PATCHES = patches.Together()  # of the process: torch's functions are
@@ -175,19 +195,24 @@ def _methods() -> Iterator[MethodPatch]:
                 if name in _OF_A_GROUP
                 else _refusal(f"torch.distributed.ProcessGroup.{name}")
             )
-            yield MethodPatch(dist.ProcessGroup, name, (itself, _method(getattr(dist.ProcessGroup, name), answer)))
+            stand_in = _method(getattr(dist.ProcessGroup, name), answer, name if name in _COLLECTIVES else "")
+            yield MethodPatch(dist.ProcessGroup, name, (itself, stand_in))
 
 
 def _of_a_group(name: str, caller: FrameType) -> int:
     return _OF_A_GROUP[name]
 
 
-def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any]) -> Callable[..., Any]:
+def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any], heard_as: str) -> Callable[..., Any]:
+    """``heard_as``: the collective that it is; empty: none."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        if autograd_local(_KEY) is None or _in_the_world(caller.f_code.co_filename):
+        caller, alone = sys._getframe(1), autograd_local(_KEY)
+        if alone is not None and not _in_the_world(caller.f_code.co_filename):
+            return answer(caller)
+        if alone is None or alone.heard is None or not heard_as:
             return itself(self, *args, **kwargs)
-        return answer(caller)
+        return alone.heard(heard_as, self, partial(itself, self, *args, **kwargs), (*args, *kwargs.values()))
 
     return method
 
@@ -272,4 +297,4 @@ def _closed(func: Any) -> Any:
     return closed
 
 
-__all__ = ["one_process"]
+__all__ = ["hearing", "one_process"]

@@ -1,6 +1,7 @@
 """What all ranks agree on at the end of a step, by one all-reduce of a few numbers, between hosts.
 
 each rank   is my loss finite? my gradient norm? was I told to stop? how many tokens, how long, waited how long?
+            how many bytes do I hold? each rank at a place of its own
 all         the sums: whoever says no says it for all
 
 Loss and norm are read at once, before the optimizer steps: the one time in a step that the host waits for its device.
@@ -30,6 +31,7 @@ class Verdict:
         stop: whether any rank was told to stop.
         amount: tokens or rows of all ranks.
         waited: the share of the time that ranks waited for each other, in the mean over ranks (see ``waiting``).
+        memories: bytes that each rank holds, in the steps that tell it; else empty.
     """
 
     value: float
@@ -39,23 +41,43 @@ class Verdict:
     stop: bool
     amount: float
     waited: float
+    memories: tuple[int, ...] = ()
 
 
-def agree(job: Job, loss: Tensor, norm: Tensor, *, stop: bool, amount: float, seconds: float) -> Verdict:
+_MOST_MEMORIES = 256  # numbers that the all-reduce of a step carries for them in the mean over steps
+
+
+def tells_memory(step: int, ranks: int) -> bool:
+    """Whether a step tells the memory of all ranks: each step of up to 256 ranks, fewer the more ranks there are.
+
+    >>> tells_memory(3, 8), tells_memory(3, 1024), tells_memory(4, 1024)
+    (True, False, True)
+    """
+    return step % -(-ranks // _MOST_MEMORIES) == 0
+
+
+def agree(
+    job: Job, loss: Tensor, norm: Tensor, *, stop: bool, amount: float, seconds: float, memory: int | None = None
+) -> Verdict:
     """Collective over all ranks.
 
     Args:
         amount: tokens or rows of this rank, of which its copies have the same.
         seconds: since this rank began the step.
+        memory: bytes that this rank holds. None, on all ranks: this step does not tell it.
     """
     own_loss, own_norm = Late(torch.stack([loss.detach().double(), norm.detach().double()])).read()
     copies = job.recipe.mesh.size / job.recipe.mesh.data_size
     said = [not isfinite(own_loss), not isfinite(own_norm), stop, amount / copies, job.waiting.take(), seconds]
-    sums = torch.tensor([float(x) for x in said], dtype=torch.float64, device="cpu")
+    held = [] if memory is None else [memory if rank == job.rank else 0 for rank in range(job.recipe.mesh.size)]
+    sums = torch.tensor([float(x) for x in (*said, *held)], dtype=torch.float64, device="cpu")
     with job.waiting.on(between_hosts=True):  # counts in the next step
         job.groups.sum([sums])
-    bad_loss, bad_gradient, stopping, amount, waited, elapsed = sums.tolist()
-    return Verdict(own_loss, own_norm, bad_loss > 0, bad_gradient > 0, stopping > 0, amount, min(1.0, waited / elapsed))
+    bad_loss, bad_gradient, stopping, amount, waited, elapsed, *memories = sums.tolist()
+    return Verdict(
+        own_loss, own_norm, bad_loss > 0, bad_gradient > 0, stopping > 0, amount, min(1.0, waited / elapsed),
+        tuple(map(int, memories)),
+    )  # fmt: skip
 
 
 def culprit(job: Job, verdict: Verdict) -> str:

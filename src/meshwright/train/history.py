@@ -3,13 +3,15 @@
 metrics.jsonl   a line a step        ─► series: loss, grad_norm, rate, memory, waiting, seconds, skipped
 step-00000100/  a checkpoint         ─► step, time, size, layout, whether it is whole (by sizes)
 run.json        what is trained      ─► about
+verdicts.jsonl  a line for each comparison of ranks
+timelines.jsonl a line for each step that was observed
 hang.txt        a report of ranks that stopped answering
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.inspection import inspect, unfinished
 from meshwright.errors import Findings
 from meshwright.train.metrics import FILE as METRICS
-from meshwright.train.metrics import read
+from meshwright.train.metrics import TIMELINES, VERDICTS, read
 
 _RATE = "_per_second"
 SERIES = ("loss", "grad_norm", "rate", "memory", "waiting", "seconds", "skipped")
@@ -37,6 +39,38 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank held: in the last step that tells it, and at most."""
+
+    last: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ranks that should hold the same were compared after a step.
+
+    Attributes:
+        compared: kind → how many rank 0 had of it.
+        differences: in words; empty where all were equal.
+    """
+
+    step: int
+    time: str
+    compared: Mapping[str, int]
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step that was observed. ``timeline``: a ``Timeline`` as plain values; ``plan``: what the step ran under, as YAML."""
+
+    step: int
+    plan: str
+    timeline: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class History:
     """What a run's folder tells.
 
@@ -48,6 +82,9 @@ class History:
         checkpoints: oldest first; ``unfinished``: names of those that were begun and never completed.
         hang: the report of ranks that stopped answering.
         absent: what this folder does not tell, and why.
+        memories: of each rank, of those steps that ran on as many ranks as the last.
+        comparisons: of what ranks should hold alike, in order.
+        observed: steps in time, in order.
     """
 
     folder: str
@@ -60,6 +97,9 @@ class History:
     unfinished: tuple[str, ...]
     hang: str
     absent: tuple[str, ...]
+    memories: tuple[RankMemory, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    observed: tuple[Observed, ...] = ()
 
 
 def history(folder: Path) -> History:
@@ -76,6 +116,8 @@ def history(folder: Path) -> History:
     series = {name: tuple(line.get(key) for line in lines) for name, key in keys.items()}
     told = {name: values for name, values in series.items() if any(value is not None for value in values)}
     hang = folder / "hang.txt"
+    memories, comparisons, observed = _memories(lines), _comparisons(folder), _observed(folder)
+    absent = [*_absent(folder, told, checkpoints), *_absent_of_ranks(memories, comparisons, observed)]
     return History(
         folder.name or str(folder),
         _about(folder),
@@ -86,8 +128,28 @@ def history(folder: Path) -> History:
         checkpoints,
         unfinished(folder),
         hang.read_text(encoding="utf-8") if hang.is_file() else "",
-        tuple(_absent(folder, told, checkpoints)),
+        tuple(absent),
+        memories,
+        comparisons,
+        observed,
     )
+
+
+def _memories(lines: Sequence[Mapping[str, Any]]) -> tuple[RankMemory, ...]:
+    told = [line["memory_by_rank"] for line in lines if line.get("memory_by_rank")]
+    alike = [values for values in told if len(values) == len(told[-1])]
+    return tuple(RankMemory(of_rank[-1], max(of_rank)) for of_rank in zip(*alike, strict=True))
+
+
+def _comparisons(folder: Path) -> tuple[Comparison, ...]:
+    return tuple(
+        Comparison(line["step"], line["time"], line["compared"], tuple(line["differences"]))
+        for line in read(folder, VERDICTS)
+    )
+
+
+def _observed(folder: Path) -> tuple[Observed, ...]:
+    return tuple(Observed(line["step"], line["plan"], line["timeline"]) for line in read(folder, TIMELINES))
 
 
 def _checkpoints(folder: Path) -> tuple[Saved, ...]:
@@ -127,8 +189,17 @@ def _absent(folder: Path, told: Mapping[str, Any], checkpoints: tuple[Saved, ...
         absent.append("checkpoints: none was completed (--save-every saves some on the way)")
     if not _about(folder):
         absent.append("what was trained: there is no run.json, which meshwright train writes")
-    absent.append("memory of each rank: rank 0 tells its own alone")
-    absent.append("verdicts of the guard: none is written; a run whose ranks differ ends with an error")
+    return absent
+
+
+def _absent_of_ranks(memories: Sequence[Any], comparisons: Sequence[Any], observed: Sequence[Any]) -> list[str]:
+    absent = []
+    if not memories:
+        absent.append(f"memory of each rank: {METRICS} has none (a run of before it was told)")
+    if not comparisons:
+        absent.append("verdicts: ranks were not compared (one rank alone, or verify: 0 in the plan)")
+    if not observed:
+        absent.append("a step in time: none was observed (meshwright train --observe-every 100)")
     return absent
 
 

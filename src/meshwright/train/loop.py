@@ -30,7 +30,7 @@ from meshwright.errors import Finding, NonFiniteError
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import mapped, moved
 from meshwright.runtime.rows.microbatches import amount_of, rows_of, rows_of_rank
-from meshwright.train.agreement import agree, culprit
+from meshwright.train.agreement import agree, culprit, tells_memory
 from meshwright.train.metrics import Metrics
 from meshwright.train.progress import Progress
 from meshwright.train.sigterm import Notice, Preempted
@@ -55,6 +55,8 @@ class Record:
         keep: how many checkpoints; None: all.
         asynchronous: training goes on while a checkpoint is written.
         tensorboard: also events for TensorBoard.
+        observe_every: steps from one that is observed (``Job.observe``) to the next; None: none is. The first is the third
+            step that is done here: the first ones record, compile and allocate.
     """
 
     folder: Path
@@ -62,6 +64,10 @@ class Record:
     keep: int | None = None
     asynchronous: bool = False
     tensorboard: bool = False
+    observe_every: int | None = None
+
+
+_WARM = 3  # steps done here until one is like those that follow
 
 
 def train(
@@ -153,7 +159,7 @@ class _Run:
         self.job, self.steps, self.record, self.notice = job, steps, record, notice
         self.step = self.skipped = self.saved = 0
         self.saving: Saving | None = None
-        self.stopping = False
+        self.stopping, self.began = False, 0
         self.metrics: Metrics | None = None
         parameters = list(job.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=together(parameters))
@@ -175,6 +181,7 @@ class _Run:
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
         job.guard.optimizers = self.optimizer
+        self.began = self.step
         self.rows = _repeated(job, data) if self.batches is None else iter(self.batches)
         if record is not None:
             _first(job, record.folder, lambda: self._open(record))
@@ -184,11 +191,35 @@ class _Run:
 
     def do(self, step: int, clip: float) -> Progress:
         """One step."""
-        job, started = self.job, time.perf_counter()
-        batch = next(self.rows)
+        started, batch = time.perf_counter(), next(self.rows)
+        if not self._observes(step):
+            return self._do(step, batch, clip, started)
+        with self.job.observe(self.optimizer) as seen:
+            told = self._do(step, batch, clip, started)
+        if self.metrics is not None and seen.timeline is not None:
+            self.metrics.timeline(step, self.job.recipe.plan, seen.timeline.to_json())
+        return told
+
+    def _observes(self, step: int) -> bool:
+        every = None if self.record is None else self.record.observe_every
+        done = step - self.began
+        return every is not None and done >= _WARM and (done - _WARM) % every == 0
+
+    def _do(self, step: int, batch: Any, clip: float, started: float) -> Progress:
+        job, before = self.job, self.job.guard.last
         unit, amount = amount_of(batch)
-        loss, norm = job.step(batch), job.clip_grad_norm_(clip)
-        verdict = agree(job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started)
+        try:
+            loss, norm = job.step(batch), job.clip_grad_norm_(clip)
+        finally:
+            compared = job.guard.last if job.guard.last is not before else None
+            if compared is not None and self.metrics is not None:
+                self.metrics.verdict(compared.step, compared.counts, compared.differences)
+        held = memory(job.groups.device)
+        with job.runner.stages.phase("agree"):
+            verdict = agree(
+                job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started,
+                memory=held if tells_memory(step, job.recipe.mesh.size) else None,
+            )  # fmt: skip
         job.finish_step()
         self.stopping = verdict.stop
         finite = not (verdict.loss or verdict.gradient)
@@ -203,8 +234,8 @@ class _Run:
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         told = Progress(
-            step, self.steps, verdict.value, verdict.norm, verdict.amount / seconds, unit, memory(job.groups.device),
-            verdict.waited, self.skipped, seconds,
+            step, self.steps, verdict.value, verdict.norm, verdict.amount / seconds, unit, held,
+            verdict.waited, self.skipped, seconds, verdict.memories, {} if compared is None else compared.counts,
         )  # fmt: skip
         if self.metrics is not None:
             self.metrics.write(told)
@@ -272,9 +303,11 @@ def _tell(note: str) -> None:
 
 
 def memory(device: torch.device) -> int:
-    """Bytes: the most that tensors have held of a GPU; on a CPU what the process holds now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Bytes: the most that tensors have held of a GPU since this was asked last; on a CPU what the process holds now."""
+    if device.type != "cpu":
+        most: int = torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return most
     try:
         with open("/proc/self/statm", encoding="ascii") as counts:
             return int(counts.read().split()[1]) * _page_size()

@@ -1,13 +1,19 @@
 """What a run tells of its steps: a line of JSON each, in a file that goes on where a resumed run goes on; TensorBoard.
 
 {"step": 7, "loss": 2.31, "grad_norm": 0.8, "tokens_per_second": 5200.0, "memory": 310000000, "waiting": 0.04,
- "skipped": 0, "seconds": 0.2, "time": "2026-01-31T12:00:00.000+00:00"}
+ "skipped": 0, "seconds": 0.2, "memory_by_rank": [310000000, 290000000], "time": "2026-01-31T12:00:00.000+00:00"}
+
+Beside it, of the steps in which ranks were compared (``verify`` in the plan) and of those that were observed:
+
+verdicts.jsonl    {"step": 1, "equal": true, "compared": {"parameters": 12, "activations": 8}, "differences": [], "time": …}
+timelines.jsonl   {"step": 10, "plan": …, "timeline": …}, the last a ``Timeline`` as its JSON has it
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from math import isfinite
@@ -17,7 +23,7 @@ from typing import Any
 from meshwright.errors import Findings
 from meshwright.train.progress import Progress
 
-FILE = "metrics.jsonl"
+FILE, VERDICTS, TIMELINES = "metrics.jsonl", "verdicts.jsonl", "timelines.jsonl"
 
 
 class Metrics:
@@ -31,7 +37,7 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int = 0, *, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
+        self._folder, path = folder, folder / FILE
         _truncate(path, step)
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(folder, step) if tensorboard else None
@@ -43,13 +49,28 @@ class Metrics:
             "memory": told.memory, "waiting": told.waiting, "skipped": told.skipped, "seconds": told.seconds,
         }  # fmt: skip
         kept = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
-        kept["time"] = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        if told.memories:
+            kept["memory_by_rank"] = list(told.memories)
+        kept["time"] = _now()
         self._file.write(json.dumps(kept) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in line.items():
                 if name != "step":
                     self._board.add_scalar(name, value, told.step)
+
+    def verdict(self, step: int, compared: Mapping[str, int], differences: Sequence[str] = ()) -> None:
+        """What came of a comparison of ranks. A resumed run adds its own, and drops none."""
+        line = {"step": step, "equal": not differences, "compared": dict(compared), "differences": list(differences)}
+        self._add(VERDICTS, {**line, "time": _now()})
+
+    def timeline(self, step: int, plan: str, timeline: str) -> None:
+        """A step that was observed. ``timeline``: as JSON; ``plan``: as YAML."""
+        self._add(TIMELINES, {"step": step, "plan": plan, "timeline": json.loads(timeline)})
+
+    def _add(self, file: str, line: Mapping[str, Any]) -> None:
+        with (self._folder / file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """Everything is on its way to the disk."""
@@ -58,10 +79,10 @@ class Metrics:
             self._board.close()
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read(folder: Path, file: str = FILE) -> list[dict[str, Any]]:
     """The lines of a run's metrics, in order; of one that was cut off in the middle, and of none, nothing."""
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
+        text = (folder / file).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     lines = []
@@ -91,6 +112,10 @@ def _truncate(path: Path, step: int) -> None:
     aside = path.with_suffix(".part")
     aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(aside, path)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _board(folder: Path, step: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,14 @@ class Progress:
         loss: the mean over the global batch.
         grad_norm: of all gradients, before clipping.
         rate: ``unit`` (tokens or rows) of all ranks a second, of this step.
-        memory: bytes this process holds; on a GPU, the most its tensors have held.
+        memory: bytes this process holds after the backward; on a GPU, the most its tensors have held since that of the step
+            before.
         waiting: the share of the step's time that ranks waited for each other, in the mean over ranks; at least (see
             ``waiting``).
         skipped: steps so far whose loss or gradient was not finite, and that left the parameters as they were.
         seconds: this step's, without saving.
+        memories: the same of each rank, in the steps that tell it (every step of up to 256 ranks); else empty.
+        compared: kind → how many of it were found equal on all ranks, in a step that compares them (``verify``).
     """
 
     step: int
@@ -31,3 +35,5 @@ class Progress:
     waiting: float
     skipped: int
     seconds: float
+    memories: tuple[int, ...] = ()
+    compared: Mapping[str, int] = field(default_factory=dict)

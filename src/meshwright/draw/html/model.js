@@ -107,10 +107,6 @@ function chooseRow(index) {
 
 // --- stages and branches ---------------------------------------------------------------------------------------------
 
-function bar(share, colour) {
-  return el("span", { class: "bar", "aria-hidden": "true" }, el("span", { style: `width:${Math.max(1, 100 * share)}%;background:${colour}` }));
-}
-
 function stageTable() {
   const most = Math.max(...facts.stages.map((stage) => stage.work));
   const here = coordinate(chosen.rank).pp ?? 0;

@@ -202,6 +202,10 @@ function swatch(colour) {
   return el("span", { class: "swatch", style: `background:${colour}`, "aria-hidden": "true" });
 }
 
+function bar(share, colour) {
+  return el("span", { class: "bar", "aria-hidden": "true" }, el("span", { style: `width:${Math.max(1, 100 * share)}%;background:${colour}` }));
+}
+
 function legend(entries) {
   return el("ul", { class: "legend" }, entries.map(([colour, text]) => el("li", {}, swatch(colour), text)));
 }

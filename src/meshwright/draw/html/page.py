@@ -18,7 +18,19 @@ if TYPE_CHECKING:
     from meshwright.draw.report import Report  # which has pages made
 
 _HERE = files("meshwright.draw.html")
-_SCRIPTS = ("text", "layout", "page", "mesh", "model", "parameter", "step", "memory", "communication", "start")
+_SCRIPTS = (
+    "text",
+    "layout",
+    "page",
+    "mesh",
+    "model",
+    "parameter",
+    "timeline",
+    "step",
+    "memory",
+    "communication",
+    "start",
+)
 
 
 def page(report: Report, *, rank: int = 0, parameter: str | None = None) -> str:

@@ -38,7 +38,7 @@ def payload(report: Report) -> dict[str, Any]:
         "numel": shards.numel,
         "bytes": shards.bytes,
         "held": [min(sizes), max(sizes)],
-        "timeline": _timeline(report.timeline),
+        "timeline": timeline_payload(report.timeline),
         "memory": _memory(report.memory),
         "communication": _communication(report.communication),
         "steps": to_plain(report.steps),
@@ -115,7 +115,7 @@ def _label(names: Sequence[str]) -> str:
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
+def timeline_payload(timeline: Timeline) -> dict[str, Any]:
     """Slots as [start, stop, what, stage, microbatch, parts], the last an index into ``parts``."""
     whats: dict[str, int] = {}
     parts: dict[tuple[tuple[str, float], ...], int] = {}
@@ -143,6 +143,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             [t.source, t.target, _short(t.start), _short(t.stop), t.way, t.microbatch, t.bytes]
             for t in timeline.transfers
         ],
+        "exchanges": [[e.line, e.axis, e.kind, _short(e.start), _short(e.stop), e.bytes] for e in timeline.exchanges],
     }
 
 

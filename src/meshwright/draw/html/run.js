@@ -78,6 +78,50 @@ byId("series").classList.add("grid");
 byId("checkpoints").append(facts.checkpoints.length
   ? table("Checkpoints", ["name", "step", "saved", "size", "layout", ""], facts.checkpoints.map((one) => [one.name, String(one.step), one.time, sizeText(one.bytes), one.mesh, el("span", { class: one.problem ? "alarm" : "muted", text: one.problem || "all there (sizes)" })]), [1, 3])
   : el("p", { class: "muted", text: "None was completed." }));
+
+// --- ranks -----------------------------------------------------------------------------------------------------------
+
+if (facts.memories.length) {
+  const most = Math.max(...facts.memories.map((one) => one.most));
+  const rows = facts.memories.slice(0, 1024).map((one, rank) => [`rank ${rank}`, sizeText(one.last), sizeText(one.most), bar(one.most / most, "var(--accent)")]);
+  byId("ranks").append(table("Memory by rank", ["rank", "last", "at most", ""], rows, [1, 2]));
+  if (facts.memories.length > 1024) byId("ranks").append(el("p", { class: "muted", text: `and ${plural(facts.memories.length - 1024, "more rank")}` }));
+}
+if (facts.comparisons.length) {
+  const kinds = [...new Set(facts.comparisons.flatMap((one) => Object.keys(one.compared)))];
+  const rows = facts.comparisons.slice(-200).map((one) => [String(one.step), one.differences.length ? "differ" : "equal", ...kinds.map((kind) => String(one.compared[kind] ?? 0))]);
+  byId("comparisons").append(tableBehind("Each comparison", () => table("Comparisons of ranks", ["after step", "", ...kinds], rows, [0, ...kinds.map((_, i) => i + 2)])));
+}
+
+// --- a step in time: predicted and measured on one scale -------------------------------------------------------------
+
+const timePictures = {};
+if (facts.inTime) {
+  const { measured, predicted, differences } = facts.inTime;
+  const zoom = zooming(Math.max(measured.length, predicted?.length ?? 0));
+  const shown = Object.entries({ predicted, measured }).filter(([, time]) => time);
+  for (const [name, time] of shown) {
+    timePictures[name] = timePicture(time, `The step in time, ${name}`, zoom);
+    byId(`${name}-picture`).append(timePictures[name]);
+    byId(`${name}-length`).textContent = `${secondsText(time.length)}, of which ranks wait for ${percentText(time.idle)}`;
+    byId("time-tables").append(tableBehind(`${name}, as a table`, () => timeTable(time)));
+  }
+  byId("time-zoom").append(...zoom.buttons());
+  const signed = (seconds) => `${seconds < 0 ? "−" : "+"}${secondsText(Math.abs(seconds))}`;
+  const longest = Math.max(...differences.flatMap(([, ...pair]) => pair)) || 1;
+  const both = (one, other) => el("span", { class: "pair" }, ...(predicted ? [bar(one / longest, "var(--muted)")] : []), bar(other / longest, "var(--accent)"));
+  const all = [...differences, ["the step", predicted?.length ?? 0, measured.length]];
+  const rows = all.map(([kind, one, other]) => (predicted
+    ? [kind, secondsText(one), secondsText(other), signed(other - one), both(one, other)]
+    : [kind, secondsText(other), both(one, other)]));
+  const titles = predicted ? ["", "predicted", "measured", "difference", ""] : ["", "measured", ""];
+  byId("time-kinds").append(table("What the time of the step went to", titles, rows, predicted ? [1, 2, 3] : [1]));
+  views.push(() => {
+    for (const one of Object.values(timePictures)) one.paint();
+    byId("time-legend").replaceChildren(legend([...timeLegend(shown.map(([, time]) => time)), [css("bubble"), "waiting"]]));
+  });
+}
+
 views.push(() => curves.forEach((drawn) => drawn.paint()));
 themed();
-window.meshwright = { facts, curves };
+window.meshwright = { facts, curves, timePictures };

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -16,11 +18,14 @@ from meshwright.runtime.branches.streams import Streams
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.weights.gradient_sync import GradientSync
-from meshwright.schedule import Action
+from meshwright.schedule import SENDS, Action
 from meshwright.spmd import patches
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.watch.timer import CommunicationTimer
+
+if TYPE_CHECKING:
+    from meshwright.runtime.observed import Observer
 
 
 class Stages:
@@ -40,6 +45,7 @@ class Stages:
         traffic: what was sent to other stages so far, and what this rank waits for.
         spans: of the last step: when each action ran, in seconds.
         action: begun last; a watch reads it from another thread.
+        observer: follows the step that runs; None in most steps.
     """
 
     def __init__(
@@ -64,12 +70,27 @@ class Stages:
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
         self.action: Action | None = None
+        self.observer: Observer | None = None
 
     def view(self) -> AbstractContextManager[None]:
         """On during a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
         if self._view is not None:
             return self._view.on()
         return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
+
+    @contextmanager
+    def doing(self, action: Action) -> Iterator[None]:
+        """For the time of an action."""
+        start, sent = time.perf_counter(), self.traffic.bytes
+        with nullcontext() if self.observer is None else self.observer.doing(action):
+            yield
+        self.spans.append((action, start, time.perf_counter()))
+        if self.observer is not None and action.kind in SENDS:
+            self.observer.sent(action, self.traffic.bytes - sent)
+
+    def phase(self, what: str) -> AbstractContextManager[None]:
+        """For the time of a phase of the step in which this library runs, and no code of a person's."""
+        return nullcontext() if self.observer is None else self.observer.phase(what)
 
     @contextmanager
     def trying(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ A model that is not in parts is a pipeline of one stage, of which nothing is rec
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -121,10 +120,11 @@ class Step:
         stages = self._stages
         stages.action = action
         try:
-            self._transfers.wait_for(action)
-            start = time.perf_counter()
-            self._perform(action)
-            stages.spans.append((action, start, time.perf_counter()))
+            for arrived in self._transfers.wait_for(action):
+                if stages.observer is not None:
+                    stages.observer.arrived(arrived)
+            with stages.doing(action):
+                self._perform(action)
         except (StageError, ReplicaError, KeyboardInterrupt):
             raise
         except Exception as error:

@@ -6,7 +6,7 @@ a send; a receive fills buffers while other actions run, and an action waits for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class Transfers:
         else:
             self._receive(action)
 
-    def wait_for(self, action: Action) -> None:
-        """Until everything is there that an action needs of other ranks."""
+    def wait_for(self, action: Action) -> Iterator[Action]:
+        """Until everything is there that an action needs of other ranks; each receive, when it has come."""
         if action.kind in TRANSFERS or action.kind == "W":
             return
         flight, kind = self._flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
@@ -88,6 +88,7 @@ class Transfers:
                 self._traffic.awaited = (transfer.other or 0,)
                 flight.arrived += self._received(self._arriving[transfer])
                 del self._arriving[transfer]
+                yield transfer
 
     def end(self) -> None:
         """After the last action: until what was sent has been received."""
