@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import branching
 import meshwright as mw
@@ -101,3 +104,63 @@ BRANCHES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_branches_train_in_the_types_of_their_plan(case: str, precision: str, workers: LocalWorkers) -> None:
     build, plan = BRANCHES[case]
     same_in_its_own_types(build, branching.rows(), {**plan, "precision": precision}, workers)
+
+
+class Elsewhere(nn.Module):
+    """Uses parameters that are in no unit of FSDP2: of two blocks; of which a list and a function have the object; without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        for block in self.blocks:
+            block.gate = nn.Parameter(torch.randn(16, 16) / 4)
+        self.gates = [block.gate for block in self.blocks]
+        weight = self.blocks[0][0].weight
+        self.project = lambda h: F.linear(F.linear(h, weight), weight.T)
+        self.mix = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        for block in self.blocks:
+            h = h + block(h)
+        for gate in self.gates:
+            h = h @ gate
+        shares = torch.stack([*self.mix]).softmax(0)
+        h = torch.einsum("k,kbtc->btc", shares, torch.stack([h, self.project(h), h.tanh()]))
+        return self.head(h).square().mean()
+
+
+class Renormed(nn.Module):
+    """Its forward writes the rows of the table that are longer than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8, max_norm=1.0), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids)).square().mean()
+
+
+UNITLESS: dict[str, dict[str, Any]] = {
+    "dp_shard2": {"mesh": {"dp_shard": 2}},
+    "dp_shard1": {"mesh": {"dp_shard": 1}},
+    "dp_shard2-tp2": {"mesh": {"dp_shard": 2, "tp": 2}},
+    "pp2-dp_shard2": {"mesh": {"pp": 2, "dp_shard": 2}, "microbatches": 2},
+    "recompute": {"mesh": {"dp_shard": 2}, "recompute": "blocks"},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(k, marks=() if k == "dp_shard2" else pytest.mark.proof) for k in UNITLESS]
+)
+def test_what_is_in_no_unit_is_computed_in_bfloat16_too(layout: str, workers: LocalWorkers) -> None:
+    """FSDP2 casts what it gathers. The others stayed float32: an error of types in the forward, or another result."""
+    x = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(1))
+    same_in_its_own_types(Elsewhere, x, {**UNITLESS[layout], "precision": "bfloat16"}, workers)
+
+
+def test_what_a_forward_writes_is_refused_in_bfloat16() -> None:
+    with pytest.raises(mw.PlanError, match=r"bfloat16, and a forward that writes table\.weight"):
+        mw.make_recipe(Renormed, {"mesh": {"dp_shard": 2}, "precision": "bfloat16"}, (torch.arange(8).view(4, 2),))

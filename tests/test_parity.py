@@ -616,6 +616,16 @@ def test_the_first_two_forwards_have_the_batch_itself_and_later_ones_its_rows_el
     assert all(torch.cat([next(h)["ids"] for h in halves]).equal(b["ids"]) for b in (first, second))
 
 
+def test_a_batch_that_is_one_tensor_stays_as_it_is() -> None:
+    """Of a bare tensor in the type of the check no copy was made: one device's later forwards moved the job's rows."""
+    for tokens in (torch.arange(12).view(4, 3), torch.randn(4, 3, dtype=torch.float64)):
+        before = tokens.clone()
+        batches = Case(nn.Identity, tokens, output_loss, torch.float64, steps=3, seed=0).batches()
+        first, third = next(batches), [next(batches) for _ in range(2)][1]
+        first.neg_()
+        assert tokens.equal(before) and not third.equal(before)
+
+
 class Extreme(nn.Module):
     """Writes the smallest number of its activations' type into a table that it makes in float32."""
 

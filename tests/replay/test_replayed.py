@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +17,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+import standin
 from meshwright.workers.pool import LocalWorkers
 
 WIDTH, HEADS, LENGTH, ROWS = 24, 3, 5, 4
 SCALE = 2.0  # a global of the code
 LOG: list[float] = []
+COUNTED = contextvars.ContextVar("counted", default=2.0)
+NUMBERS = itertools.cycle([1.0, 2.0, 3.0])
+
+
+def scaling(by: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    """A function that is closed over a number, and what gives it another."""
+
+    def scaled(h: Tensor) -> Tensor:
+        return h * by
+
+    def change(other: float) -> None:
+        nonlocal by
+        by = other
+
+    return scaled, change
+
+
+def counted(h: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006
+    calls.append(1)
+    return h * len(calls)
+
+
+def switched(h: Tensor, table: dict[str, float] = {"by": 2.0}) -> Tensor:  # noqa: B006
+    return h * table["by"]
+
+
+class Scaling:
+    """An object that is called."""
+
+    by = 2.0
+
+    def __init__(self) -> None:
+        self.own = 1.5
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.own * Scaling.by
+
+
+closed, reopen = scaling(2.0)
+standin.FACTOR = 2.0  # type: ignore[attr-defined]
+
+
+def multiplied(h: Tensor, *, by: float) -> Tensor:
+    return h * by
 
 
 class Block(nn.Module):
@@ -32,6 +81,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2 if does == "drops" else 0.0)
         self.register_buffer("seen", torch.zeros(WIDTH))
         self.scale, self.calls, self.history, self.notes = 1.0, 0, [], SimpleNamespace(table={"last": 0})
+        self.partial, self.scaling = functools.partial(multiplied, by=2.0), Scaling()
+        self.bound = Scaling().__call__
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
         b, t, _ = x.shape
@@ -86,7 +137,23 @@ class Block(nn.Module):
             h = h * weight
         elif does == "drops":
             h = self.drop(h)
+        elif does in FUNCTIONS:
+            h = FUNCTIONS[does](self, h)
         return h
+
+
+FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "is closed over a number": lambda self, h: closed(h),
+    "has a default that changes": lambda self, h: switched(h),
+    "counts in a default": lambda self, h: counted(h),
+    "calls a partial": lambda self, h: self.partial(h),
+    "calls an object": lambda self, h: self.scaling(h),
+    "calls a bound method": lambda self, h: self.bound(h),
+    "reads a class by name": lambda self, h: h * Scaling.by,
+    "reads a module by name": lambda self, h: h * standin.FACTOR,
+    "asks a context variable": lambda self, h: h * COUNTED.get(),
+    "asks an iterator": lambda self, h: h * next(NUMBERS),
+}
 
 
 class Model(nn.Module):
@@ -117,6 +184,8 @@ def trained(
     """Runs on every rank: losses, parameters, what was moved, and which blocks have a program."""
     random.seed(0)
     LOG.clear()
+    counted.__defaults__[0].clear()  # type: ignore[index]
+    globals()["NUMBERS"] = itertools.cycle([1.0, 2.0, 3.0])
     rows = batch()
     job = mw.parallelize(lambda: build().double(), plan | {"eager": eager}, batch=rows)
     optimizer = torch.optim.SGD(job.parameters(), lr=1e-3)
@@ -191,6 +260,9 @@ REFUSED = {
     "masks": "follows from values",
     "listens": "register_hook changes what autograd knows",
     "prints": "it calls print",
+    "counts in a default": "it changes what its code keeps",
+    "asks a context variable": "it calls ContextVar.get",
+    "asks an iterator": "NUMBERS is an iterator",
 }
 
 
@@ -272,6 +344,17 @@ def test_a_note_says_why(does: str, workers: LocalWorkers) -> None:
         assert "the model" in blocks and why.startswith("no recorded program, as")
 
 
+SWITCHES: dict[str, Callable[[Any, float], Any]] = {
+    "is closed over a number": lambda model, by: reopen(by),
+    "has a default that changes": lambda model, by: switched.__defaults__[0].update(by=by),  # type: ignore[index]
+    "calls a partial": lambda model, by: model.blocks[0].partial.keywords.update(by=by),
+    "calls an object": lambda model, by: setattr(model.blocks[0].scaling, "own", by),
+    "calls a bound method": lambda model, by: setattr(model.blocks[0].bound.__self__, "own", by),
+    "reads a class by name": lambda model, by: setattr(Scaling, "by", by),
+    "reads a module by name": lambda model, by: setattr(standin, "FACTOR", by),
+}
+
+
 def between(change: str) -> Change:
     def changed(job: Any, step: int) -> None:
         module = job.module
@@ -288,6 +371,8 @@ def between(change: str) -> Change:
             module.blocks[1].register_buffer("seen", torch.ones(WIDTH, dtype=torch.float64))
         elif change == "hook" and step == 4:
             module.blocks[0].up.register_forward_hook(lambda m, args, out: 2 * out)
+        if change in SWITCHES and step in (0, 4):
+            SWITCHES[change](module, 2.0 if step == 0 else 5.0)
         if step == 0:
             globals()["SCALE"] = 2.0
 
@@ -303,6 +388,7 @@ def between(change: str) -> Change:
         ("frozen", ""),
         ("replaced", "counts in a buffer"),
         ("hook", ""),
+        *((does, does) for does in SWITCHES),
     ],
 )
 def test_what_changes_between_steps_is_seen(change: str, does: str, workers: LocalWorkers) -> None:
@@ -317,6 +403,11 @@ def text() -> tuple[str, bool]:
     return job.program("blocks.0").text(), job.program("blocks.0") is job.program("blocks.1")
 
 
+def source(line: str) -> str:
+    """The model's line that a line of a program names."""
+    return Path(__file__).read_text().splitlines()[int(line.rpartition(":")[2]) - 1]
+
+
 def test_a_program_can_be_read(workers: LocalWorkers) -> None:
     for code, shared in workers.run(text, ranks=2):
         assert shared
@@ -324,7 +415,9 @@ def test_a_program_can_be_read(workers: LocalWorkers) -> None:
         assert lines[0].startswith("def forward(self, x0")
         (reduced, *_) = (line for line in lines if "all_reduce_tp" in line and "bytes over tp" in line)
         assert f"{ROWS * LENGTH * WIDTH * 8} bytes over tp" in reduced and "test_replayed.py:" in reduced
-        assert any("scaled_dot_product_attention" in line for line in lines)
+        (attention,) = (i for i, line in enumerate(lines) if "scaled_dot_product_attention(" in line)
+        assert "test_replayed.py:" in lines[attention] and "is_causal" in source(lines[attention])
+        assert all("#" in line for line in lines[1:-1] if "[" not in line.partition("=")[2][:20])
 
 
 def test_a_module_without_one_says_why(workers: LocalWorkers) -> None:

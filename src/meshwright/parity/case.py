@@ -15,7 +15,6 @@ from itertools import count, repeat
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.deferred import Build
 from meshwright.runtime.apply import cast_type
@@ -58,7 +57,8 @@ class Case:
             yield self._part(place_rows(batch, rows, places(rows, forward)), index, ranks)
 
     def _cast(self) -> Any:
-        return cast(self.batch, self.dtype, self.device)
+        # A copy: a model may write to its batch, and rows are moved in it.
+        return cast(copied(self.batch), self.dtype, self.device)
 
     @staticmethod
     def _part(batch: Any, index: int, ranks: int) -> Any:
@@ -76,9 +76,5 @@ def _has_rows(batch: Any) -> bool:
 
 
 def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """A copy of ``value``: floating and complex tensors in the type of the check, all on the device."""
-
-    def one(t: Tensor) -> Tensor:
-        return t.to(device, cast_type(t.dtype, dtype))
-
-    return one(value) if isinstance(value, Tensor) else mapped(one, copied(value))  # a model may write to its batch
+    """Floating and complex tensors of ``value`` in the type of the check, all on the device. What is so already is no copy."""
+    return mapped(lambda t: t.to(device, cast_type(t.dtype, dtype)), value)

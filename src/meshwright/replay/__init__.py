@@ -6,6 +6,7 @@ is plain torch functions and collectives on local tensors, in a fixed order. Her
     recorder    a function mode below the SPMD mode: it sees what is left of a call when the mode has answered it
     nodes       what it writes down: functions, collectives, and where each tensor comes from
     state       the Python state that a forward may have read: compared before each replay
+    functions   those that ran: what they are closed over, and what their arguments default to
     program     the nodes as an ``fx`` graph, compiled to one function of local tensors
     replayed    the blocks of a model: records each call twice, compares, then replays
 

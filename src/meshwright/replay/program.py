@@ -118,6 +118,7 @@ class LocalProgram:
         for node in self.nodes:
             args, kwargs = pytree.tree_map_only(Value, lambda v: at[v.number], (node.args, node.kwargs))
             made = graph.call_function(node.target, args, kwargs)
+            made.meta["node"] = node
             if not node.several:
                 if node.results and node.results[0] is not None:
                     at[node.results[0]] = made
@@ -362,15 +363,10 @@ def _unique(names: Iterator[str]) -> list[str]:
 
 def _lines(program: LocalProgram) -> Iterator[str]:
     graph = program.graph()
-    code = graph.python_code("self").src.strip().splitlines()
-    notes = iter(program.nodes)
-    for line in code:
+    known = {made.name: made.meta["node"] for made in graph.nodes if "node" in made.meta}
+    for line in graph.python_code("self").src.strip().splitlines():
         text = line.split(";")[0].rstrip()
-        node = (
-            next(notes, None)
-            if "=" in text and "(" in text and not text.startswith("def ") and "[" not in text.split("=")[1][:12]
-            else None
-        )
+        node = known.get(text.strip().partition(" ")[0])  # a statement begins with the name of its graph node
         yield text if node is None else f"{text:<96}  # {_note(node)}"
 
 

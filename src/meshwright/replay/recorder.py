@@ -62,6 +62,7 @@ class Recorder(FunctionMode):
         nodes: in order.
         refusal: why there is no program, if there is none; what came first.
         codes: code of the model's that ran, with its globals.
+        free: of such code what its free variables were.
         used: number of a value that comes from outside → where from.
     """
 
@@ -70,6 +71,7 @@ class Recorder(FunctionMode):
         self.nodes: list[Node] = []
         self.refusal = ""
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
+        self.free: dict[types.CodeType, tuple[Any, ...]] = {}
         self.used: dict[int, Source] = {}
         self._kept: list[Tensor] = []  # a tensor that lives on keeps its id
         self._numbers: dict[int, int] = {}
@@ -173,6 +175,9 @@ class Recorder(FunctionMode):
                 self.refuse(f"{_FORBIDDEN[code]} is used")
             elif code not in self.codes and code_of_model(code):
                 self.codes[code] = frame.f_globals
+                if code.co_freevars:
+                    known = frame.f_locals
+                    self.free[code] = tuple(known[name] for name in code.co_freevars if name in known)
         elif event == "c_call" and _has_effect(arg) and code_of_model(code):
             self.refuse(f"it calls {getattr(arg, '__qualname__', arg)}")
 
@@ -303,7 +308,7 @@ def _forbidden() -> dict[types.CodeType, str]:
 
 
 _FORBIDDEN = _forbidden()
-_EFFECTS = frozenset(["time", "_random", "random", "_io", "posix", "nt", "_socket"])
+_EFFECTS = frozenset(["time", "_random", "random", "_io", "posix", "nt", "_socket", "_contextvars", "contextvars"])
 
 
 def _has_effect(function: Any) -> bool:

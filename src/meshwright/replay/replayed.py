@@ -222,7 +222,7 @@ class LocalPrograms:
             known = block.variants.setdefault(key, [])
             if len(known) >= _STATES or len(block.variants) > _VARIANTS:
                 raise Refused("it is called in too many ways: shapes, types, constants or what Python keeps differ")
-            known.append(Variant(program, ModuleState(block.module, recorder.codes)))
+            known.append(Variant(program, ModuleState(block.module, recorder.codes, recorder.free)))
         elif not before.state.holds():
             raise Refused("it changes what its code keeps")
         elif before.first.structure != program.structure:

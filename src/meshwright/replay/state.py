@@ -2,7 +2,8 @@
 
     of each module of the block   its attributes, its children, its hooks
     within its attributes         the items of lists, dicts and sets, and the attributes of plain objects, some levels deep
-    of its code                   the same of what is a global of the code that ran; and what its classes have
+    of its code                   the same of what is a global of the code that ran; what its classes have, and what it reads of
+                                  modules and classes by name; what its functions are closed over, and default to
 
 Equal means the same object, or one that is equal to it. A tensor is the same object: another one is another state.
 """
@@ -10,6 +11,8 @@ Equal means the same object, or one that is equal to it. A tensor is the same ob
 from __future__ import annotations
 
 import enum
+import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,6 +23,7 @@ from torch.nn.modules import module as modules
 
 from meshwright.blame import is_of_model
 from meshwright.private import has_hooks
+from meshwright.replay.functions import Codes, Free, cells, contents, defaults, functions_in, unfound
 
 
 class Incomparable(Exception):
@@ -31,12 +35,13 @@ class ModuleState:
 
     Args:
         codes: code of the model's that ran, with its globals.
+        free: what the free variables of such code were.
 
     Raises:
         Incomparable: part of it cannot be compared.
     """
 
-    def __init__(self, block: nn.Module, codes: Mapping[types.CodeType, dict[str, Any]]) -> None:
+    def __init__(self, block: nn.Module, codes: Codes, free: Free | None = None) -> None:
         self._block, self._modules = block, list(block.modules())
         kept = _Kept()
         for module in self._modules:
@@ -44,6 +49,11 @@ class ModuleState:
         self._names = [*_globals(codes), *_of_classes(self._modules)]
         for _, name, value in self._names:
             kept.add(value, name, _DEPTH, strict=False)
+        functions = functions_in(self._modules, codes)
+        if name := unfound(functions, codes, free or {}):
+            raise Incomparable(f"function {name} is closed over what may change unseen")
+        for function in functions:
+            kept.add_function(function)
         self._tables = kept.tables
 
     def holds(self) -> bool:
@@ -71,6 +81,17 @@ _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
+class _Variable:
+    """A variable that a function is closed over, to be compared with what it was."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __ne__(self, before: object) -> bool:
+        now = self._cell.cell_contents
+        return now is not before and (type(now) is not type(before) or bool(now != before))
+
+
 class _Kept:
     """(a container, a copy of it) for each container that is found; each once."""
 
@@ -85,14 +106,24 @@ class _Kept:
             if name not in _OF_TORCH:
                 self.add(value, name, _DEPTH, strict=True)
 
+    def add_function(self, function: types.FunctionType) -> None:
+        """What a function is closed over, and defaults to."""
+        self.tables += [(_Variable(cell), cell.cell_contents) for cell in cells(function)]
+        for value in (*contents(function), *defaults(function)):
+            self.add(value, function.__name__, _DEPTH, strict=False)
+
     def add(self, value: Any, name: str, depth: int, *, strict: bool) -> None:
-        """``strict``: what cannot be compared is an error, and not left out."""
+        """``strict``: what cannot be compared is an error, and not left out. An iterator moves on when it is asked."""
+        if isinstance(value, types.MethodType):
+            value = value.__self__
         if isinstance(value, (_WORDS, *_CODE, Tensor, nn.Module)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if isinstance(value, Iterator):
+            raise Incomparable(f"{name} is an iterator, which moves on unseen")
         items = _items(value)
         if items is None:
-            if strict and not callable(value) and not type(value).__module__.startswith("torch"):
+            if strict and not callable(value) and not _is_known(value):
                 raise Incomparable(f"{name} is of the type {type(value).__name__}, which may change unseen")
             return
         if depth == 0 or len(items) > _MOST_ITEMS or len(self.tables) > _MOST_TABLES:
@@ -100,7 +131,7 @@ class _Kept:
                 raise Incomparable(f"{name} has too much in it to be compared in each call")
             return
         if not isinstance(value, tuple):
-            container = value if isinstance(value, (list, dict, set, deque)) else vars(value)
+            container = _container(value)
             self.tables.append((container, container.copy()))
         for item in items:
             self.add(item, name, depth - 1, strict=strict)
@@ -112,18 +143,58 @@ def _items(value: Any) -> list[Any] | None:
         return list(value.values())
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)
-    if callable(value) or type(value).__module__.startswith(("torch", "meshwright")):
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if _is_known(value):
         return None
     return list(vars(value).values()) if hasattr(value, "__dict__") else None
 
 
-def _globals(codes: Mapping[types.CodeType, dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+def _is_known(value: Any) -> bool:
+    """Whether a value is of torch's own kind, or of ours: a bound method of it may stand on a module, as a wrapped forward."""
+    return type(value).__module__.startswith(("torch", "meshwright"))
+
+
+def _container(value: Any) -> Any:
+    """Where the items of a value stand."""
+    if isinstance(value, functools.partial):
+        return value.keywords
+    return value if isinstance(value, (list, dict, set, deque)) else vars(value)
+
+
+def _globals(codes: Codes) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     seen: set[tuple[int, str]] = set()
     for code, space in codes.items():
         for name in code.co_names:
-            if name in space and not isinstance(space[name], _CODE) and (id(space), name) not in seen:
-                seen.add((id(space), name))
-                yield space, name, space[name]
+            for of, value in _named(space, name, code.co_names):
+                if not isinstance(value[1], _CODE) and (id(of), value[0]) not in seen:
+                    seen.add((id(of), value[0]))
+                    yield of, *value
+
+
+def _named(
+    space: Mapping[str, Any], name: str, names: tuple[str, ...], depth: int = 3
+) -> Iterator[tuple[Mapping[str, Any], tuple[str, Any]]]:
+    """What a name of code may stand for; of a module or a class, what other names of the code may be in it."""
+    if name not in space:
+        return
+    value = space[name]
+    yield space, (name, value)
+    if not depth or not isinstance(value, (types.ModuleType, type)) or not _is_of_model(value):
+        return
+    for within in [vars(value)] if isinstance(value, types.ModuleType) else map(vars, value.__mro__):
+        for other in names:
+            if other != name:
+                yield from _named(within, other, names, depth - 1)
+
+
+def _is_of_model(value: Any) -> bool:
+    """Whether a module or class is no part of torch, of ours or of Python."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return name.partition(".")[0] not in (_NOT_OF_MODEL | sys.stdlib_module_names)
+
+
+_NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"])
 
 
 def _of_classes(block: list[nn.Module]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:

@@ -34,6 +34,7 @@ from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.fsdp import keep_attributes, needs_fsdp, shard_units
+from meshwright.runtime.weights.halves import halves
 from meshwright.runtime.weights.parameters import (
     Allocated,
     StandIns,
@@ -102,7 +103,8 @@ def apply(
     streams = _streams(recipe, groups)
     stages = Stages(
         model, recipe, groups,
-        view=view, dispatchers=dispatchers.values(), calls=calls, branching=branching, streams=streams,
+        view=view, halves=halves(model.named_parameters(), recipe) if view is None else None,
+        dispatchers=dispatchers.values(), calls=calls, branching=branching, streams=streams,
     )  # fmt: skip
     runner = _runner(stages, hooks, replanner, loss, wholes=view is not None)
     return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs)

@@ -14,6 +14,7 @@ from meshwright.layout import Shard
 from meshwright.private import held_of, hooked, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
+from meshwright.runtime.weights.halves import as_computed, half_type
 from meshwright.runtime.weights.parameters import StandIns, local_part, places
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.tensor import GlobalTensor, local_of
@@ -82,7 +83,7 @@ class LocalParameters:
         stand_ins: StandIns,
     ) -> None:
         self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
-        self._stand_ins = stand_ins
+        self._stand_ins, self._low = stand_ins, half_type(recipe)
         self._several = any(len(line.places) > 1 for line in recipe.parameters)
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
@@ -140,7 +141,7 @@ class LocalParameters:
         local = self._leaf(x)
         if len(line.places) > 1 and self._branching is not None:
             local = _Counted.apply(local, self._branching.counts(line.places))
-        local = self._as_computed(local, line)
+        local = as_computed(local, line, self._low)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Shard):
             return GlobalTensor(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
@@ -155,14 +156,6 @@ class LocalParameters:
         if leaf is None or leaf[0] is not x or leaf[1] != state:
             leaf = self._leaves[id(x)] = x, state, local_part(x)
         return leaf[2]
-
-    def _as_computed(self, x: Tensor, line: ParameterRecipe) -> Tensor:
-        """In the type that is computed in, where FSDP2, which does that for the others, has it not: in a branch that is no
-        unit, say, as something of it is used outside its forward."""
-        low = getattr(torch, self._recipe.precision, torch.float32)
-        if low.itemsize > 2 or not self._recipe.branches or line.data != "loose":
-            return x
-        return x.to(low) if x.is_floating_point() and x.dim() and low.itemsize < x.dtype.itemsize else x
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
         known = self._lines.get(id(x))

@@ -19,8 +19,16 @@ _HALF = ("bfloat16", "float16")
 
 
 def keep_written(draft: Draft) -> Draft:
-    """Parameters that the forward writes stay out of their units."""
+    """Parameters that the forward writes stay out of their units. In a half type it would write to a copy."""
     written = draft.uses.written if draft.uses is not None else set()
+    if written and draft.plan.precision in _HALF:
+        finding = Finding(
+            where="precision",
+            given=f"{draft.plan.precision}, and a forward that writes {few(sorted(written))}",
+            required="parameters that the forward leaves as they are: it computes with copies of them in a half type",
+            fix="precision: float32",
+        )
+        draft = draft.wrong([finding])
     names = f"{', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}"
     told = [f"the forward writes {names}: whole on every data rank"] if draft.plan.mesh.data_size > 1 else []
     return replace(draft, loose=dict.fromkeys(written, "")).noted(told if written else [])

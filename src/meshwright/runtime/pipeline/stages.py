@@ -18,6 +18,7 @@ from meshwright.runtime.branches.streams import Streams
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.weights.gradient_sync import GradientSync
+from meshwright.runtime.weights.halves import Halves
 from meshwright.schedule import SENDS, Action
 from meshwright.spmd import patches
 from meshwright.spmd.dispatcher import Dispatcher
@@ -33,6 +34,7 @@ class Stages:
 
     Args:
         view: the SPMD mode, if anything is sharded over tp.
+        halves: without it: what casts the parameters that FSDP2 leaves as they are.
         dispatchers: of the view: over the tp axis of each place of this rank.
         calls: of the model's modules, which ask which part of them is to run.
         branching: what forks and joins, if there are branches.
@@ -55,13 +57,15 @@ class Stages:
         groups: Groups,
         *,
         view: SpmdMode | None,
+        halves: Halves | None = None,
         dispatchers: Collection[Dispatcher] = (),
         calls: ModuleCalls,
         branching: Branching | None = None,
         streams: Streams | None = None,
     ) -> None:
         self.model, self.recipe, self.groups, self.calls = model, recipe, groups, calls
-        self.branching, self.streams, self._view, self._dispatchers = branching, streams, view, dispatchers
+        self.branching, self.streams, self._dispatchers = branching, streams, dispatchers
+        self._view, self._halves = view, halves
         self.rank = groups.pp_rank
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
@@ -76,6 +80,8 @@ class Stages:
         """On during a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
         if self._view is not None:
             return self._view.on()
+        if self._halves is not None:
+            return self._halves.on()
         return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
 
     @contextmanager

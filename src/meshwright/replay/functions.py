@@ -1,0 +1,111 @@
+"""The functions that a block's forward calls, as objects: what they are closed over, and what their arguments default to.
+
+Code that ran does not say which function it was of. So they are looked for where a forward finds functions: in the classes of
+its modules and in their attributes, among the globals of code that ran, in closures (what a decorator wraps) and in partials.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+Codes = Mapping[types.CodeType, dict[str, Any]]
+"""Code → its globals."""
+Free = Mapping[types.CodeType, tuple[Any, ...]]
+"""Code → the values of its free variables, as they were when it was called."""
+
+
+def functions_in(block: Iterable[nn.Module], codes: Codes) -> list[types.FunctionType]:
+    """The functions of code that ran, as far as they are found."""
+    found: dict[int, types.FunctionType] = {}
+    seen: set[int] = set()
+    waiting = [*_in_modules(block), *_in_globals(codes)]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType) and value.__code__ in codes:
+            found[id(value)] = value
+        waiting += _around(value)
+    return list(found.values())
+
+
+def unfound(functions: Iterable[types.FunctionType], codes: Codes, free: Free) -> str:
+    """The name of a function that ran and is closed over what may change, and that was not found; empty if there is none."""
+    known = {f.__code__ for f in functions}
+    within = {
+        c for code in codes for c in code.co_consts if isinstance(c, types.CodeType)
+    }  # made by the forward itself
+    for code, values in free.items():
+        if code not in known and code not in within and not all(isinstance(v, _FIXED) for v in values):
+            return code.co_name
+    return ""
+
+
+_FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, Tensor)
+_HOLD = (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)
+
+
+def _in_modules(block: Iterable[nn.Module]) -> Iterator[Any]:
+    for module in block:
+        yield from vars(module).values()
+        for kind in type(module).__mro__:
+            if not kind.__module__.startswith("torch."):
+                yield from vars(kind).values()
+
+
+def _in_globals(codes: Codes) -> Iterator[Any]:
+    for code, space in codes.items():
+        for name in code.co_names:
+            value = space.get(name)
+            if isinstance(value, types.ModuleType):
+                yield from (vars(value).get(n) for n in code.co_names)
+            yield value
+
+
+def _around(value: Any) -> list[Any]:
+    """What a value leads to, if it is a function of some kind, or a container of functions."""
+    if isinstance(value, types.FunctionType):
+        return [*contents(value), *defaults(value)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        return [x for x in items if isinstance(x, _HOLD)]
+    if isinstance(value, (type, nn.Module, Tensor)) or not callable(value):
+        return []
+    return [type(value).__call__]
+
+
+def contents(function: types.FunctionType) -> list[Any]:
+    """What a function is closed over."""
+    return [cell.cell_contents for cell in cells(function)]
+
+
+def cells(function: types.FunctionType) -> list[types.CellType]:
+    """The variables that a function is closed over, without those that are not assigned yet."""
+    return [cell for cell in function.__closure__ or () if _is_assigned(cell)]
+
+
+def defaults(function: types.FunctionType) -> list[Any]:
+    """What its arguments are if they are not given."""
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _is_assigned(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""``Halves``: parameters that FSDP2 does not gather, in the half type that is computed in.
+
+FSDP2 casts what it gathers. What stays out of its units (parameters without dims, those of which a model has the objects
+elsewhere, those of several units) is cast here, once in each forward, for every torch function that takes one. At rest such a
+parameter is float32, and its gradient comes back in float32 through the cast, as of the others.
+
+Over tp the SPMD mode hands out local parts of parameters, and casts these (runtime/apply.py); this is for plans without tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.private import pytree, without_modes
+from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, transforming
+from meshwright.spmd.torch_functions import OF_ITSELF
+
+
+def half_type(recipe: Recipe) -> torch.dtype | None:
+    """The half type that a recipe computes in, if it does."""
+    return getattr(torch, recipe.precision) if recipe.precision in ("bfloat16", "float16") else None
+
+
+def as_computed(x: Tensor, line: ParameterRecipe, low: torch.dtype | None) -> Tensor:
+    """A parameter in the type that is computed in, if FSDP2, which does that for the others, leaves it as it is."""
+    return x.to(low) if _is_cast(x, line, low) else x
+
+
+def _is_cast(x: Tensor, line: ParameterRecipe, low: torch.dtype | None) -> bool:
+    return low is not None and line.data == "loose" and x.is_floating_point() and low.itemsize < x.dtype.itemsize
+
+
+class Halves(FunctionMode):
+    """Torch functions get these parameters in a half type.
+
+    Args:
+        parameters: that FSDP2 does not gather; floating ones that are wider than ``low``.
+        low: what is computed in.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], low: torch.dtype) -> None:
+        super().__init__()
+        self._low = low
+        self._wide = {id(p): p for p in parameters}
+        self._casts: dict[tuple[int, bool], Tensor] = {}  # of this forward: with a graph, and without
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """For the time of a forward, or of a backward that repeats parts of one."""
+        try:
+            with self, custom_functions(self._custom):
+                yield
+        finally:
+            self._casts.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in OF_ITSELF:
+            args, kwargs = self._substitute(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom ``autograd.Function`` is no torch function."""
+        with without_modes():
+            args, kwargs = self._substitute(args, kwargs)
+        return apply(function, *args, **kwargs)
+
+    def _substitute(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        substituted: tuple[Any, Any] = pytree.tree_map(self._half, (args, kwargs))
+        return substituted
+
+    def _half(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or self._wide.get(id(x)) is not x:
+            return x
+        if transforming() or torch.is_inference_mode_enabled():
+            return x.to(self._low)  # it belongs to the transform
+        key = id(x), torch.is_grad_enabled()
+        half = self._casts.get(key)
+        if half is None:
+            half = self._casts[key] = x.to(self._low)
+            half._mw_is_parameter = True  # type: ignore[attr-defined]
+        return half
+
+
+def halves(parameters: Iterable[tuple[str, Tensor]], recipe: Recipe) -> Halves | None:
+    """The mode for a model's parameters, by their names; None if FSDP2 casts all of them."""
+    low = half_type(recipe)
+    own = [p for name, p in parameters if _is_cast(p, recipe.by_name[name], low)]
+    return Halves(own, low) if own and low is not None else None
