@@ -1,6 +1,6 @@
 """A step over tp against handwritten local code: plain modules of a rank's own sizes, with explicit all-reduces.
 
-    python bench/handwritten.py [--blocks 24] [--width 64] [--rows 4] [--tokens 16] [--rounds 40] [--alone]
+    python bench/handwritten.py [--blocks 24] [--width 64] [--rows 4] [--tokens 16] [--rounds 40] [--alone] [--compile]
 
 The judge of what generality costs. The same decoder runs three ways in the same processes, in turns: by ``mw.parallelize``
 with recorded programs, by ``mw.parallelize`` with ``eager: true``, and by hand as Megatron-LM does it (arXiv 1909.08053,
@@ -172,23 +172,25 @@ def filled(local: LocalDecoder, job: Any) -> None:
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
+_SIDES: dict[str, dict[str, bool]] = {"recorded": {}, "eager": {"eager": True}, "compiled": {"compile": True}}
 Times = dict[str, tuple[list[float], list[float]]]
 
 
-def measured(options: argparse.Namespace) -> tuple[Times, dict[str, float], str]:
+def measured(given: argparse.Namespace) -> tuple[Times, dict[str, float], str]:
     """Runs on every rank: (CPU and wall seconds of each step, the first losses, collectives of a replayed step)."""
     draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCAB, (options.rows, options.tokens), generator=draw)
+    ids = torch.randint(0, VOCAB, (given.rows, given.tokens), generator=draw)
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
     jobs = {
         name: mw.parallelize(
-            lambda: Decoder(options.blocks, options.width),
-            {"mesh": {"tp": 2}, "verify": 0, "eager": eager},
+            lambda: Decoder(given.blocks, given.width),
+            {"mesh": {"tp": 2}, "verify": 0, **options},
             batch=batch,
         )
-        for name, eager in (("recorded", False), ("eager", True))
+        for name, options in _SIDES.items()
+        if name != "compiled" or given.compile
     }
-    local = LocalDecoder(options.blocks, options.width, dist.get_rank(), 2)
+    local = LocalDecoder(given.blocks, given.width, dist.get_rank(), 2)
     filled(local, jobs["eager"])
 
     def by_hand() -> Tensor:
@@ -213,11 +215,11 @@ def measured(options: argparse.Namespace) -> tuple[Times, dict[str, float], str]
         for kind, n in sorted(ledger.calls.items())
     )
     times: Times = {name: ([], []) for name in sides}
-    for _ in range(options.rounds):
+    for _ in range(given.rounds):
         for name, side in sides.items():
             for model in models:
                 model.zero_grad()
-            if not options.alone:
+            if not given.alone:
                 dist.barrier()
             cpu, wall = time.process_time(), time.perf_counter()
             side()
@@ -247,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("blocks", 24), ("width", 64), ("rows", 4), ("tokens", 16), ("rounds", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--compile", action="store_true", help="with compile: true as well")
     parser.add_argument("--alone", action="store_true", help="one process, without other ranks")
     options = parser.parse_args()
     sizes = f"{options.blocks} blocks of width {options.width}, {options.rows} rows × {options.tokens} tokens"

@@ -144,6 +144,7 @@ class Recipe:
         nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
         verify: after how many steps ranks compare the values that they should hold alike; 0: never.
         eager: whether no block runs as a recorded program.
+        compile: whether the compiler gets the programs of blocks.
         weights: what parameters begin with: ``drawn``, or what is loaded before the first step.
         notes: what a person should know: what was left whole, what was not found.
         plan: what it was made from, as YAML.
@@ -172,6 +173,7 @@ class Recipe:
     nonfinite: str = "stop"
     verify: int = 100
     eager: bool = False
+    compile: bool = False
     weights: str = "drawn"
     notes: tuple[str, ...] = ()
     plan: str = ""

@@ -79,6 +79,9 @@ class Plan:
             as well. 0: never.
         eager: over tp, run each torch function through the dispatcher in every step. Left out: false, blocks are recorded, and
             run as programs of local functions and collectives, which give the same and take the host less time.
+        compile: over tp, hand the program of each kind of block to ``torch.compile``. Left out: false. The first steps then
+            take some ten seconds a kind; a block that has no program, or one that cannot be compiled, runs as without, and
+            ``job.notes`` says why.
         weights: what parameters begin with. ``drawn``: what the model draws when it is made; all of it is drawn on every rank,
             which takes minutes for billions. Nothing is drawn for ``checkpoint`` and ``pretrained``, whose values
             ``job.load`` and ``job.load_pretrained`` bring, and for ``none``: they are not numbers (nan) until they are filled.
@@ -114,6 +117,7 @@ class Plan:
     nonfinite: str
     verify: int
     eager: bool
+    compile: bool
     weights: str
     said: frozenset[str] = field(compare=False, repr=False)
 
@@ -136,6 +140,7 @@ class Plan:
         nonfinite: str = "stop",
         verify: int = 100,
         eager: bool = False,
+        compile: bool = False,
         weights: str = DRAWN,
     ) -> None:
         values = dict(locals())  # the arguments, by their names

@@ -82,6 +82,7 @@ PLAN = {
     "nonfinite": _choice("stop", "skip"),
     "verify": _number(0, 100),
     "eager": _flag(),
+    "compile": _flag(),
     "weights": _choice(DRAWN, CHECKPOINT, PRETRAINED, NO_WEIGHTS),
 }
 ENTRY = {

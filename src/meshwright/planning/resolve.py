@@ -123,6 +123,7 @@ def recipe_of(draft: Draft) -> Recipe:
         nonfinite=plan.nonfinite,
         verify=plan.verify,
         eager=plan.eager,
+        compile=plan.compile,
         weights=plan.weights,
         notes=(*draft.notes, *compiled_notes(draft.model, plan.mesh, bool(branches))),
         plan=plan.dump(),

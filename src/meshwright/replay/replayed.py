@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Graph
 
 from meshwright.names import few
 from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
@@ -95,10 +96,12 @@ class LocalPrograms:
         model: its modules.
         blocks: the names of its repeated blocks. The modules in them and beside them are blocks as well: where what is around
             them stays eager, they are recorded.
+        compile: whether ``torch.compile`` makes the functions of programs.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, blocks: Collection[str], *, compile: bool = False) -> None:
+        self._model, self._compile = model, compile
+        self._uncompiled: dict[str, str] = {}
         self._blocks: dict[str, Block] = {}
         self._functions: list[tuple[Hashable, LocalProgram, Function]] = []
         self._thread: int | None = None  # which is recording
@@ -138,7 +141,8 @@ class LocalPrograms:
             reason = block.refusal or block.given
             if reason and reason != _SMALL:
                 why.setdefault(reason, []).append(name or "the model")
-        return tuple(f"{few(names)}: no recorded program, as {reason}" for reason, names in why.items())
+        uncompiled = (f"{name or 'the model'}: its program is not compiled, as {why}" for name, why in self._uncompiled.items())
+        return (*(f"{few(names)}: no recorded program, as {reason}" for reason, names in why.items()), *uncompiled)
 
     # --- a call -----------------------------------------------------------------------------------------------------------
 
@@ -228,18 +232,28 @@ class LocalPrograms:
         elif before.first.structure != program.structure:
             raise Refused(f"it does not do the same in each call: {_difference(before.first, program)}")
         else:
-            program, function = self._shared(program)
+            program, function = self._shared(block, program)
             before.bound = Binding(program, function, block.module)
 
-    def _shared(self, program: LocalProgram) -> tuple[LocalProgram, Function]:
+    def _shared(self, block: Block, program: LocalProgram) -> tuple[LocalProgram, Function]:
         """The program and function of the kind."""
         coarse = tuple(node.target for node in program.nodes)
         for key, known, function in self._functions:
             if key == coarse and known.structure == program.structure:
                 return known, function
-        function = compiled(program.graph())
+        function = self._function(block, program.graph())
         self._functions.append((coarse, program, function))
         return program, function
+
+    def _function(self, block: Block, graph: Graph) -> Function:
+        if self._compile:
+            from meshwright.replay.inductor import NotCompiled, by_inductor  # the compiler takes seconds to import
+
+            try:
+                return by_inductor(graph)
+            except NotCompiled as why:
+                self._uncompiled[block.name] = str(why)
+        return compiled(graph)
 
 
 _SMALL = "it is too small to gain by one"

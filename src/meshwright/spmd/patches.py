@@ -253,6 +253,11 @@ class Stance:
 UNCOMPILED = Stance()
 
 
+def compiling() -> AbstractContextManager[None]:
+    """For the time of a block, what ``torch.compile`` made runs compiled, also where ``UNCOMPILED`` is on."""
+    return torch.compiler.set_stance("default")
+
+
 class Together:
     """Patches that are in place while at least one thread needs them."""
 
