@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.layout import Shard, even_shard, regroup, reshape_group, shares
+from meshwright.layout import Shard, even_shard, in_one_dim, regroup, reshape_group, shares
 from meshwright.mesh import Mesh
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices, take_slices
 
@@ -289,3 +289,12 @@ def test_layouts_by_axis_name_only_what_is_cut() -> None:
     }  # fmt: skip
     assert set(map(str, recipe.layouts(loose).values())) == {"Replicate"}
     assert recipe.held(loose, 5) == () and recipe.copies(loose) == 8 and recipe.copies(column) == 2
+
+
+def test_one_element_of_any_stride_can_be_read_as_bytes() -> None:
+    column = torch.arange(6.0).view(1, 6)[:, 2]
+    assert column.is_contiguous() and column.stride() == (6,)
+    assert in_one_dim(column).view(torch.uint8).numel() == 4
+    rows = torch.arange(6.0).view(2, 3)
+    assert in_one_dim(rows).data_ptr() == rows.data_ptr() and in_one_dim(rows.t()).tolist() == [0, 3, 1, 4, 2, 5]
+    assert in_one_dim(rows[:, :0]).shape == (0,)

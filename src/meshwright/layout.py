@@ -210,3 +210,12 @@ def _cat(tensors: list[Any], dim: int) -> Any:
     import torch  # words import torch only where tensors are at hand already
 
     return torch.cat(tensors, dim)
+
+
+def in_one_dim(t: Tensor) -> Tensor:
+    """The elements of a tensor in one dim, one after another in memory; those of a contiguous tensor where they lie.
+
+    To torch a tensor of one element is contiguous whatever its strides, and ``reshape(-1)`` keeps these; but a tensor is read
+    as bytes only if its last stride is 1.
+    """
+    return t.contiguous().as_strided((t.numel(),), (1,))

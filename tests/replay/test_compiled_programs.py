@@ -7,33 +7,97 @@ from unittest import mock
 
 import pytest
 import torch
-from test_replayed import LAYOUTS, Model, has_program, trained
+import torch.nn.functional as F
+from test_replayed import has_program
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.workers.pool import LocalWorkers
 
+WIDTH, HEADS, LENGTH, ROWS = 16, 4, 8, 4  # shares of two ranks are even: others are not compiled
+
+
+class Block(nn.Module):
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does = does
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2 if does == "drops" else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (h.view(b, t, HEADS, -1).transpose(1, 2) for h in self.qkv(self.norm1(x)).split(WIDTH, dim=-1))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, WIDTH)
+        x = x + self.drop(self.o(a))
+        h = self.down(F.gelu(self.up(self.norm2(x))))
+        if self.does == "writes a slice":
+            h = h.clone()
+            h[..., :6] *= 0.5
+        elif self.does == "leaves gradients out":
+            with torch.no_grad():
+                weight = torch.sigmoid(h)
+            h = h * weight
+        return x + self.drop(h)
+
+
+class Model(nn.Module):
+    def __init__(self, does: str = "") -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(does) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h).square().mean()
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    **{name: (plan, "") for name, plan in LAYOUTS.items()},
+    "tp": ({"mesh": {"tp": 2}}, ""),
+    "sequence": ({"mesh": {"tp": 2}, "sequence_parallel": True}, ""),
+    "fsdp": ({"mesh": {"dp_shard": 2, "tp": 2}}, ""),
+    "pipeline": ({"mesh": {"pp": 2, "tp": 2}, "microbatches": 2}, ""),
+    "half of the MLP replicated": ({"mesh": {"tp": 2}, "modules": {"blocks.0.up": {"tp": "replicate"}}}, ""),
     "dropout": ({"mesh": {"tp": 2}}, "drops"),
     "a slice written to": ({"mesh": {"tp": 2}}, "writes a slice"),
-    "an input written to": ({"mesh": {"tp": 2}}, "writes to its input"),
-    "a buffer": ({"mesh": {"tp": 2}}, "counts in a buffer"),
 }
+
+
+def trained(
+    does: str, plan: dict[str, Any], steps: int = 5
+) -> tuple[list[float], dict[str, Any], list[Any], bool, list[str]]:
+    """Runs on every rank: losses, parameters, what was moved, whether blocks have programs, notes of what is not compiled."""
+    rows = torch.randn(ROWS, LENGTH, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    job = mw.parallelize(lambda: Model(does).double(), plan, batch=rows)
+    optimizer = torch.optim.SGD(job.parameters(), lr=1e-2)
+    mine = rows.chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    losses = []
+    for _ in range(steps):
+        losses.append(float(job.step(mine)))
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {line.name: value for line, value in job.whole_parameters()}
+    moved = [dict(job.ledger.calls), dict(job.ledger.bytes)]
+    has = any(has_program(job, f"blocks.{i}") for i in (0, 1))
+    return losses, values, moved, has, [note for note in job.notes if "not compiled" in note]
 
 
 def judged(case: str, workers: LocalWorkers, run: Any) -> None:
     """Losses and values are those of the eager forward, and as many collectives of as many bytes are made."""
     plan, does = CASES[case]
     ranks = mw.Plan(plan["mesh"]).mesh.size
-    eager = workers.run(trained, lambda: Model(does), plan, True, 5, None, ranks=ranks)
-    compiled = workers.run(run, lambda: Model(does), plan | {"compile": True}, False, 5, None, ranks=ranks)
-    for (losses, values, moved, _), (others, found, told, has) in zip(eager, compiled, strict=True):
+    eager = workers.run(trained, does, plan | {"eager": True}, ranks=ranks)
+    compiled = workers.run(run, does, plan | {"compile": True}, ranks=ranks, timeout=280)
+    for (losses, values, moved, *_), (others, found, told, has, notes) in zip(eager, compiled, strict=True):
+        assert has and not notes
         assert others == pytest.approx(losses, rel=1e-12)
         for name, value in values.items():
             if value is not None:
-                torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13, msg=name)
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
         assert moved == told
-        assert any(has.values())
 
 
 def as_it_stands(*args: Any) -> Any:
@@ -42,7 +106,7 @@ def as_it_stands(*args: Any) -> Any:
         return trained(*args)
 
 
-@pytest.mark.parametrize("case", ["tp", "sequence", "pipeline", "dropout"])
+@pytest.mark.parametrize("case", ["tp", "sequence", "pipeline"])
 def test_collectives_as_operators_of_torch_are_those_of_the_program(case: str, workers: LocalWorkers) -> None:
     judged(case, workers, as_it_stands)
 
@@ -53,19 +117,17 @@ def test_a_compiled_program_is_the_eager_forward(case: str, workers: LocalWorker
     judged(case, workers, trained)
 
 
-def told(does: str, mesh: dict[str, int]) -> tuple[list[str], bool]:
-    rows = torch.randn(4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    job = mw.parallelize(lambda: Model(does).double(), {"mesh": mesh, "compile": True}, batch=rows)
-    for _ in range(3):
-        job.step(rows)
-    return [note for note in job.notes if "not compiled" in note], has_program(job, "blocks.0")
-
-
 @pytest.mark.parametrize(
-    ("does", "tp", "why"), [("leaves gradients out", 2, "without gradients"), ("", 5, "uneven shares")]
+    ("does", "plan", "why"),
+    [
+        ("leaves gradients out", {"mesh": {"tp": 2}}, "without gradients"),
+        ("", {"mesh": {"tp": 3}}, "uneven shares"),
+        ("", {"mesh": {"tp": 2}, "recompute": "blocks"}, "recomputes blocks"),
+    ],
 )
 def test_a_program_that_the_compiler_would_not_keep_runs_as_it_is(
-    does: str, tp: int, why: str, workers: LocalWorkers
+    does: str, plan: dict[str, Any], why: str, workers: LocalWorkers
 ) -> None:
-    for notes, has in workers.run(told, does, {"tp": tp}, ranks=tp):
+    ranks = mw.Plan(plan["mesh"]).mesh.size
+    for *_, has, notes in workers.run(trained, does, plan | {"compile": True}, 3, ranks=ranks):
         assert has and len(notes) == 1 and why in notes[0], notes

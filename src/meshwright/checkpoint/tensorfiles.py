@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.unread import FromFile, LazyTensor
 from meshwright.errors import Findings
+from meshwright.layout import in_one_dim
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMAT = {"format": "pt"}  # transformers refuses a file without
@@ -166,4 +167,4 @@ def _header(entries: Iterable[Entry]) -> bytes:
 
 def _bytes(value: Tensor) -> Any:
     """A tensor's bytes, without a copy where it is contiguous."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return in_one_dim(value.detach().cpu()).view(torch.uint8).numpy().data

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshwright.layout import in_one_dim
 from meshwright.private import pytree
 from meshwright.recording.layout import Layout, layout_of
 from meshwright.runtime.weights.parameters import local_tensor
@@ -127,7 +128,7 @@ def _digest(parts: Sequence[Tensor]) -> str:
     made = hashlib.blake2b(digest_size=8)
     for part in parts:
         made.update(f"{part.dtype}{tuple(part.shape)}".encode())
-        made.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+        made.update(in_one_dim(part).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
     return made.hexdigest()
 
 

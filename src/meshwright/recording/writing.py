@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint.talk import RankAgreement
 from meshwright.checkpoint.tensorfiles import Entry, in_order, write_file
 from meshwright.errors import Finding
+from meshwright.layout import in_one_dim
 from meshwright.recording.folder import MANIFEST, is_recording
 from meshwright.recording.taken import Copied
 from meshwright.recording.views import View, Views, facts_of, views_of
@@ -136,7 +137,7 @@ def _stored(view: View) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    return in_one_dim(t.detach()).view(torch.uint8)
 
 
 def _send(data: Tensor) -> None:

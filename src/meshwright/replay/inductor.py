@@ -24,9 +24,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from meshwright.layout import Shard
 from meshwright.replay.nodes import Move, Under
+from meshwright.replay.program import LocalProgram
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
 from meshwright.spmd.patches import compiling
+from meshwright.spmd.tensor import Spec
 
 Function = Callable[..., tuple[Tensor, ...]]
 _Kind = tuple[type[redistribute.Move], Axis, tuple[Any, ...]]
@@ -38,13 +40,15 @@ class NotCompiled(Exception):
     """Why a program is not handed to the compiler."""
 
 
-def by_inductor(graph: Graph) -> Function:
-    """A program's graph as a function that ``torch.compile`` makes with its first call.
+def by_inductor(program: LocalProgram) -> Function:
+    """A program as a function that ``torch.compile`` makes with its first call.
 
     Raises:
         NotCompiled: it has what the compiler would not keep as it is.
     """
-    graph = _with_operators(graph)
+    if any(_is_uneven(known) for known in (*(g.form for g in program.kept), *(r.known for r in program.results))):
+        raise NotCompiled("ranks hold uneven shares")
+    graph = _with_operators(program.graph())
     run = torch.compile(GraphModule({}, graph), fullgraph=True, dynamic=False, options={"fallback_random": True})
 
     def called(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -71,7 +75,8 @@ def _with_operators(graph: Graph) -> Graph:
 
 def _replace(graph: Graph, node: Node, move: Move) -> None:
     kind = move.function, move.axis, move.options
-    _check(kind)
+    if any(_is_uneven(option) for option in kind[2]):
+        raise NotCompiled("ranks hold uneven shares")
     with graph.inserting_before(node):
         if move.function in _NOTHING:
             made = graph.call_function(begin, (*node.args, _name(_conjugate(kind))))
@@ -81,10 +86,10 @@ def _replace(graph: Graph, node: Node, move: Move) -> None:
     graph.erase_node(node)
 
 
-def _check(kind: _Kind) -> None:
-    for option in kind[2]:
-        if isinstance(option, Shard) and len({option.local(r) for r in range(kind[1].size)}) > 1:
-            raise NotCompiled("ranks hold uneven shares")
+def _is_uneven(known: Any) -> bool:
+    """Whether a layout, or that of a Spec, gives ranks shares of different sizes."""
+    layout = known.layout if isinstance(known, Spec) else known
+    return isinstance(layout, Shard) and len({layout.local(rank) for rank in range(layout.ranks)}) > 1
 
 
 def _name(kind: _Kind) -> str:

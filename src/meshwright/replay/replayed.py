@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph
 
 from meshwright.names import few
 from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
@@ -97,10 +96,13 @@ class LocalPrograms:
         blocks: the names of its repeated blocks. The modules in them and beside them are blocks as well: where what is around
             them stays eager, they are recorded.
         compile: whether ``torch.compile`` makes the functions of programs.
+        recomputed: whether backwards run blocks again: then none is compiled.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], *, compile: bool = False) -> None:
-        self._model, self._compile = model, compile
+    def __init__(
+        self, model: nn.Module, blocks: Collection[str], *, compile: bool = False, recomputed: bool = False
+    ) -> None:
+        self._model, self._compile, self._recomputed = model, compile, recomputed
         self._uncompiled: dict[str, str] = {}
         self._blocks: dict[str, Block] = {}
         self._functions: list[tuple[Hashable, LocalProgram, Function]] = []
@@ -141,7 +143,9 @@ class LocalPrograms:
             reason = block.refusal or block.given
             if reason and reason != _SMALL:
                 why.setdefault(reason, []).append(name or "the model")
-        uncompiled = (f"{name or 'the model'}: its program is not compiled, as {why}" for name, why in self._uncompiled.items())
+        uncompiled = (
+            f"{name or 'the model'}: its program is not compiled, as {why}" for name, why in self._uncompiled.items()
+        )
         return (*(f"{few(names)}: no recorded program, as {reason}" for reason, names in why.items()), *uncompiled)
 
     # --- a call -----------------------------------------------------------------------------------------------------------
@@ -241,19 +245,22 @@ class LocalPrograms:
         for key, known, function in self._functions:
             if key == coarse and known.structure == program.structure:
                 return known, function
-        function = self._function(block, program.graph())
+        function = self._function(block, program)
         self._functions.append((coarse, program, function))
         return program, function
 
-    def _function(self, block: Block, graph: Graph) -> Function:
+    def _function(self, block: Block, program: LocalProgram) -> Function:
         if self._compile:
             from meshwright.replay.inductor import NotCompiled, by_inductor  # the compiler takes seconds to import
 
             try:
-                return by_inductor(graph)
+                if self._recomputed:
+                    # The forward may have been recorded, and what is compiled saves other tensors for the backward.
+                    raise NotCompiled("the plan recomputes blocks")
+                return by_inductor(program)
             except NotCompiled as why:
                 self._uncompiled[block.name] = str(why)
-        return compiled(graph)
+        return compiled(program.graph())
 
 
 _SMALL = "it is too small to gain by one"

@@ -87,7 +87,11 @@ def apply(
     cut_parameters(model, recipe, groups)
     random, ledger = Generators(groups.device, model), Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)
-    local_programs = LocalPrograms(model, recipe.blocks, compile=recipe.compile) if dispatchers and not recipe.eager else None
+    local_programs = (
+        LocalPrograms(model, recipe.blocks, compile=recipe.compile, recomputed=bool(recipe.recompute))
+        if dispatchers and not recipe.eager
+        else None
+    )
     calls = _module_calls(model, recipe, dispatchers, random, local_programs)
     shard_units(model, recipe, groups)
     allocate(model, recipe, groups, rehearsed or on_device)

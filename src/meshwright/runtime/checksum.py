@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import in_one_dim
 from meshwright.private import FakeTensor
 
 _BLOCK = 1024
@@ -27,8 +28,7 @@ def checksum(t: Tensor) -> Tensor:
     """An int64 without dims, on the tensor's device. It takes memory for one number in 1024 elements."""
     if not t.numel():
         return torch.zeros((), dtype=torch.int64, device=t.device)
-    t = t.detach().resolve_conj().resolve_neg().contiguous()
-    data = t.as_strided((t.numel(),), (1,)).view(torch.uint8)  # a contiguous tensor of one element may have any stride
+    data = in_one_dim(t.detach().resolve_conj().resolve_neg()).view(torch.uint8)
     if data.storage_offset() % _LANE:
         data = data.clone()  # cannot be read as 64-bit integers where it lies
     whole = data.numel() - data.numel() % _LANE
@@ -55,5 +55,5 @@ def digest(t: Tensor) -> tuple[Any, ...]:
     """
     if t.is_meta or isinstance(t, FakeTensor):
         return str(t.dtype), tuple(t.shape), ""
-    values = t.detach().cpu().contiguous().flatten().view(torch.uint8) if t.numel() else t.new_empty(0)
+    values = in_one_dim(t.detach().cpu()).view(torch.uint8) if t.numel() else t.new_empty(0)
     return str(t.dtype), tuple(t.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()

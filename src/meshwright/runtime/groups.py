@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import PlanError
+from meshwright.layout import in_one_dim
 from meshwright.mesh import Mesh
 from meshwright.private import without_any_mode
 from meshwright.recipe import Recipe
@@ -280,5 +281,5 @@ def check_devices(processes: int, devices: int, kind: str) -> None:
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as bytes, which every backend carries, whatever their type (16-bit integers: neither gloo nor NCCL
     does); a contiguous one's own memory."""
-    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    t = in_one_dim(t.detach().resolve_conj().resolve_neg())
     return t.view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)

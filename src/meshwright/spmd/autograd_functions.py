@@ -30,6 +30,10 @@ from meshwright.spmd import patches
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+# FSDP2's, ours, and those of a program of ours that was compiled.
+_NOT_OF_A_MODEL = ("torch.distributed.", "meshwright.", "torch._functorch._aot_autograd.")
+
+
 @contextmanager
 def custom_functions(handler: Handler) -> Iterator[None]:
     """While on, ``MyFunction.apply(*args)`` is ``handler(apply, MyFunction, args, kwargs)``, with ``apply(MyFunction, *args)``.
@@ -39,7 +43,7 @@ def custom_functions(handler: Handler) -> Iterator[None]:
 
     def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if function.__module__.startswith(("torch.distributed.", "meshwright.")):
+            if function.__module__.startswith(_NOT_OF_A_MODEL):
                 return plain(function, *args, **kwargs)
             return handler(plain, function, args, kwargs)
 

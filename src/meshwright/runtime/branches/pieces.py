@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.layout import in_one_dim
 from meshwright.spmd.comm import Order, locally
 
 
@@ -76,7 +77,7 @@ def size_of(t: Tensor) -> int:
 
 def bytes_of(t: Tensor) -> Tensor:
     """The elements of a tensor, in order, as bytes."""
-    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    t = in_one_dim(t.detach().resolve_conj().resolve_neg())
     return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
 
 
