@@ -206,7 +206,7 @@ class OwnSureLabels(OwnLabels):
 def told(build):
     job = mw.parallelize(build, "dp_shard=2", batch=batch())
     job._division.settle("mean")
-    job._division._of(frozenset()).steps = None  # (it is not tried)
+    job._division._trials.of(frozenset()).steps = None  # (it is not tried)
     own = {name: t[: ROWS // 2] if t.dim() else t for name, t in batch().items()}
     try:
         job.step(own)

@@ -174,7 +174,7 @@ def traces(mesh):
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     before = {name: p.detach().clone() for name, p in job.named_parameters()}
     batch = own_rows(job, tokens())
-    job._division._how_rows_combine(batch)
+    job._division._trials._how_rows_combine(batch)
     model = job.module
     changed = [name for name, p in job.named_parameters() if not torch.equal(before[name], p.detach())]
     kept = model.calls, model.kept, model.last, hasattr(model, "noise"), float(model.seen), str(model.seen.dtype)

@@ -18,6 +18,7 @@ from meshwright.plan import Plan
 from meshwright.runtime.coupling.trial import Verdict
 from meshwright.runtime.division import Division
 from meshwright.runtime.job import Job
+from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import mapped, with_host
 from meshwright.train.agreement import agree
 from standin import FakeTensorMode, Waits, job_on_device, world
@@ -64,7 +65,7 @@ def waits_of_a_step(plan: Any, rank: int, monkeypatch: pytest.MonkeyPatch, **how
     with world(rank, Plan.parse(plan).mesh.size, waits, monkeypatch):
         job, rows = job_on_device(Model, plan, {"ids": IDS, "labels": IDS}, rank, fake, waits, loss=lambda out: out)
         # Trials compare values: what they would find is told.
-        monkeypatch.setattr(Division, "_how_rows_combine", lambda division, batch: Verdict("mean"))
+        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch: Verdict("mean"))
         monkeypatch.setattr(Division, "_try_what_is_new", lambda division: None)
         with fake, waits:
             if how.get("from_host"):
