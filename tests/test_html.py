@@ -301,7 +301,9 @@ def test_the_keyboard_reads_a_step_of_a_run_aloud(visit: Any, tmp_path: Path) ->
     shown.keyboard.press("ArrowDown")
     assert shown.locator("#spoken").inner_text().startswith("forward of microbatch 0, stage 1")
     shown.get_by_text("measured, as a table").click()
-    assert shown.locator("#time-tables table").locator("tbody tr").count() == 4
+    rows = shown.locator("#time-tables table").locator("tbody tr")
+    rows.nth(3).wait_for()  # a table is made once its summary has told that it was opened
+    assert rows.count() == 4
     unnamed = shown.evaluate(UNNAMED)
     assert unnamed == [] and shown.evaluate("[...document.querySelectorAll('table')].every((t) => t.caption)")
     shown.emulate_media(media="print")

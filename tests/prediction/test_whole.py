@@ -98,7 +98,7 @@ HARDWARE = [read_profile("h100"), replace(read_profile("h100"), cores=4)]  # wit
 
 
 # What continuous integration runs: no pipeline, and one whose stages have several parts, each on one kind of hardware.
-OFTEN = {(1, 0), (2, 1), (6, 0)}
+OFTEN = {(1, 1), (6, 0)}
 
 
 @pytest.mark.parametrize(
