@@ -8,6 +8,7 @@ is plain torch functions and collectives on local tensors, in a fixed order. Her
     state       the Python state that a forward may have read: compared before each replay
     functions   those that ran: what they are closed over, and what their arguments default to
     program     the nodes as an ``fx`` graph, compiled to one function of local tensors
+    inductor    the same by ``torch.compile``, if the plan says ``compile: true``: then equal to rounding
     replayed    the blocks of a model: records each call twice, compares, then replays
 
 A program holds for one *key*: the tree of arguments, their layouts, shapes, strides, types and ``requires_grad``, constants,

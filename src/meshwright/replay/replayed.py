@@ -137,16 +137,15 @@ class LocalPrograms:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which blocks stay eager, and why."""
+        """Which blocks stay eager, and which programs are not compiled, and why."""
         why: dict[str, list[str]] = {}
         for name, block in self._blocks.items():
             reason = block.refusal or block.given
             if reason and reason != _SMALL:
-                why.setdefault(reason, []).append(name or "the model")
-        uncompiled = (
-            f"{name or 'the model'}: its program is not compiled, as {why}" for name, why in self._uncompiled.items()
-        )
-        return (*(f"{few(names)}: no recorded program, as {reason}" for reason, names in why.items()), *uncompiled)
+                why.setdefault(f"no recorded program, as {reason}", []).append(name or "the model")
+        for name, reason in self._uncompiled.items():
+            why.setdefault(f"its program is not compiled, as {reason}", []).append(name or "the model")
+        return tuple(f"{few(names)}: {reason}" for reason, names in why.items())
 
     # --- a call -----------------------------------------------------------------------------------------------------------
 

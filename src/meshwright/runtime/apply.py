@@ -87,11 +87,7 @@ def apply(
     cut_parameters(model, recipe, groups)
     random, ledger = Generators(groups.device, model), Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)
-    local_programs = (
-        LocalPrograms(model, recipe.blocks, compile=recipe.compile, recomputed=bool(recipe.recompute))
-        if dispatchers and not recipe.eager
-        else None
-    )
+    local_programs = _local_programs(model, recipe) if dispatchers and not recipe.eager else None
     calls = _module_calls(model, recipe, dispatchers, random, local_programs)
     shard_units(model, recipe, groups)
     allocate(model, recipe, groups, rehearsed or on_device)
@@ -121,6 +117,10 @@ def _recorded(build: Build, recipe: Recipe, *, filled: bool) -> Recorded:
         if filled and recipe.weights != DRAWN and recorded.by_chance:  # what no file brings is drawn
             recorded = record(build, seed=recipe.seed)
     return recorded
+
+
+def _local_programs(model: nn.Module, recipe: Recipe) -> LocalPrograms:
+    return LocalPrograms(model, recipe.blocks, compile=recipe.compile, recomputed=bool(recipe.recompute))
 
 
 def _label_counter(stages: Stages, replanner: Replanner) -> LabelCounter | None:

@@ -4,7 +4,8 @@ FSDP2 casts what it gathers. What stays out of its units (parameters without dim
 elsewhere, those of several units) is cast here, once in each forward, for every torch function that takes one. At rest such a
 parameter is float32, and its gradient comes back in float32 through the cast, as of the others.
 
-Over tp the SPMD mode hands out local parts of parameters, and casts these (runtime/apply.py); this is for plans without tp.
+Over tp the SPMD mode hands out local parts of parameters, and casts these (runtime/local_parameters.py); this is for plans
+without tp.
 """
 
 from __future__ import annotations
