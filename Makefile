@@ -45,7 +45,7 @@ fuzz: $(READY) ## random programs in every layout against one device, ten minute
 coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py
 
-bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on an idle machine, some ten minutes
+bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on an idle machine
 	$(PY) bench/overhead.py --keep
 	$(PY) bench/handwritten.py --rounds 30 --keep
 	$(PY) bench/handwritten.py --rounds 30 --alone --keep
