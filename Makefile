@@ -45,9 +45,13 @@ fuzz: $(READY) ## random programs in every layout against one device, ten minute
 coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py
 
-bench: $(READY) ## step time against handwritten PyTorch of the same layout, and against handwritten local code
-	$(PY) bench/overhead.py
-	$(PY) bench/handwritten.py
+bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on an idle machine
+	$(PY) bench/overhead.py --keep
+	$(PY) bench/handwritten.py --rounds 30 --keep
+	$(PY) bench/handwritten.py --rounds 30 --alone --keep
+	$(PY) bench/observe.py --keep
+	$(PY) bench/startup.py --runs 2 --keep
+	$(PY) bench/raw.py
 
 gallery: $(READY) ## the drawings of docs/gallery, from real plans
 	$(PY) examples/gallery.py

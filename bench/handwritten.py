@@ -21,6 +21,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -240,6 +241,23 @@ def told(times: Times, losses: dict[str, float], moved: str) -> None:
     print(f"collectives of a recorded step: {moved}\n")
 
 
+def tables(samples: list[dict[str, Any]]) -> dict[str, raw.Table]:
+    """``steps``: milliseconds of each side, and its ratios to code by hand, on each rank."""
+    rows = [["rank", "", "CPU ms", "wall ms", "ratio of CPU", "of the fastest tenth", "of wall time"]]
+    for rank, one in enumerate(samples):
+        hand = one["times"]["by hand"]
+        for name, (cpu, wall) in one["times"].items():
+            ratios = [median(cpu) / median(hand[0]), _fast(cpu) / _fast(hand[0]), median(wall) / median(hand[1])]
+            times = [f"{1e3 * median(seconds):.1f}" for seconds in (cpu, wall)]
+            rows.append([str(rank), name, *times, *(f"{ratio:.2f}" for ratio in ratios)])
+    return {"steps": rows}
+
+
+def _kept(name: str, found: list[tuple[Times, dict[str, float], str]]) -> None:
+    samples = [{"times": times, "losses": losses, "collectives": moved} for times, losses, moved in found]
+    print(raw.keep(name, samples, script="handwritten"))
+
+
 def _fast(seconds: list[float]) -> float:
     """The tenth of the steps that took least: what others on the machine have taken least part in."""
     return sorted(seconds)[len(seconds) // 10]
@@ -250,6 +268,7 @@ def main() -> None:
     for name, value in (("blocks", 24), ("width", 64), ("rows", 4), ("tokens", 16), ("rounds", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", action="store_true", help="with compile: true as well")
+    parser.add_argument("--keep", action="store_true", help="write the samples to docs/bench")
     parser.add_argument("--alone", action="store_true", help="one process, without other ranks")
     options = parser.parse_args()
     sizes = f"{options.blocks} blocks of width {options.width}, {options.rows} rows × {options.tokens} tokens"
@@ -258,12 +277,18 @@ def main() -> None:
     if options.alone:
         torch.set_num_threads(1)
         dist.init_process_group("fake", rank=0, world_size=2)
-        told(*measured(options))
+        found = [measured(options)]
+        told(*found[0])
+        if options.keep:
+            _kept("handwritten-alone", found)
         return
     with mw.local_workers(2) as workers:
-        for rank, found in enumerate(workers.run(measured, options, timeout=900)):
-            print(f"rank {rank}")
-            told(*found)
+        found = workers.run(measured, options, timeout=900)
+    for rank, of_rank in enumerate(found):
+        print(f"rank {rank}")
+        told(*of_rank)
+    if options.keep:
+        _kept("handwritten", found)
 
 
 if __name__ == "__main__":

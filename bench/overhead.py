@@ -1,6 +1,6 @@
 """What the view costs: a step of Meshwright against handwritten PyTorch of the same layout; and µs a call.
 
-    python bench/overhead.py [--quick]
+    python bench/overhead.py [--quick] [--keep]
 
 The same small Llama-like model, with the same weights, is laid out twice in the same processes: by ``mw.parallelize``,
 and by hand with ``parallelize_module`` (vocabulary-parallel embedding, head and loss; one gradient all-reduce for the
@@ -22,6 +22,7 @@ from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -243,24 +244,52 @@ def _micro(run: Callable[[], Any], calls: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps and a smaller model")
-    quick = parser.parse_args().quick
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/overhead.json")
+    given = parser.parse_args()
+    quick = given.quick
     blocks, rows, rounds = (2, 4, 6) if quick else (4, 8, 30)
     here = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
     print(f"{here}, gloo on CPU, 1 thread a process")
     print(f"{blocks} blocks of width {WIDTH}, {rows} rows × {LENGTH} tokens; {rounds} steps of each, alternating\n")
+    samples: dict[str, Any] = {"meshes": {}}
     with mw.local_workers(4) as workers:
         for mesh in MESHES:
             size = mw.Mesh.parse(mesh).size
             counted, (a, b), losses = workers.run(step_times, mesh, blocks, rows, rounds, ranks=size, timeout=300)[0]
-            ratios = [x / y for x, y in zip(a, b, strict=True)]
-            low, _, high = quantiles(ratios, n=4)
+            low, high = _quartiles(a, b)
+            name = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+            samples["meshes"][name] = {"meshwright": a, "by hand": b, "collectives": counted, "losses": losses}
             print(f"{mw.Mesh.parse(mesh)}   first loss {losses[0]:.5f}, by hand {losses[1]:.5f}")
             print(f"  meshwright  {1e3 * median(a):7.1f} ms   {counted[0]}")
             print(f"  by hand     {1e3 * median(b):7.1f} ms   {counted[1]}")
             print(f"  ratio {median(a) / median(b):.2f} of medians; pairs {low:.2f} to {high:.2f} (quartiles)\n")
         print("µs a call         plain    view  DTensor")
-        for name, times in workers.run(call_times, 400 if quick else 4000, ranks=2)[0].items():
+        samples["calls"] = workers.run(call_times, 400 if quick else 4000, ranks=2)[0]
+        for name, times in samples["calls"].items():
             print(f"  {name:14}{''.join(f'{t:9.1f}' for t in times)}")
+    if given.keep:
+        print(raw.keep("overhead", samples))
+
+
+def tables(samples: dict[str, Any]) -> dict[str, raw.Table]:
+    """``steps`` of both sides, what they put into ``collectives``, and µs of ``calls``."""
+    steps = [["mesh", "Meshwright", "by hand", "ratio of medians", "pairs, quartiles"]]
+    moved = [["mesh", "Meshwright", "by hand"]]
+    for mesh, one in samples["meshes"].items():
+        a, b = one["meshwright"], one["by hand"]
+        low, high = _quartiles(a, b)
+        times = [f"{1e3 * median(side):.0f} ms" for side in (a, b)]
+        steps.append([f"`{mesh}`", *times, f"{median(a) / median(b):.2f}", f"{low:.2f} to {high:.2f}"])
+        moved.append([f"`{mesh}`", *one["collectives"]])
+    calls = [["function", "plain", "through the dispatcher", "DTensor"]]
+    calls += [[f"`{name}`", *(f"{t:.1f}" for t in times)] for name, times in samples["calls"].items()]
+    return {"steps": steps, "collectives": moved, "calls": calls}
+
+
+def _quartiles(a: list[float], b: list[float]) -> tuple[float, float]:
+    """Of the ratios of pairs."""
+    low, _, high = quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
+    return low, high
 
 
 if __name__ == "__main__":

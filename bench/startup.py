@@ -16,9 +16,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import raw
 
 SEVENTY_BILLION = (
     "hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,num_attention_heads=64,num_key_value_heads=8"
@@ -103,9 +106,27 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def best(measure: Callable[[], Took], runs: int) -> Took:
+Runs = list[tuple[float, float]]  # CPU and wall seconds of each
+
+
+def best(runs: Runs) -> Took:
     """The least of some runs, by CPU seconds."""
-    return min((measure() for _ in range(runs)), key=lambda took: took.cpu)
+    return Took(*min(runs))
+
+
+def _runs(arguments: Sequence[str], code: int, runs: int) -> Runs:
+    return [(took.cpu, took.wall) for took in (run(arguments, code) for _ in range(runs))]
+
+
+def tables(samples: dict[str, Any]) -> dict[str, raw.Table]:
+    """``waits``: the best run of each wait."""
+    rows = [["", "aim, s", "CPU s", "wall s"]]
+    for one in samples.values():
+        took = best(one["runs"]).less(best(one["beyond"])) if one["beyond"] else best(one["runs"])
+        rows.append(
+            [one["what"], "" if one["aim"] is None else f"{one['aim']:g}", f"{took.cpu:.1f}", f"{took.wall:.1f}"]
+        )
+    return {"waits": rows}
 
 
 def main() -> None:
@@ -113,19 +134,24 @@ def main() -> None:
     names = [*(wait.name for wait in WAITS), LENGTHS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/startup.json")
     given = parser.parse_args()
+    samples: dict[str, Any] = {}
     print(f"{'':58} {'aim':>6} {'CPU':>7} {'wall':>7}   seconds")
     for wait in WAITS:
         if given.names and wait.name not in given.names:
             continue
-        took = best(lambda: run(wait.arguments, wait.code), given.runs)  # noqa: B023
-        if wait.beyond is not None:
-            took = took.less(best(lambda: run(wait.beyond or (), 0), given.runs))  # noqa: B023
+        runs = _runs(wait.arguments, wait.code, given.runs)
+        beyond = _runs(wait.beyond, 0, given.runs) if wait.beyond is not None else []
+        samples[wait.name] = {"what": wait.what, "aim": wait.aim, "runs": runs, "beyond": beyond}
+        took = best(runs).less(best(beyond)) if beyond else best(runs)
         aim = "" if wait.aim is None else f"{wait.aim:.1f}"
         print(f"{wait.what:58} {aim:>6} {took.cpu:7.2f} {took.wall:7.2f}", flush=True)
     if not given.names or LENGTHS in given.names:
         print("\na step of a new length, by CPU time of rank 0:", flush=True)
         subprocess.run([sys.executable, *_script(LENGTHS)], env=_environment(), check=True)
+    if given.keep:
+        print(raw.keep("startup", samples))
 
 
 if __name__ == "__main__":

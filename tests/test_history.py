@@ -11,6 +11,7 @@ from torch import nn
 
 from commands import meshwright
 from meshwright.checkpoint.jobs import save_checkpoint
+from meshwright.cli.foretold import worth_drawing
 from meshwright.draw.html.run import run_page
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.run import StepInTime, drawn
@@ -107,11 +108,36 @@ def test_the_command_tells_a_run_and_writes_its_page(tmp_path: Path) -> None:
     assert "hf:gpt2" in (run / "report.html").read_text()
     assert history(run) == history(a_run(tmp_path / "two") and run)  # a page in the folder is no part of the run
     data = json.loads(meshwright("report", run, "--json").output)
-    assert data["steps"] == [1, 2, 3, 4] and from_plain(Timeline, data["in_time"]["measured"]) == STEP
-    assert (
-        data["in_time"]["predicted"] is None
-        and "h101" in meshwright("report", run, "--hardware", "h101", code=2).output
-    )
+    assert data["steps"] == [1, 2, 3, 4] and len(data["in_time"]) == 1
+    assert from_plain(Timeline, data["in_time"][0]["measured"]) == STEP and data["in_time"][0]["predicted"] is None
+    assert "h101" in meshwright("report", run, "--hardware", "h101", code=2).output
+    assert "one of 3" in meshwright("report", run, "--step", "4", code=2).stderr
+
+
+def observed_often(folder: Path, steps: int) -> Path:
+    """A run of which as many steps were observed: the second is the slowest, with 40 s, and others take 10 to 20 s."""
+    metrics = Metrics(folder)
+    for step in range(1, steps + 1):
+        metrics.write(told(step, 1.0))
+        metrics.timeline(step, PLAN, replace(STEP, length=40.0 if step == 2 else 10.0 + 10 * step / steps).to_json())
+    metrics.close()
+    return folder
+
+
+def test_one_chooses_among_the_steps_that_were_observed(tmp_path: Path) -> None:
+    run = observed_often(tmp_path, 4)
+    text = meshwright("report", run).output
+    assert all(name in text for name in ("step 1 (first, fastest)", "step 2 (slowest)", "step 4 (last)"))
+    assert "step 4 in time" in text and "Step 4 in time" in (run / "report.html").read_text()
+    assert "step 2 in time" in meshwright("report", run, "--step", "2").output
+    assert "Step 2 in time" in (run / "report.html").read_text()
+
+
+def test_of_many_observed_steps_the_first_the_last_and_the_slowest_are_drawn(tmp_path: Path) -> None:
+    told = history(observed_often(tmp_path, 500))
+    drawn = [one.step for one in worth_drawing(told.observed)]
+    assert 20 <= len(drawn) <= 24 and {1, 2, 500} <= set(drawn) and drawn == sorted(drawn)
+    assert 260 in {one.step for one in worth_drawing(told.observed, 260)} - set(drawn)
 
 
 def test_a_difference_is_an_alarm(tmp_path: Path) -> None:
@@ -131,7 +157,7 @@ def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
         length=2.0,
         lines=(Line((0,), (0,), (Slot(0, 2, "forward", 0, 0, {"compute": 2.0}),), 1), Line((1,), (1,), (), 1)),
     )
-    text = printed(drawn(history(a_run(tmp_path)), StepInTime(3, STEP, faster, "a machine")))
+    text = printed(drawn(history(a_run(tmp_path)), [StepInTime(3, STEP, faster, "a machine")]))
     rows = [line.split() for line in text.splitlines()]
     assert ["forward", "1", "s", "875", "ms", "−125", "ms"] in rows  # in the mean over both stages
     assert ["communication", "over", "tp", "0", "µs", "125", "ms", "+125", "ms"] in rows

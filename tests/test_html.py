@@ -270,9 +270,9 @@ def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
 def in_time(folder: Path) -> str:
     """The page of a run with a step that was observed, beside one that was predicted to take half as long."""
     slots = [replace(line, slots=line.slots[:1]) for line in STEP.lines]
-    return run_page(
-        history(a_run(folder)), StepInTime(3, STEP, replace(STEP, length=2.0, lines=tuple(slots)), "a machine")
-    )
+    predicted = replace(STEP, length=2.0, lines=tuple(slots))
+    first = StepInTime(2, replace(STEP, length=8.0), why="of another machine")
+    return run_page(history(a_run(folder)), [first, StepInTime(3, STEP, predicted, "a machine")])
 
 
 def test_a_step_stands_beside_its_prediction_on_one_scale(visit: Any, tmp_path: Path) -> None:
@@ -286,6 +286,15 @@ def test_a_step_stands_beside_its_prediction_on_one_scale(visit: Any, tmp_path: 
     assert len(set(shown.evaluate(ends))) == 1 and shown.evaluate(ends)[0] != same
     rows = shown.locator("#time-kinds tbody tr").all_inner_texts()
     assert [row.split("\t")[:4] for row in rows if row.startswith("backward")] == [["backward", "0 µs", "1 s", "+1 s"]]
+    shown.get_by_label("Observed").select_option(label="step 2 (first, slowest): 8 s")
+    assert shown.locator("#time-title").inner_text() == "Step 2 in time"
+    assert "of another machine" in shown.locator("#in-time").inner_text()
+    assert shown.locator("#in-time canvas").count() == 1 and not shown.locator("#predicted").is_visible()
+    assert "8 s" in shown.locator("#time-kinds tbody tr").last.inner_text()
+    shown.get_by_label("Observed").select_option(index=1)
+    assert (
+        shown.locator("#in-time canvas").count() == 2 and shown.locator("#time-title").inner_text() == "Step 3 in time"
+    )
     assert shown.locator("#ranks tbody tr").count() == 2 and "3 MiB" in shown.locator("#ranks").inner_text()
     assert "equal; after step 1: 5 parameters" in shown.locator("#verdict").inner_text()
 

@@ -137,16 +137,7 @@ def reader(
     return Reader(tmp_path, workers, thorough=request.config.option.markexpr != "not proof")
 
 
-LONG = {
-    "docs/tutorial/start.md",
-    "docs/howto/nodes.md",
-    "docs/howto/two_dimensions.md",
-}  # half of the time of all pages
-
-
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, id=name(p), marks=pytest.mark.proof if name(p) in LONG else ()) for p in WITH_CODE]
-)
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_what_a_page_shows_is_so(page: Path, reader: Reader) -> None:
     pytest.importorskip("transformers")
     reader.page = name(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -186,3 +187,43 @@ def _norms(device: torch.device) -> tuple[float, float]:
 def test_clipping_is_that_of_plain_pytorch(device: torch.device, alone: LocalWorkers) -> None:
     ((ratio, left),) = alone.run(_norms, device)
     assert ratio == pytest.approx(1.0, rel=1e-4) and left == pytest.approx(1.0, rel=1e-3)
+
+
+# --- a step that is observed ------------------------------------------------------------------------------------------
+
+
+def _observed(plan: Any, device: torch.device) -> tuple[float, float, float, list[str], list[float]]:
+    """Seconds that the host took to hand over a step, that the step took, and that its timeline has; what was done; and
+    seconds of collectives."""
+    job, rows = _job(partial(Decoder, dropout=0.0), plan, words(), device)
+    optimizer = torch.optim.AdamW(job.parameters(), lr=1e-2)
+
+    def step() -> None:
+        job.step(rows)
+        job.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    job.finish_step()
+    with job.observe(optimizer) as seen:
+        begun = time.perf_counter()
+        with _no_host_waits(device):
+            step()
+        handed_over = time.perf_counter() - begun
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+    assert seen.timeline is not None
+    whats = [slot.what for slot in seen.timeline.lines[0].slots]
+    return handed_over, took, seen.timeline.length, whats, [e.stop - e.start for e in seen.timeline.exchanges]
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=1", {"mesh": "dp_shard=1", "microbatches": 2}], ids=str)
+def test_a_step_is_observed_by_the_clock_of_the_device(plan: Any, device: torch.device, alone: LocalWorkers) -> None:
+    ((handed_over, took, length, whats, collectives),) = alone.run(_observed, plan, device)
+    assert 0 < length <= took + 1e-3 and handed_over <= took
+    assert whats[0] == "begin" and whats[-2:] == ["clip", "optimizer"]
+    assert whats.count("forward") == whats.count("backward") == (1 if isinstance(plan, str) else 2)
+    assert all(0 <= seconds <= length for seconds in collectives)

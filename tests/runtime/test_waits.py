@@ -6,7 +6,9 @@ written down. Rank by rank, without the other ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from meshwright.runtime.job import Job
 from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import mapped, with_host
 from meshwright.train.agreement import agree
-from standin import FakeTensorMode, Waits, job_on_device, world
+from standin import DEVICE, FakeTensorMode, Waits, job_on_device, world
 
 LATE = "synchronize in runtime/late.py: read"
 IDS = torch.arange(8 * 6).view(8, 6) % 16
@@ -109,6 +111,66 @@ def test_a_step_of_rows_that_are_not_divided_reads_nothing(monkeypatch: pytest.M
 def test_our_loop_waits_once_before_the_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # For loss and norm: with one that is not finite the optimizer does not step. What the step itself looks at is there by then.
     assert waits_of_a_step(*PLANS["tp and shards"], monkeypatch, trains=True) == {LATE: 2}
+
+
+class Ticking:
+    """An event of a stream on which a millisecond passes from one event to the next, as little as that may be for the host."""
+
+    waits: Waits
+    _stream: Iterator[int]
+
+    def __init__(self, device: str, *, enable_timing: bool) -> None:
+        assert (device, enable_timing) == (DEVICE.type, True)
+        self._at, self._done = -1, False
+
+    @classmethod
+    def on(cls, waits: Waits) -> type[Ticking]:
+        return type("Event", (cls,), {"waits": waits, "_stream": itertools.count()})
+
+    def record(self) -> None:
+        self._at = next(self._stream)
+
+    def synchronize(self) -> None:
+        self.waits.waited("synchronize")
+        self._done = True
+
+    def elapsed_time(self, other: Ticking) -> float:
+        assert self._done and other._done, "CUDA raises for an event that was not waited for"
+        return float(other._at - self._at)
+
+
+@pytest.mark.parametrize("name", ["tp and shards", "stages, the first"])
+def test_an_observed_step_waits_for_the_device_when_it_has_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = PLANS[name]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    waits = Waits(fake)
+    with world(0, Plan.parse(plan).mesh.size, waits, monkeypatch):
+        job, rows = job_on_device(Model, plan, {"ids": IDS, "labels": IDS}, 0, fake, waits, loss=lambda out: out)
+        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch: Verdict("mean"))
+        monkeypatch.setattr(Division, "_try_what_is_new", lambda division: None)
+        monkeypatch.setattr(torch, "Event", Ticking.on(waits))
+        with fake, waits:
+            optimizer = torch.optim.AdamW(job.parameters())
+            for _ in range(2):
+                _step(job, rows, optimizer, trains=False)
+            with job.observe(optimizer) as seen:
+                waits.seen.clear()
+                _step(job, rows, optimizer, trains=False)
+                during = Counter(waits.seen)
+    assert during == {LATE: 1}  # as in any step
+    after = waits.seen - during
+    assert set(after) == {"synchronize in watch/moments.py: seconds"}
+    step = seen.timeline
+    assert step is not None and step.exchanges
+    slots = step.lines[0].slots
+    assert slots[0].what == "begin" and [slot.what for slot in slots[-2:]] == ["clip", "optimizer"]
+    # By the clock of the device, on which a whole number of milliseconds passes.
+    # Counts of rows, which the host has, go by its own clock.
+    values = [one for one in step.exchanges if one.bytes > 64]
+    assert values
+    lengths = [1e3 * (one.stop - one.start) for one in (*slots, *values)]
+    assert all(length > 0.5 and abs(length - round(length)) < 1e-3 for length in lengths)
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(slots))
 
 
 def test_labels_whose_values_the_host_has_are_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:

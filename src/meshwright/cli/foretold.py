@@ -1,10 +1,11 @@
-"""The step of a run in time: as it was observed, and the same predicted, under the plan that it ran under."""
+"""The steps of a run in time: as they were observed, and the same predicted, each under the plan that it ran under."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import course as courses
 from meshwright.cli.given import pieces_of
@@ -22,36 +23,58 @@ if TYPE_CHECKING:
     from meshwright.train.history import History, Observed
 
 _FEW = 8  # rows that a made-up batch is made of; where it has more, they repeat
+_DRAWN = 24  # steps of a run that are drawn: a page holds them all
 
 
-def step_in_time(run: Path, history: History, hardware: str | None, network: str | None) -> StepInTime | None:
-    """The step that was observed last; None if none was.
+def steps_in_time(
+    run: Path, history: History, hardware: str | None, network: str | None, step: int | None = None
+) -> tuple[StepInTime, ...]:
+    """The steps that were observed, in order; of many, ``worth_drawing``.
 
     Args:
         run: its folder.
         hardware: the profile to predict for, as ``predict`` takes it; ``network``: likewise.
+        step: one that is wanted in any case.
 
     Raises:
         PlanError: there is no such profile.
     """
-    step = not_foretold(history)
-    if step is None:
-        return None
+    steps = not_foretold(history, step)
+    if not steps:
+        return ()
     if hardware is not None:
         named_profile(hardware, network)  # who names one hears that there is none
+    shown = worth_drawing(history.observed, step)
+    plans = {one.plan: one for one in shown}  # most runs have one, and steps of one plan are predicted once
+    foretold = {plan: _foretold(run, one, hardware, network) for plan, one in plans.items()}
+    return tuple(replace(step, **foretold[one.plan]) for step, one in zip(steps, shown, strict=True))
+
+
+def not_foretold(history: History, step: int | None = None) -> tuple[StepInTime, ...]:
+    """The same without predictions, which take seconds."""
+    return tuple(
+        StepInTime(one.step, from_plain(Timeline, one.timeline), why="meshwright report predicts it")
+        for one in worth_drawing(history.observed, step)
+    )
+
+
+def worth_drawing(observed: Sequence[Observed], step: int | None = None) -> list[Observed]:
+    """Of many observed steps the first, the last, the slowest, ``step``, and others at even distances; all, of a few."""
+    if len(observed) <= _DRAWN:
+        return list(observed)
+    slowest = max(range(len(observed)), key=lambda i: float(observed[i].timeline["length"]))
+    even = {round(i * (len(observed) - 1) / (_DRAWN - 2)) for i in range(_DRAWN - 1)}
+    wanted = {i for i, one in enumerate(observed) if one.step == step}
+    return [observed[i] for i in sorted({*even, slowest, *wanted})]
+
+
+def _foretold(run: Path, observed: Observed, hardware: str | None, network: str | None) -> dict[str, Any]:
+    """The fields of a ``StepInTime`` that tell a prediction, or why there is none."""
     try:
         profile = named_profile(hardware, network)
-        return replace(step, predicted=_predicted(run, history.observed[-1], profile), hardware=profile.name)
+        return {"predicted": _predicted(run, observed, profile), "hardware": profile.name, "why": ""}
     except PlanError as error:
-        return replace(step, why="; ".join(f"{one.where}: {one.given}" for one in error.findings))
-
-
-def not_foretold(history: History) -> StepInTime | None:
-    """The step that was observed last, without a prediction, which takes seconds; None if none was."""
-    if not history.observed:
-        return None
-    last = history.observed[-1]
-    return StepInTime(last.step, from_plain(Timeline, last.timeline), why="meshwright report predicts it")
+        return {"why": "; ".join(f"{one.where}: {one.given}" for one in error.findings)}
 
 
 def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:

@@ -44,6 +44,10 @@ HTMLOption = Annotated[
     Path | None, written("Write all pictures to this one file, which a browser opens from disk", "FILE")
 ]
 RunHTMLOption = Annotated[Path | None, written("Write this file; default: report.html in the folder", "FILE")]
+ObservedStepOption = Annotated[
+    int | None,
+    typer.Option("--step", help="The observed step that is shown first; default: the last", show_default=False),
+]
 
 # Of ``show`` alone.
 

@@ -10,7 +10,7 @@ import typer
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.options import HardwareOption, JSONOption, NetworkOption, RunHTMLOption
+from meshwright.cli.options import HardwareOption, JSONOption, NetworkOption, ObservedStepOption, RunHTMLOption
 from meshwright.draw.console import console
 
 
@@ -19,28 +19,30 @@ def report(
     html: RunHTMLOption = None,
     hardware: HardwareOption = None,
     network: NetworkOption = None,
+    step: ObservedStepOption = None,
     as_json: JSONOption = False,
 ) -> None:
     """Show a run: loss, rate, memory of each rank, waiting, verdicts, checkpoints.
 
     Reads what train wrote to the run's folder, and says what is not there. Writes
-    one HTML file, which a browser opens from disk. A step that was observed (train
-    --observe-every) is drawn beside the same step predicted for --hardware. Reads no
+    one HTML file, which a browser opens from disk. Steps that were observed (train
+    --observe-every) are drawn beside the same step predicted for --hardware. Reads no
     tensor: meshwright inspect compares what checkpoints hold with their checksums.
     """
     with processes.told():
-        from meshwright.cli.foretold import step_in_time
+        from meshwright.cli.foretold import steps_in_time
         from meshwright.draw.html.run import run_page
         from meshwright.draw.plain import to_plain
-        from meshwright.draw.run import drawn
+        from meshwright.draw.run import chosen, drawn
         from meshwright.train.history import history
 
         told = history(run)
-        step = step_in_time(run, told, hardware, network)
+        steps = steps_in_time(run, told, hardware, network, step)
+        at = chosen(steps, step)
         if as_json:
-            print(json.dumps(to_plain(told) | {"in_time": to_plain(step)}))
+            print(json.dumps(to_plain(told) | {"in_time": to_plain(steps)}))
             return
         file = html or run / "report.html"
-        write_whole(file, run_page(told, step))
-        console().print(drawn(told, step))
+        write_whole(file, run_page(told, steps, at))
+        console().print(drawn(told, steps, at))
         console().print(f"\n{file}: a browser opens it from disk")

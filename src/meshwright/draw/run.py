@@ -1,5 +1,5 @@
 """The history of a run for the terminal: a line a series, from the first step to the last; memory by rank; what came of
-comparing ranks; a step as it was observed, beside the same predicted; its checkpoints; what is not told.
+comparing ranks; the steps that were observed, and one of them beside the same predicted; its checkpoints; what is not told.
 
 loss      2.71 → 0.84    █▇▆▅▄▃▃▂▂▁▁
 """
@@ -18,6 +18,7 @@ from rich.text import Text
 from meshwright.amounts import count_text, duration_text, size_text
 from meshwright.draw.text import sparkline
 from meshwright.draw.timeline import Timeline, differences
+from meshwright.errors import Findings
 
 if TYPE_CHECKING:  # histories are read where torch is loaded
     from meshwright.train.history import Comparison, History, RankMemory
@@ -43,15 +44,46 @@ class StepInTime:
     why: str = ""
 
 
-def drawn(history: History, step: StepInTime | None = None) -> RenderableType:
-    """A run."""
+def drawn(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -> RenderableType:
+    """A run. ``at``: of the observed steps the one that is told in full."""
     steps = history.steps
     reach = f"steps {steps[0]} to {steps[-1]}" if steps else "no step is told"
     heading = Text.assemble((history.folder, "bold"), f": {history.about.get('target', 'a run')}, {reach}")
     return Group(
-        heading, *_series(history), *_memories(history.memories), *_comparisons(history.comparisons), *_in_time(step),
+        heading, *_series(history), *_memories(history.memories), *_comparisons(history.comparisons), *_in_time(observed, at),
         *_checkpoints(history), *_rest(history),
     )  # fmt: skip
+
+
+def chosen(steps: Sequence[StepInTime], step: int | None) -> int:
+    """The index of a step that was observed; the last, if none is named. A step that ran twice: as it ran last.
+
+    Raises:
+        PlanError: that step was not observed.
+    """
+    found = [i for i, one in enumerate(steps) if step in (None, one.step)]
+    findings = Findings("this command")
+    if step is not None and not found:
+        findings.add(
+            where="--step", given=str(step), required="a step that was observed",
+            fix=f"one of {', '.join(str(one.step) for one in steps)}" if steps else "meshwright train --observe-every 100",
+        )  # fmt: skip
+    findings.raise_if_any()
+    return found[-1] if found else -1
+
+
+def step_names(steps: Sequence[StepInTime]) -> list[str]:
+    """``step 3 (first)`` …: each step, and what it is among those that were observed."""
+    lengths = [one.measured.length for one in steps]
+    whats: list[list[str]] = [[] for _ in steps]
+    if len(steps) > 1:
+        whats[0].append("first")
+        whats[-1].append("last")
+        whats[lengths.index(max(lengths))].append("slowest")
+        whats[lengths.index(min(lengths))].append("fastest")
+    return [
+        f"step {one.step}" + (f" ({', '.join(what)})" if what else "") for one, what in zip(steps, whats, strict=True)
+    ]
 
 
 def value_text(name: str, value: float, unit: str = "rows") -> str:
@@ -114,9 +146,12 @@ def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[RenderableType]:
             yield from (Text(f"  step {one.step}: {line}") for line in one.differences)
 
 
-def _in_time(step: StepInTime | None) -> Iterator[RenderableType]:
-    if step is None:
+def _in_time(steps: Sequence[StepInTime], at: int) -> Iterator[RenderableType]:
+    if not steps:
         return
+    if len(steps) > 1:
+        yield from (Text(), _observed(steps))
+    step = steps[at]
     measured, predicted = step.measured, step.predicted
     yield Text(f"\nstep {step.step} in time", style="bold")
     if predicted is None:
@@ -131,6 +166,13 @@ def _in_time(step: StepInTime | None) -> Iterator[RenderableType]:
         sign = "+" if other >= one else "−"
         table.add_row(kind, duration_text(one), duration_text(other), f"{sign}{duration_text(abs(other - one))}")
     yield table
+
+
+def _observed(steps: Sequence[StepInTime]) -> Table:
+    table = _table("observed", "a step", "waiting")
+    for name, step in zip(step_names(steps), steps, strict=True):
+        table.add_row(name, duration_text(step.measured.length), f"{100 * step.measured.idle:.0f} %")
+    return table
 
 
 def _table(*titles: str) -> Table:

@@ -8,7 +8,7 @@
     reads(func)       whether Python, or other memory, gets values of a tensor by it
 
 Torch says most of this itself: in the schemas of its operators (alias annotations, mutable arguments) and in their
-tags (``inplace``, ``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). It is asked for the
+tags (``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). It is asked for the
 operator of a function's name, in any overload. What it does not say stands here by name, with the reason.
 ``tests/spmd/test_torch_functions.py`` compares both with the torch that is installed: a function that neither knows,
 and a name here that torch has come to know, fail there.
@@ -75,7 +75,7 @@ _AS = {
     **{f"fractional_max_pool{n}d{kind}": "rand_like" for n in (2, 3) for kind in ("", "_with_indices")},
 }
 
-# Tagged as writes in place, or as changes of shape in place, and no value or shape changes.
+# Written as writes in place, or tagged as changes of shape in place, and no value or shape changes.
 _NO_WRITE = frozenset(["requires_grad_"])
 _NO_RESHAPE = frozenset(["detach_"])
 
@@ -101,10 +101,20 @@ def operator(name: str) -> Operator:
     return Operator(
         aliases=any(info is not None and not info.is_write for info in given)
         or torch.Tag.maybe_aliasing_or_mutating in tags,
-        writes=torch.Tag.inplace in tags and name not in _NO_WRITE,
+        writes=_is_in_place(name, said) and name not in _NO_WRITE,
         reshapes=torch.Tag.inplace_view in tags and name not in _NO_RESHAPE,
         draws=torch.Tag.nondeterministic_seeded in tags and not dropout_within,
     )
+
+
+def _is_in_place(name: str, said: Sequence[Any]) -> bool:
+    """Whether name and schemas of an operator are those of a write in place: ``add_(Tensor(a!) self, …)``, ``__iadd__``.
+
+    torch has a tag for it, from 2.13 on; it follows from the same.
+    """
+    named = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    firsts = [s.arguments[0].alias_info for s in said if s.arguments]
+    return named and any(info is not None and info.is_write for info in firsts)
 
 
 def name_of(func: Any) -> str:

@@ -95,18 +95,32 @@ if (facts.comparisons.length) {
 
 // --- a step in time: predicted and measured on one scale -------------------------------------------------------------
 
-const timePictures = {};
-if (facts.inTime) {
-  const { measured, predicted, differences } = facts.inTime;
+const timePictures = {}; // of the step that is shown
+
+function showStep({ step, about, measured, predicted, differences }) {
   const zoom = zooming(Math.max(measured.length, predicted?.length ?? 0));
-  const shown = Object.entries({ predicted, measured }).filter(([, time]) => time);
-  for (const [name, time] of shown) {
+  byId("time-title").textContent = `Step ${step} in time`;
+  byId("time-about").textContent = predicted ? `As it was ${about}, and below it as it ran, on one scale` : `As it ran; ${about}`;
+  byId("predicted").hidden = !predicted;
+  for (const id of ["time-tables", "predicted-picture"]) byId(id).replaceChildren();
+  delete timePictures.predicted;
+  for (const [name, time] of Object.entries({ predicted, measured })) {
+    if (!time) continue;
     timePictures[name] = timePicture(time, `The step in time, ${name}`, zoom);
-    byId(`${name}-picture`).append(timePictures[name]);
+    byId(`${name}-picture`).replaceChildren(timePictures[name]);
     byId(`${name}-length`).textContent = `${secondsText(time.length)}, of which ranks wait for ${percentText(time.idle)}`;
     byId("time-tables").append(tableBehind(`${name}, as a table`, () => timeTable(time)));
   }
-  byId("time-zoom").append(...zoom.buttons());
+  byId("time-zoom").replaceChildren(...zoom.buttons());
+  byId("time-kinds").replaceChildren(kindsTable(measured, predicted, differences));
+  paintStep = () => {
+    for (const one of Object.values(timePictures)) one.paint();
+    byId("time-legend").replaceChildren(legend([...timeLegend([measured, ...(predicted ? [predicted] : [])]), [css("bubble"), "waiting"]]));
+  };
+  paintStep();
+}
+
+function kindsTable(measured, predicted, differences) {
   const signed = (seconds) => `${seconds < 0 ? "−" : "+"}${secondsText(Math.abs(seconds))}`;
   const longest = Math.max(...differences.flatMap(([, ...pair]) => pair)) || 1;
   const both = (one, other) => el("span", { class: "pair" }, ...(predicted ? [bar(one / longest, "var(--muted)")] : []), bar(other / longest, "var(--accent)"));
@@ -115,11 +129,16 @@ if (facts.inTime) {
     ? [kind, secondsText(one), secondsText(other), signed(other - one), both(one, other)]
     : [kind, secondsText(other), both(one, other)]));
   const titles = predicted ? ["", "predicted", "measured", "difference", ""] : ["", "measured", ""];
-  byId("time-kinds").append(table("What the time of the step went to", titles, rows, predicted ? [1, 2, 3] : [1]));
-  views.push(() => {
-    for (const one of Object.values(timePictures)) one.paint();
-    byId("time-legend").replaceChildren(legend([...timeLegend(shown.map(([, time]) => time)), [css("bubble"), "waiting"]]));
-  });
+  return table("What the time of the step went to", titles, rows, predicted ? [1, 2, 3] : [1]);
+}
+
+let paintStep = () => {};
+if (facts.inTime.length) {
+  const select = byId("time-step");
+  select?.append(...facts.inTime.map(({ name }, i) => el("option", { value: i, selected: i === facts.at, text: name })));
+  select?.addEventListener("change", () => showStep(facts.inTime[select.value]));
+  showStep(facts.inTime[facts.at]);
+  views.push(() => paintStep());
 }
 
 views.push(() => curves.forEach((drawn) => drawn.paint()));

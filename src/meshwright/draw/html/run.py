@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from meshwright.amounts import duration_text
 from meshwright.draw.html.page import filled
 from meshwright.draw.html.payload import timeline_payload
 from meshwright.draw.plain import to_plain
-from meshwright.draw.run import StepInTime, verdict_text
+from meshwright.draw.run import StepInTime, step_names, verdict_text
 from meshwright.draw.timeline import differences
 
 if TYPE_CHECKING:  # histories are read where torch is loaded
@@ -16,18 +18,29 @@ if TYPE_CHECKING:  # histories are read where torch is loaded
 _SCRIPTS = ("text", "page", "timeline", "run")
 
 
-def run_page(history: History, step: StepInTime | None = None) -> str:
-    """The file as text. It holds all that it shows, and names no other file and no address."""
-    facts = to_plain(history) | {"observed": [one.step for one in history.observed], "inTime": None}
-    if step is not None:
-        predicted = step.predicted
-        facts["inTime"] = {
-            "step": step.step,
-            "measured": timeline_payload(step.measured),
-            "predicted": None if predicted is None else timeline_payload(predicted),
-            "differences": [
-                [kind, *pair] for kind, pair in differences(predicted or step.measured, step.measured).items()
-            ],
-        }
+def run_page(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -> str:
+    """The file as text. It holds all that it shows, and names no other file and no address.
+
+    Args:
+        observed: steps in time, among which the page lets one choose; ``at``: the one that it begins with.
+    """
+    facts = to_plain(history) | {"observed": [one.step for one in history.observed]}
+    facts["inTime"] = [
+        _in_time(one, f"{name}: {duration_text(one.measured.length)}")
+        for name, one in zip(step_names(observed), observed, strict=True)
+    ]
+    facts["at"] = at % len(observed) if observed else 0
     verdict = verdict_text(history.comparisons) if history.comparisons else ""
-    return filled("run.html.j2", _SCRIPTS, facts, run=history, step=step, verdict=verdict)
+    return filled("run.html.j2", _SCRIPTS, facts, run=history, steps=observed, at=at, verdict=verdict)
+
+
+def _in_time(step: StepInTime, name: str) -> dict[str, Any]:
+    predicted, measured = step.predicted, step.measured
+    return {
+        "step": step.step,
+        "name": name,
+        "about": f"predicted for {step.hardware}" if predicted else f"predicted: {step.why}",
+        "measured": timeline_payload(measured),
+        "predicted": None if predicted is None else timeline_payload(predicted),
+        "differences": [[kind, *pair] for kind, pair in differences(predicted or measured, measured).items()],
+    }
