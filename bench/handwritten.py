@@ -185,7 +185,7 @@ def measured(given: argparse.Namespace) -> tuple[Times, dict[str, float], str]:
     jobs = {
         name: mw.parallelize(
             lambda: Decoder(given.blocks, given.width),
-            {"mesh": {"tp": 2}, "verify": 0, **options},
+            {"mesh": {"tp": 2}, "modules": {"embed": {"tp": "row"}}, "verify": 0, **options},
             batch=batch,
         )
         for name, options in _SIDES.items()
