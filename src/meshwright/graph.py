@@ -150,7 +150,8 @@ class Call:
         module: the module's name.
         outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
         given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
-        taken: the tensors in what it was called with, as they were then: a list among it may have grown since.
+        taken: the tensors in what it was called with, as they were then: a list among it may have grown since. None stands for
+            one that has values and is not handed on (``calls.stub.without_values``), in ``given``, too.
         fresh: whether a tensor in what it returned follows from the batch, and was made within; or a function in it may keep
             such a tensor. No copy of what was recorded can stand in for it.
         stashed: values that it left on the module, or in what it was called with.

@@ -55,6 +55,21 @@ def test_reductions_run_beside_what_follows_and_the_end_waits_for_the_last():
     assert spent.exposed["dp_shard"].seconds == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "kind", "exposed"),
+    [
+        (1.0, "B", 1.0),  # 0 ── 3 ─ scatter ─ 4 ─ sum ─ 5; the second scatter from 6 to 7, its sum until 8
+        (4.0, "B", 5.0),  # the first sum until 8, the second from then to 12, five seconds after the last scatter
+        (1.0, "F", 2.0),  # a sum in a forward is none of FSDP2's: what follows waits for it
+    ],
+)
+def test_sums_over_replicas_run_beside_what_follows_and_beside_reductions(seconds, kind, exposed):
+    total = Collective("all_reduce", round(seconds * 1e9), (0, 2))  # a ring of two sends all of it
+    events = [matmul(3.0), reduce(1.0), total, matmul(3.0), reduce(1.0), total]
+    spent = forward(events, mesh="dp_replicate=2,dp_shard=2", kind=kind)
+    assert spent.exposed["dp_replicate"].seconds == pytest.approx(exposed)
+
+
 def test_nothing_runs_beside_tensor_parallel_traffic():
     spent = forward([matmul(1.0), Collective("all_reduce", 10**9, (0, 1)), matmul(1.0)], mesh="tp=2")
     assert spent.exposed["tp"].seconds == pytest.approx(1.0)

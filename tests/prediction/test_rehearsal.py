@@ -221,6 +221,18 @@ def test_what_all_rows_share_is_not_divided(workers):
         assert memory.peak == pytest.approx(measured.memory(0).peak, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "pp=2", "microbatches": 2}, {"mesh": "pp=2", "microbatches": 2, "schedule": "interleaved"}]
+)
+def test_rows_of_shapes_alone_take_what_rows_with_values_do(plan):
+    """A forward that is recorded again in a step would be memory that no run takes."""
+    rows = tokens(rows=4, length=16)
+    with_values, without = (predict(lambda: Tower(16, 4), batch, plan, loss=loss, fold=False)
+                            for batch in (rows, tuple(t.to("meta") for t in rows)))  # fmt: skip
+    assert [without.memory(rank).peak for rank in (0, 1)] == [with_values.memory(rank).peak for rank in (0, 1)]
+    assert without.seconds.seconds == pytest.approx(with_values.seconds.seconds)
+
+
 class Masked(nn.Module):
     """Makes a mask of its batch's values, and goes another way if all of it is true."""
 

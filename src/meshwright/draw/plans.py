@@ -51,7 +51,7 @@ def _plans(found: Found) -> Table:
         of = proposal.estimate.candidate
         table.add_row(
             str(proposal.plan.mesh), f"{of.microbatches} of {of.rows} row{'s' * (of.rows > 1)}", _schedule(of),
-            "blocks" if of.recompute else "none", duration_text(proposal.seconds), _interval(proposal),
+            _recompute(of), duration_text(proposal.seconds), _interval(proposal),
             size_text(proposal.nbytes), _most(proposal),
         )  # fmt: skip
     return table
@@ -77,6 +77,12 @@ def beside(found: Found) -> Table:
 
 def _schedule(of: Candidate) -> str:
     return "–" if of.pp == 1 else "1f1b" if of.chunks == 1 else f"interleaved × {of.chunks}"
+
+
+def _recompute(of: Candidate) -> str:
+    if not of.recompute:
+        return "none"
+    return f"all but {of.kept * of.pp} blocks" if of.kept else "blocks"
 
 
 def _interval(proposal: Proposal) -> str:
@@ -116,5 +122,8 @@ def _frontier(found: Found) -> Table:
 def _named(of: Candidate) -> str:
     sizes = {"pp": of.pp, "dp_replicate": of.dp_replicate, "dp_shard": of.dp_shard, "tp": of.tp}
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    more = [f"{of.microbatches} microbatches" if of.microbatches > 1 else "", "recompute" if of.recompute else ""]
+    more = [
+        f"{of.microbatches} microbatches" if of.microbatches > 1 else "",
+        f"recompute {_recompute(of)}" if of.recompute else "",
+    ]
     return ", ".join(filter(None, [mesh, *more, _schedule(of) if of.pp > 1 else ""]))

@@ -7,9 +7,12 @@
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `_Playing.end` |
 | a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
 | a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
+| a sum over replicas, in a backward | begins after its reduction; runs beside all that follows | `_Playing.sum` |
 | any other collective | nothing runs beside it | `_Playing.exchange` |
 
-FSDP2 prefetches one unit ahead, which is the second but last line (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``).
+FSDP2 prefetches one unit ahead (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``). It sums over replicas on a stream of
+its own, which waits for the stream of reduce-scatters; the end of the backward waits for it (``foreach_reduce`` in
+``_fsdp_collectives.py``, ``finalize_backward`` in ``_fsdp_param_group.py``).
 """
 
 from __future__ import annotations
@@ -90,23 +93,21 @@ class Clock:
             elif isinstance(event, Collective) and event.kind == "send":
                 sends += event.nbytes
             elif isinstance(event, Collective) and event.kind != "recv":
-                self._collective(event, played)
+                self._collective(event, played, backward=backward)
         return Phase(
             what, played.end(queue=self._queue), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0])
         )
 
-    def _collective(self, event: Collective, played: _Playing) -> None:
+    def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
         axis, group = self._where(event.ranks)
         if group.ranks == 1:
             return
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
-        overlaps = self._queue and axis in (*DATA, "·".join(DATA)) and event.kind in ("all_gather", "reduce_scatter")
-        if not overlaps:
-            played.exchange(axis, seconds)
-        elif event.kind == "all_gather":
-            played.gather(axis, seconds)
-        else:
-            played.reduce(axis, seconds)
+        beside = {"all_gather": played.gather, "reduce_scatter": played.reduce}
+        if backward:
+            beside["all_reduce"] = played.sum
+        overlaps = self._queue and axis in (*DATA, "·".join(DATA))
+        (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
 
     def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
         """The axes along which the ranks of a group differ, and where they stand."""
@@ -125,8 +126,9 @@ class _Playing:
         self.device = self.host = NOTHING
         self._spent = Spent()
         self._begun = 0.0  # of the unit that computes
-        self._gathering = self._reducing = 0.0  # until when
+        self._gathering = self._reducing = self._summing = 0.0  # until when
         self._reduces: tuple[str, Estimate] = ("", NOTHING)
+        self._sums: tuple[str, Estimate] = ("", NOTHING)
 
     @property
     def now(self) -> float:
@@ -148,10 +150,15 @@ class _Playing:
         self._reducing = max(self._reducing, self.now) + seconds.seconds
         self._reduces = axis, seconds
 
+    def sum(self, axis: str, seconds: Estimate) -> None:
+        """A sum over replicas of what was reduced last, which runs beside what follows, and beside reductions."""
+        self._summing = max(self._summing, self._reducing, self.now) + seconds.seconds
+        self._sums = axis, seconds
+
     def end(self, *, queue: bool) -> Spent:
-        axis, seconds = self._reduces
-        if (wait := self._reducing - self.now) > 0:
-            self._spent.expose(axis, Estimate(wait, seconds.scatter))
+        for until, (axis, seconds) in ((self._reducing, self._reduces), (self._summing, self._sums)):
+            if (wait := until - self.now) > 0:
+                self._spent.expose(axis, Estimate(wait, seconds.scatter))
         self._spent.device = self.device
         behind = self.host.seconds - self.now if queue else self.host.seconds
         self._spent.host = Estimate(max(0.0, behind), self.host.scatter)

@@ -11,6 +11,7 @@ So what a prediction says of memory, operations and collectives can differ from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -147,12 +148,14 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
     """Steps of this rank, followed."""
-    rows = _Rows(rehearsal, job.rank)
-    with one_process():
-        for piece in rows.pieces().batches:  # with values: the path may follow from them
+    rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
+    modes = (fake, values) if rows.without_values(fake) else ()  # with values: the path may follow from them
+    with one_process(), ExitStack() as recording:
+        for mode in modes:
+            recording.enter_context(mode)
+        for piece in rows.pieces().batches:
             job.runner.executor.record(piece)
-    rows.without_values(fake)
-    tracker, values = Tracker(job.module, lambda: job.runner.executor.action), KnownValues(fake)
+    tracker = Tracker(job.module, lambda: job.runner.executor.action)
     with fake, values, followed(tracker):
         tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.kept})
         optimizer = rehearsal.optimizer(job.parameters())
@@ -185,12 +188,14 @@ class _Rows:
         """What a rank keeps between steps."""
         return tensors_in([self._own, self._row])
 
-    def without_values(self, fake: FakeTensorMode) -> None:
-        """If tensors of the batch have shapes alone, all are tensors without values, on this device."""
-        if any(t.is_meta for t in self.kept):
-            shared, hollow = self._recipe.shared_inputs, partial(_without_values, fake)
-            self._all, self._own = (with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._own))
-            self._row = mapped(hollow, self._row)
+    def without_values(self, fake: FakeTensorMode) -> bool:
+        """If tensors of the batch have shapes alone, all are tensors without values, on this device. Whether it is so."""
+        if not any(t.is_meta for t in self.kept):
+            return False
+        shared, hollow = self._recipe.shared_inputs, partial(_without_values, fake)
+        self._all, self._own = (with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._own))
+        self._row = mapped(hollow, self._row)
+        return True
 
     def pieces(self, most: int | None = None) -> Pieces:
         """What the rank runs in a step; ``most``: of that, so many microbatches."""

@@ -6,9 +6,11 @@
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
 | a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
 | copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
-| gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._flat` |
+| gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
+| reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
+| blocks that keep their activations | as many as fit: equal blocks take equal seconds a byte | `Estimator.selected` |
 | microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2). It ranks; ``predict`` says what the
@@ -17,8 +19,9 @@ best of them take (``find.py``).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
@@ -83,12 +86,25 @@ class Estimator:
         backward = self._way(candidate, pieces.backward, "B", blocks)
         if candidate.recompute:
             again = self._seconds(candidate.tp, "F", "block", candidate.rows)
-            backward = tuple(b + blocks * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
+            number = blocks - candidate.kept
+            backward = tuple(b + number * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
         terms = (self._flat if candidate.pp == 1 else self._pipelined)(candidate, forward, backward, blocks)
         terms["clip and optimizer"] = self._update(candidate, blocks)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
         return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
+
+    def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:
+        """Of a candidate that recomputes its blocks, the one of which as many keep their activations as fit; None if none
+        can, or if all do."""
+        blocks, chunks = self._pieces[candidate.tp].blocks, candidate.chunks
+        if not candidate.recompute or candidate.kept or blocks % (candidate.pp * chunks):
+            return None
+        if self.memory(replace(candidate, recompute=False)) <= capacity or self.memory(candidate) > capacity:
+            return None
+        numbers = range(chunks, blocks // candidate.pp, chunks)  # as many of each stage
+        fitting = bisect_right(numbers, capacity, key=lambda kept: self.memory(replace(candidate, kept=kept)))
+        return replace(candidate, kept=numbers[fitting - 1]) if fitting else None
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -145,13 +161,16 @@ class Estimator:
     def _data(self, of: Candidate, forward: float, backward: float, blocks: int) -> float:
         """Seconds of gathers and reductions that nothing runs beside."""
         block, first, last = self._pieces[of.tp].elements
-        gather, reduce = self._gather(of, block), self._reduce(of, block)
+        gather, (scatter, total) = self._gather(of, block), self._reductions(of, block)
         root = self._gather(of, first + last)
         hides = 0.0 if self._profile.cores else 1.0
         gathers = root + max(gather, blocks * gather - hides * forward) if of.dp_shard > 1 else 0.0
         again = max(0.0, blocks * gather - hides * backward) if of.dp_shard > 1 and of.reshard else 0.0
         times = of.microbatches if of.reshard else 1
-        late = max(reduce, blocks * (reduce + (gather if of.reshard else 0.0)) - hides * backward) - again
+        scatters = blocks * (scatter + (gather if of.reshard else 0.0))
+        # Sums over replicas run beside the reductions of other blocks; on a CPU nothing runs beside anything.
+        taken = max(scatters + total, scatter + blocks * total) if hides else scatters + blocks * total
+        late = max(scatter + total, taken - hides * backward) - again
         return times * (gathers + again) + max(0.0, late) + self._reduce(of, first + last)
 
     def _pipelined(self, of: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
@@ -190,14 +209,18 @@ class Estimator:
 
     def _reduce(self, of: Candidate, elements: float) -> float:
         """Seconds of a reduction over the shards, and then over their replicas."""
-        seconds, nbytes = 0.0, elements * self._reduced
+        return sum(self._reductions(of, elements))
+
+    def _reductions(self, of: Candidate, elements: float) -> tuple[float, float]:
+        """Seconds of a reduction over the shards; and of the sum over their replicas."""
+        scatter, total, nbytes = 0.0, 0.0, elements * self._reduced
         if of.dp_shard > 1:
             group = neighbours(self._profile, of.dp_shard, of.tp)
-            seconds += collective(self._profile, "reduce_scatter", round(nbytes), group).seconds
+            scatter = collective(self._profile, "reduce_scatter", round(nbytes), group).seconds
         if of.dp_replicate > 1:
             group = neighbours(self._profile, of.dp_replicate, of.tp * of.dp_shard)
-            seconds += collective(self._profile, "all_reduce", round(nbytes / of.dp_shard), group).seconds
-        return seconds
+            total = collective(self._profile, "all_reduce", round(nbytes / of.dp_shard), group).seconds
+        return scatter, total
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -205,8 +228,9 @@ class Estimator:
         """Bytes that live on the fullest rank: the first of a pipeline, or the last."""
         pieces = self._pieces[of.tp]
         block, first, last = pieces.elements
-        held = pieces.held if not of.recompute else self._recomputed / (of.tp if pieces.sequence else 1)
         blocks = ceil(pieces.blocks / of.pp)
+        kept = of.kept if of.recompute else blocks
+        held = kept * pieces.held + (blocks - kept) * self._recomputed / (of.tp if pieces.sequence else 1)
         within = pieces.held * of.rows if of.recompute else 0.0  # a block that is computed again
         base, slope = pieces.other
         other = base + slope * of.rows + within
@@ -215,9 +239,9 @@ class Estimator:
             elements = pieces.total_elements
             gathered = elements * self._itemsize if of.dp_shard > 1 and not of.reshard else 0.0
             unreduced = elements * self._reduced if adds_up else 0.0
-            return pieces.kept * elements / of.dp_shard + gathered + unreduced + blocks * held * of.rows + other
+            return pieces.kept * elements / of.dp_shard + gathered + unreduced + held * of.rows + other
         return max(
-            self._stage(of, blocks * block + end, flight * blocks * held * of.rows + rest)
+            self._stage(of, blocks * block + end, flight * held * of.rows + rest)
             for end, flight, rest in (
                 (first, _in_flight(of), base + within),
                 (last, 1.0 if of.chunks == 1 else _in_flight(of) - of.pp + 1, other),

@@ -145,10 +145,11 @@ def find_plans(
     batch = plain(batch)
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
-    space = _Space.of(model, devices, _per_node(devices, nodes, profile), tell)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
+    space = _Space.of(model, devices, _per_node(devices, nodes, profile), capacity, tell)
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
-    plans = _best(fitting, partial(model.proposed, tell=tell) if verify else model.estimated, top)
+    proposed = partial(model.proposed, tell=tell) if verify else model.estimated
+    plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
     rejected = _rejected(space.estimates, capacity)
     if not plans:
         raise _nothing(space.estimates, devices, rows, profile, options)
@@ -171,13 +172,13 @@ class _Model:
     optimizer: MakeOptimizer
     max_norm: float | None
 
-    def estimated(self, estimate: Estimated) -> Proposal:
-        """The plan of a candidate."""
-        return Proposal(Plan.parse(estimate.candidate.plan(self.options)), estimate)
+    def estimated(self, estimate: Estimated, blocks: Sequence[str]) -> Proposal:
+        """The plan of a candidate. ``blocks``: the names of the repeated blocks."""
+        return Proposal(Plan.parse(estimate.candidate.plan(self.options, blocks)), estimate)
 
-    def proposed(self, estimate: Estimated, tell: Callable[[str], None]) -> Proposal | None:
+    def proposed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
         """The plan of a candidate, rehearsed; None if the model cannot be cut so, or if it does not fit after all."""
-        proposal = self.estimated(estimate)
+        proposal = self.estimated(estimate, blocks)
         tell(f"rehearsing {proposal.plan.mesh}")
         try:
             prediction = predict(
@@ -191,14 +192,21 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Space:
-    """Every candidate, estimated; and whether pipelines are among them, where there could be some."""
+    """Every candidate, estimated; whether pipelines are among them, where there could be some; and the names of the repeated
+    blocks."""
 
     estimates: tuple[Estimated, ...]
     pipelines: bool
+    blocks: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: _Model, devices: int, per_node: int, tell: Callable[[str], None]) -> _Space:
-        """From a few rehearsals at each size of tp."""
+    def of(cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]) -> _Space:
+        """From a few rehearsals at each size of tp.
+
+        Args:
+            capacity: bytes that may live on a device. Where it is too small for all activations, as many blocks keep theirs as
+                fit.
+        """
         options = model.options
         fixed = {key: value for key, value in options.items() if key not in FOUND}
         measured = Measured(
@@ -212,8 +220,10 @@ class _Space:
         itemsize = _ITEMSIZE[options.get("precision", "float32")]
         estimator = Estimator(model.profile, pieces, recomputed, sends or 0.0, itemsize)
         staged = blocks if sends is not None else 0
-        every = candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))
-        return cls(tuple(map(estimator.of, every)), pipelines=bool(staged) or devices == 1)
+        every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
+        if options.get("recompute") is None:
+            every += [some for one in every if (some := estimator.selected(one, capacity)) is not None]
+        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, measured.blocks)
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:

@@ -195,6 +195,11 @@ class Measured:
             return None
         return float(max(stage.sends for stage in recipe.stages))
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the repeated blocks of the whole model: of one kind after the other."""
+        return tuple(name for kind in self._few.kinds for name in kind)
+
     def recomputed(self) -> float:
         """Bytes for a row that a block keeps for its backward if it is computed again."""
         few = self._few

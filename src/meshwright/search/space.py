@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ class Candidate:
     Attributes:
         rows: of one microbatch, on one data rank.
         chunks: stages of a rank of the pipeline axis.
+        kept: if blocks are recomputed, how many of a rank's keep their activations all the same.
     """
 
     pp: int
@@ -30,6 +31,7 @@ class Candidate:
     chunks: int = 1
     recompute: bool = False
     reshard: bool = True
+    kept: int = 0
 
     @property
     def data(self) -> int:
@@ -40,8 +42,13 @@ class Candidate:
         """(pp, tp): what decides most of memory and time."""
         return self.pp, self.tp
 
-    def plan(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """It as a plan. ``options``: of every plan; they win."""
+    def plan(self, options: Mapping[str, Any], blocks: Sequence[str] = ()) -> dict[str, Any]:
+        """It as a plan.
+
+        Args:
+            options: of every plan; they win.
+            blocks: the names of the repeated blocks, in their order.
+        """
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
         plan: dict[str, Any] = {"mesh": mesh, "microbatches": self.microbatches}
@@ -49,6 +56,12 @@ class Candidate:
             plan["sequence_parallel"] = True
         if self.recompute:
             plan["recompute"] = "blocks"
+        if self.kept:
+            entries = dict(options.get("modules") or {})
+            kept = {
+                name: {"recompute": "none", **entries.get(name, {})} for name in spread(blocks, self.kept * self.pp)
+            }
+            options = {**options, "modules": {**entries, **kept}}
         if self.pp > 1 and self.chunks > 1:
             plan |= {"schedule": "interleaved", "stages_per_rank": self.chunks}
         if self.pp == 1 and self.dp_shard > 1 and not self.reshard:
@@ -75,6 +88,16 @@ def chunks_of(options: Mapping[str, Any]) -> tuple[int, ...] | None:
         return (said,)
     schedule = options.get("schedule")
     return None if schedule is None else tuple(n for n in CHUNKS if (n > 1) == (schedule == "interleaved"))
+
+
+def spread(blocks: Sequence[str], number: int) -> list[str]:
+    """So many of the blocks, evenly spread: stages of as many blocks have as many of them.
+
+    >>> spread("abcdef", 2)
+    ['c', 'f']
+    """
+    count = len(blocks)
+    return [name for i, name in enumerate(blocks) if (i + 1) * number // count > i * number // count]
 
 
 def varied(options: Mapping[str, Any]) -> dict[str, Any]:

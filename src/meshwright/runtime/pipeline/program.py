@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
+from meshwright.calls.stub import without_values
 from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
@@ -190,6 +191,7 @@ class Programs:
                 "has the parameters and buffers that it uses. Give parallelize a sample that takes this path"
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
+        without_values(graph)
         placed = None if self._mine is None else (recipe.placed, recipe.places, self._mine)
         streams = dict(recipe.streams) if self._streamed else None
         stages = {
