@@ -22,7 +22,11 @@ from torch.nn import functional as F
 
 import branching
 import meshwright as mw
+from meshwright.parity import TOLERANCES
 from meshwright.parity.case import Case
+from meshwright.parity.compare import differences
+from meshwright.parity.facts import Facts, copies_of
+from meshwright.parity.optimizer import sgd
 from meshwright.parity.quiet import silence
 from meshwright.parity.the_job import gradients_as_planned
 from meshwright.parity.widened import widened
@@ -712,3 +716,57 @@ def test_numbers_of_the_host_are_seeded_at_the_start_alone_as_in_training(check:
     assert check(partial(DrawsMore, False), fresh_batch(), "tp=2", steps=1)
     wrong = check(partial(DrawsMore, True), fresh_batch(), "tp=2", steps=1)
     assert not wrong and wrong.errors is not None, wrong
+
+
+class Shifted(nn.Module):
+    """``shift`` moves all logits alike, which changes no probability: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.linear(x) + self.shift, y.softmax(-1))}
+
+
+def trained_in(pieces: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, dict[str, Tensor]]:
+    """What one device finds that adds up its rows in so many pieces, and where it started."""
+    torch.manual_seed(0)
+    model, rows = Shifted(), batch()
+    start = copies_of(model.named_parameters())
+    chosen, losses, gradients = optimizer(model.parameters()), [], {}
+    for step in range(3):
+        parts = [
+            dict(zip(rows, part, strict=True)) for part in zip(*(x.chunk(pieces) for x in rows.values()), strict=True)
+        ]
+        loss = sum(model(**part)["loss"] / pieces for part in parts)
+        chosen.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        chosen.step()
+    return Facts(tuple(losses), gradients, copies_of(model.named_parameters()), ({},)), start
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_does_not_decide_a_check() -> None:
+    """Adam divides it by its own size: gradients are right then, and an update follows the sign of what was rounded."""
+
+    def errors(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        (one, start), (other, _) = trained_in(1, optimizer), trained_in(4, optimizer)
+        return differences(start, one, other)[0]
+
+    adam, ours = errors(torch.optim.Adam), errors(sgd)
+    tolerance = TOLERANCES[torch.float32]
+    assert max(adam["gradients"].values()) < tolerance < adam["parameters"]["shift"]
+    assert max(ours["gradients"].values()) < tolerance and max(ours["parameters"].values()) < tolerance
+
+
+def leaves_a_hook() -> None:
+    """A task that ends with a hook on all modules."""
+    nn.modules.module.register_module_forward_hook(lambda m, args, out: 2 * out if isinstance(out, Tensor) else None)
+
+
+def test_what_an_earlier_task_left_in_one_worker_does_not_decide_a_check(check: Check, workers: LocalWorkers) -> None:
+    workers.run(leaves_a_hook, ranks=1)
+    assert check(Shifted, batch(), DATA, steps=2)

@@ -352,6 +352,7 @@ def test_a_wrong_plan_is_told_with_line_and_column(text: str, where: str, requir
         ({"modules": {"a": {"dp": object}}}, "modules.a.dp", "dp: shard"),
         ({"modules": {"a": {"on": "tp[0:2"}}}, "modules.a.on", "on: 'tp[0:2]'"),
         ({"modules": {"a": {"on": "tp[0]", "mesh": (2, 2)}}}, "modules.a.mesh", "mesh: {tp: 2}"),
+        ({"compile": True, "eager": True}, "compile", "eager: false"),
         ({"mesh": object()}, "mesh", "mesh: {dp_shard: 2, tp: 2}"),
         ({"mesh": None}, "plan", "mesh: {dp_shard: 2, tp: 2}"),
     ],

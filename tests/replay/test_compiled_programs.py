@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
@@ -10,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from test_replayed import has_program
 from torch import Tensor, nn
+from torch.fx import Graph
 
 import meshwright as mw
+from meshwright.planned import make_recipe
+from meshwright.replay import inductor
+from meshwright.replay.nodes import Move
+from meshwright.spmd import redistribute
+from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.workers.pool import LocalWorkers
 
 WIDTH, HEADS, LENGTH, ROWS = 16, 4, 8, 4  # shares of two ranks are even: others are not compiled
@@ -115,6 +122,68 @@ def test_collectives_as_operators_of_torch_are_those_of_the_program(case: str, w
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_program_is_the_eager_forward(case: str, workers: LocalWorkers) -> None:
     judged(case, workers, trained)
+
+
+def resolved(plan: str) -> tuple[str, ...]:
+    notes = make_recipe(Model, mw.Plan.parse(plan).replace(compile=True), torch.zeros(ROWS, LENGTH, 6)).notes
+    return tuple(note for note in notes if "compile" in note)
+
+
+def test_a_plan_without_tp_says_that_nothing_is_compiled() -> None:
+    (note,) = resolved("dp_shard=2")
+    assert note.startswith("compile: true has no effect without tp")
+    assert not resolved("tp=2")
+
+
+def test_moves_are_known_for_as_long_as_something_has_them() -> None:
+    axis = PlannedAxis("tp", 2, 0, Ledger())
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(Move(redistribute.AllReduce, axis, ()), (x,)),))
+    before = set(inductor._MOVES)
+    copied, moves = inductor._with_operators(graph)
+    (name,) = (node.args[1] for node in copied.nodes if node.target is torch.ops.meshwright.move.default)
+    assert inductor._MOVES[name] is moves[0] and moves[0].conjugate.name in inductor._MOVES
+    del moves
+    gc.collect()
+    assert set(inductor._MOVES) == before
+
+
+class Cut(nn.Module):
+    """Blocks of which no parameter is cut are given a tensor of which one rank has five columns, and the other four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.blocks = nn.ModuleList([Sums() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return torch.stack([block(h) for block in self.blocks]).mean()
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.by = nn.Tanh(), nn.Parameter(torch.ones(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.inner(h * self.by).sigmoid().exp().sum(-1).square()
+
+
+def noted() -> tuple[bool, list[str]]:
+    """Runs on every rank: whether a block has a program, and what is not compiled."""
+    rows = torch.randn(ROWS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    plan = {"mesh": {"tp": 2}, "compile": True, "modules": {"up": {"tp": "column"}}}
+    job = mw.parallelize(lambda: Cut().double(), plan, batch=rows)
+    for _ in range(3):
+        job.step(rows)
+    return has_program(job, "blocks.0"), [note for note in job.notes if "not compiled" in note]
+
+
+def test_uneven_shares_of_an_argument_are_seen(workers: LocalWorkers) -> None:
+    for has, notes in workers.run(noted, ranks=2):
+        assert has and len(notes) == 1 and "uneven shares" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,18 @@ class Scaling:
         return h * self.own * Scaling.by
 
 
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 2.0
+
+
 closed, reopen = scaling(2.0)
+ACTIVATION: Callable[[Tensor], Tensor] = F.gelu
+ELEMENTS, SLOTTED, TABLE = numpy.full(2, 2.0), Slotted(), dict.fromkeys(range(300), 2.0)
 standin.FACTOR = 2.0  # type: ignore[attr-defined]
 
 
@@ -83,6 +95,9 @@ class Block(nn.Module):
         self.scale, self.calls, self.history, self.notes = 1.0, 0, [], SimpleNamespace(table={"last": 0})
         self.partial, self.scaling = functools.partial(multiplied, by=2.0), Scaling()
         self.bound = Scaling().__call__
+        self.around: list[nn.Module] = []
+
+    activation = staticmethod(F.gelu)
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
         b, t, _ = x.shape
@@ -151,6 +166,12 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "calls a bound method": lambda self, h: self.bound(h),
     "reads a class by name": lambda self, h: h * Scaling.by,
     "reads a module by name": lambda self, h: h * standin.FACTOR,
+    "calls a function of its class": lambda self, h: self.activation(h),
+    "calls a global function": lambda self, h: ACTIVATION(h),
+    "reads an array": lambda self, h: h * float(ELEMENTS[0]),
+    "reads slots": lambda self, h: h * SLOTTED.by,
+    "reads a large table": lambda self, h: h * TABLE[0],
+    "asks the model around it": lambda self, h: h * self.around[0].by,
     "asks a context variable": lambda self, h: h * COUNTED.get(),
     "asks an iterator": lambda self, h: h * next(NUMBERS),
 }
@@ -160,8 +181,10 @@ class Model(nn.Module):
     def __init__(self, does: str = "", blocks: int = 2) -> None:
         super().__init__()
         self.inner = nn.Linear(6, WIDTH)
-        self.blocks = nn.ModuleList(Block(does) for _ in range(blocks))
+        self.blocks, self.by = nn.ModuleList(Block(does) for _ in range(blocks)), 2.0
         self.head = nn.Linear(WIDTH, 1)
+        for block in self.blocks if does == "asks the model around it" else ():
+            block.around.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x)
@@ -352,6 +375,14 @@ SWITCHES: dict[str, Callable[[Any, float], Any]] = {
     "calls a bound method": lambda model, by: setattr(model.blocks[0].bound.__self__, "own", by),
     "reads a class by name": lambda model, by: setattr(Scaling, "by", by),
     "reads a module by name": lambda model, by: setattr(standin, "FACTOR", by),
+    "calls a function of its class": lambda model, by: setattr(
+        Block, "activation", staticmethod(F.gelu if by == 2.0 else torch.tanh)
+    ),
+    "calls a global function": lambda model, by: globals().update(ACTIVATION=F.gelu if by == 2.0 else torch.tanh),
+    "reads an array": lambda model, by: ELEMENTS.fill(by),
+    "reads slots": lambda model, by: setattr(SLOTTED, "by", by),
+    "reads a large table": lambda model, by: TABLE.update({0: by}),
+    "asks the model around it": lambda model, by: setattr(model, "by", by),
 }
 
 

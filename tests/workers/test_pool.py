@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -54,6 +55,38 @@ def leaves_traces() -> float:
     os.environ["LEFT"] = "behind"
     torch.set_default_dtype(torch.float64)
     return torch.rand(()).item()
+
+
+def settings() -> list[Any]:
+    x = torch.linspace(-1, 1, 8)
+    layer = torch.nn.Linear(8, 2)
+    return [
+        layer(x).dtype,
+        layer(x).requires_grad,
+        float(torch.nn.Identity()(x).sum()),
+        float(torch.tensor(1e-39) * 1),
+        torch.is_anomaly_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.rand(()).item(),
+    ]
+
+
+def leaves_settings() -> list[Any]:
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_grad_enabled(False)
+    torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 1)
+    torch.set_flush_denormal(True)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.enable_math_sdp(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(7)
+    return settings()
 
 
 def joins_anew() -> float:
@@ -159,6 +192,13 @@ def test_environment_is_a_ranks_and_is_restored(workers: LocalWorkers) -> None:
         }
     assert workers.run(leaves_traces) == first, "torch's random numbers begin anew"
     assert dict(os.environ) == mine
+
+
+def test_settings_of_torch_are_those_of_a_new_process_in_each_run(workers: LocalWorkers) -> None:
+    (before,) = workers.run(settings, ranks=1)
+    (left,) = workers.run(leaves_settings, ranks=1)
+    assert not [i for i, (a, b) in enumerate(zip(before, left, strict=True)) if a == b], "each of them is another"
+    assert workers.run(settings, ranks=1) == [before]
 
 
 def test_a_function_may_join_by_the_environment(workers: LocalWorkers) -> None:

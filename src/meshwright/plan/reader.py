@@ -60,6 +60,13 @@ class Reader:
                 self.entries(value, key, fields["modules"])
             else:
                 fields[key] = self.value(PLAN[key], value, (key,))
+        if fields.get("compile") and fields.get("eager"):
+            self.findings.add(
+                where=self.source.where(("compile",)),
+                given="compile: true, beside eager: true",
+                required="one of them: what is compiled is the recorded programs that eager leaves out",
+                fix="eager: false",
+            )
         return fields
 
     def meshes(self, value: object) -> Mesh | tuple[Mesh, ...] | str | None:

@@ -2,6 +2,8 @@
 
 They do if the mesh has data axes alone: the forward is torch's own then. Where tensors are cut or a forward is followed
 call by call (tp, pp, branches), a function mode of ours is on, and they run as the plain functions that they were made of.
+
+And whether the plan's own ``compile: true`` has anything to compile.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from torch import nn
 
 from meshwright.mesh import Mesh
 from meshwright.names import fold_names
+from meshwright.plan import Plan
 from meshwright.private import compiles
 
 
@@ -25,4 +28,13 @@ def compiled_notes(model: nn.Module, mesh: Mesh, branches: bool) -> tuple[str, .
     return (f"stays compiled, but for steps in which rows have unlike numbers of labels: {parts}",)
 
 
-__all__ = ["compiled_notes"]
+def compile_notes(plan: Plan) -> tuple[str, ...]:
+    """A note if a plan's ``compile: true`` has nothing to compile: only over tp have blocks programs."""
+    if not plan.compile or plan.mesh.axis_size("tp") > 1:
+        return ()
+    return (
+        "compile: true has no effect without tp: blocks have recorded programs over tp alone; torch.compile the model",
+    )
+
+
+__all__ = ["compile_notes", "compiled_notes"]

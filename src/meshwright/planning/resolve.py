@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.plan import Plan
-from meshwright.planning.compiled import compiled_notes
+from meshwright.planning.compiled import compile_notes, compiled_notes
 from meshwright.planning.draft import Draft, Names, Run
 from meshwright.planning.passes.branches import place_branches, read_branches
 from meshwright.planning.passes.checks import (
@@ -125,7 +125,7 @@ def recipe_of(draft: Draft) -> Recipe:
         eager=plan.eager,
         compile=plan.compile,
         weights=plan.weights,
-        notes=(*draft.notes, *compiled_notes(draft.model, plan.mesh, bool(branches))),
+        notes=(*draft.notes, *compiled_notes(draft.model, plan.mesh, bool(branches)), *compile_notes(plan)),
         plan=plan.dump(),
     )
 

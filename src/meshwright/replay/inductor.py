@@ -5,7 +5,7 @@
     any other                ``meshwright::move``, whose backward is ``meshwright::move`` of the conjugate, or nothing
 
 An operator takes no Python objects. So a move is named by a text, by which this process finds it: ``_MOVES`` has one entry for
-each move of each axis, and only grows with the axes that there are. To the compiler the op is opaque: it is neither computed
+each move of each axis, for as long as a compiled program has it. To the compiler the op is opaque: it is neither computed
 twice nor left out. Ranks whose graphs are the same call their collectives in the same order; a program of which ranks hold
 uneven shares is not compiled, as the compiler may order such graphs otherwise on each rank.
 
@@ -15,29 +15,55 @@ Source: torch.library's custom operators (https://docs.pytorch.org/docs/stable/l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph, GraphModule, Node
 
-from meshwright.layout import Shard
 from meshwright.replay.nodes import Move, Under
-from meshwright.replay.program import LocalProgram
+from meshwright.replay.program import LocalProgram, is_uneven
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
 from meshwright.spmd.patches import compiling
-from meshwright.spmd.tensor import Spec
 
 Function = Callable[..., tuple[Tensor, ...]]
-_Kind = tuple[type[redistribute.Move], Axis, tuple[Any, ...]]
-_MOVES: dict[str, _Kind] = {}
 _NOTHING = (redistribute.CopyIn, redistribute.Release)  # forward, they give what they were given
 
 
 class NotCompiled(Exception):
     """Why a program is not handed to the compiler."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """A move, as an operator has it: one of ``spmd/redistribute.py``, over an axis, with its further arguments."""
+
+    function: type[redistribute.Move]
+    axis: Axis
+    options: tuple[Any, ...]
+    name: str
+
+    @classmethod
+    def of(cls, function: type[redistribute.Move], axis: Axis, options: tuple[Any, ...]) -> _Kind:
+        """The one of its name, which is held by who asks for it."""
+        name = f"{function.__name__} {axis.name} {id(axis)} {options}"
+        known = _MOVES.get(name)
+        if known is None:
+            known = _MOVES[name] = cls(function, axis, options, name)
+        return known
+
+    @cached_property
+    def conjugate(self) -> _Kind:
+        function, options = self.function.conjugate(*self.options)
+        return _Kind.of(function, self.axis, options)
+
+
+_MOVES: WeakValueDictionary[str, _Kind] = WeakValueDictionary()
 
 
 def by_inductor(program: LocalProgram) -> Function:
@@ -46,12 +72,14 @@ def by_inductor(program: LocalProgram) -> Function:
     Raises:
         NotCompiled: it has what the compiler would not keep as it is.
     """
-    if any(_is_uneven(known) for known in (*(g.form for g in program.kept), *(r.known for r in program.results))):
+    if program.uneven or any(
+        is_uneven(known) for known in (*(g.form for g in program.kept), *(r.known for r in program.results))
+    ):
         raise NotCompiled("ranks hold uneven shares")
-    graph = _with_operators(program.graph())
+    graph, moves = _with_operators(program.graph())
     run = torch.compile(GraphModule({}, graph), fullgraph=True, dynamic=False, options={"fallback_random": True})
 
-    def called(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def called(*inputs: Tensor, moves: tuple[_Kind, ...] = moves) -> tuple[Tensor, ...]:  # which live as long as it
         with compiling():
             out: tuple[Tensor, ...] = run(*inputs)
         return out
@@ -59,70 +87,56 @@ def by_inductor(program: LocalProgram) -> Function:
     return called
 
 
-def _with_operators(graph: Graph) -> Graph:
+def _with_operators(graph: Graph) -> tuple[Graph, tuple[_Kind, ...]]:
+    """(the same with an operator in the place of each move; these moves)."""
     copied = Graph()
     copied.output(copied.graph_copy(graph, {}))
+    moves = []
     for node in list(copied.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, Under):
             raise NotCompiled("a part of it is without gradients, or in another autocast")
         if isinstance(node.target, Move):
-            _replace(copied, node, node.target)
+            moves.append(_replace(copied, node, node.target))
     copied.lint()
-    return copied
+    return copied, tuple(moves)
 
 
-def _replace(graph: Graph, node: Node, move: Move) -> None:
-    kind = move.function, move.axis, move.options
-    if any(_is_uneven(option) for option in kind[2]):
+def _replace(graph: Graph, node: Node, move: Move) -> _Kind:
+    if any(is_uneven(option) for option in move.options):
         raise NotCompiled("ranks hold uneven shares")
+    kind = _Kind.of(move.function, move.axis, move.options)
     with graph.inserting_before(node):
-        if move.function in _NOTHING:
-            made = graph.call_function(begin, (*node.args, _name(_conjugate(kind))))
+        if kind.function in _NOTHING:
+            made = graph.call_function(begin, (*node.args, kind.conjugate.name))
         else:
-            made = graph.call_function(torch.ops.meshwright.move.default, (*node.args, _name(kind)))
+            made = graph.call_function(torch.ops.meshwright.move.default, (*node.args, kind.name))
     node.replace_all_uses_with(made)
     graph.erase_node(node)
-
-
-def _is_uneven(known: Any) -> bool:
-    """Whether a layout, or that of a Spec, gives ranks shares of different sizes."""
-    layout = known.layout if isinstance(known, Spec) else known
-    return isinstance(layout, Shard) and len({layout.local(rank) for rank in range(layout.ranks)}) > 1
-
-
-def _name(kind: _Kind) -> str:
-    function, axis, options = kind
-    name = f"{function.__name__} {axis.name} {id(axis)} {options}"
-    _MOVES[name] = kind
-    return name
-
-
-def _conjugate(kind: _Kind) -> _Kind:
-    function, options = kind[0].conjugate(*kind[2])
-    return function, kind[1], options
+    return kind
 
 
 @torch.library.custom_op("meshwright::move", mutates_args=())
 def move(x: Tensor, name: str) -> Tensor:
     """A move of ``spmd/redistribute.py``, without its gradient."""
-    function, axis, options = _MOVES[name]
-    return function.compute(x, axis, *options)
+    kind = _MOVES[name]
+    return kind.function.compute(x, kind.axis, *kind.options)
 
 
 @move.register_fake
 def _(x: Tensor, name: str) -> Tensor:
-    function, axis, options = _MOVES[name]
-    return function.compute(x, PlannedAxis(axis.name, axis.size, axis.rank, Ledger()), *options)
+    kind = _MOVES[name]
+    axis = PlannedAxis(kind.axis.name, kind.axis.size, kind.axis.rank, Ledger())
+    return kind.function.compute(x, axis, *kind.options)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    ctx.name = _name(_conjugate(_MOVES[inputs[1]]))
+    ctx.name = _MOVES[inputs[1]].conjugate.name
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-    return (g if _MOVES[ctx.name][0] in _NOTHING else torch.ops.meshwright.move(g, ctx.name)), None
+    return (g if _MOVES[ctx.name].function in _NOTHING else torch.ops.meshwright.move(g, ctx.name)), None
 
 
 move.register_autograd(_backward, setup_context=_setup)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
+from meshwright.layout import Shard
 from meshwright.private import held_of, pytree, storage_of, unhooked, version
 from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
@@ -89,6 +90,7 @@ class LocalProgram:
         returned: how they stand in what the block returns, with its constants.
         left: moves that are known afterwards.
         fallbacks: of one call, for the ledger.
+        uneven: whether ranks hold shares of different sizes of an argument.
     """
 
     nodes: tuple[Node, ...]
@@ -98,12 +100,13 @@ class LocalProgram:
     returned: tuple[Any, tuple[Any, ...]]
     left: tuple[MoveLeft, ...]
     fallbacks: tuple[tuple[Fallback, int], ...]
+    uneven: bool = False
 
     @property
     def structure(self) -> Hashable:
         """Equal for programs that do the same."""
         nodes = tuple(node.structure for node in self.nodes)
-        return nodes, self.inputs, self.kept, self.results, self.returned, self.left, self.fallbacks
+        return nodes, self.inputs, self.kept, self.results, self.returned, self.left, self.fallbacks, self.uneven
 
     def wanted(self) -> tuple[int, ...]:
         """The numbers that the function gives: results, then moves that are left."""
@@ -168,6 +171,12 @@ def _written(t: Any) -> int | None:
     if written is not None and type(t) is GlobalTensor and t._mw_memory is not None:
         written += t._mw_memory.written
     return written
+
+
+def is_uneven(known: Any) -> bool:
+    """Whether a layout, or that of a Spec, gives ranks shares of different sizes."""
+    layout = known.layout if isinstance(known, Spec) else known
+    return isinstance(layout, Shard) and len({layout.local(rank) for rank in range(layout.ranks)}) > 1
 
 
 def form_of(t: Tensor) -> Hashable:
@@ -296,7 +305,7 @@ class _Known:
     __slots__ = ("_form", "_held", "_of", "_part", "_trains")
 
     def __init__(self, p: DTensor, part: Tensor, given: Given) -> None:
-        self._of: Callable[[], Any] = weakref.ref(p)
+        self._of = p  # not weakly: torch swaps no tensor that is weakly held, and parametrize swaps
         self._held, self._part = weakref.ref(held_of(p)), weakref.ref(part)
         self._form, self._trains = given.form, given.trains
 
@@ -311,7 +320,7 @@ class _Known:
 
     def part(self, p: Any) -> Tensor | None:
         """The local part; None if it may be another. Function modes are off."""
-        if p is None or p is not self._of() or held_of(p) is not self._held() or p.requires_grad is not self._trains:
+        if p is None or p is not self._of or held_of(p) is not self._held() or p.requires_grad is not self._trains:
             return None
         part: Any = self._part()
         if part is None or not unhooked(p):
@@ -376,4 +385,4 @@ def _note(node: Node) -> str:
     return f"{moved}{node.line}"
 
 
-__all__ = ["Binding", "Given", "LocalProgram", "MoveLeft", "Result", "compiled"]
+__all__ = ["Binding", "Given", "LocalProgram", "MoveLeft", "Result", "compiled", "is_uneven"]

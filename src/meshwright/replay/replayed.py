@@ -33,6 +33,7 @@ from meshwright.replay.program import (
     Result,
     compiled,
     form_of,
+    is_uneven,
     moves_of,
     valid_moves,
 )
@@ -431,6 +432,7 @@ def _program(
     return LocalProgram(
         tuple(recorder.nodes), used, kept, tuple(results),
         (None if len(leaves) == 1 and leaves[0] is result else spec, tuple(slots)), tuple(left), tuple(fallbacks),
+        any(is_uneven(form_of(t)) for t in tensors),
     )  # fmt: skip
 
 

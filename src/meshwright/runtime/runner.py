@@ -22,6 +22,7 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share
 from meshwright.runtime.rows.microbatches import Pieces
 from meshwright.runtime.weights.parameters import Standing
+from meshwright.runtime.weights.placed import Placed
 from meshwright.runtime.weights.step_gradients import StepGradients
 from meshwright.runtime.weights.unused import Routed
 from meshwright.watch.timer import CommunicationTimer
@@ -60,6 +61,7 @@ class Runner:
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
         self.held = HeldModel(self.module, self.recipe, self.groups)
+        self._placed = Placed(self.module, self.recipe)
 
     @property
     def pipeline(self) -> Executor | None:
@@ -70,6 +72,14 @@ class Runner:
     def waiting(self) -> CommunicationTimer:
         """How long this rank waits for others."""
         return self.executor.traffic.waiting
+
+    def at_rest(self) -> None:
+        """Parameters are where gradients are. Raises PlanError if they are not the job's any more.
+
+        FSDP2's are, unless a forward without backward came before.
+        """
+        self.held.reshard()
+        self._placed.check()
 
     # --- forwards and backwards ---------------------------------------------------------------------------------------
 

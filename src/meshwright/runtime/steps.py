@@ -55,6 +55,7 @@ class Steps:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         self._check_weights()
+        self._runner.at_rest()
         self.count += backward
         self._draws.agree(self.count)
         runner, division, guard = self._runner, self._division, self._guard
@@ -64,7 +65,6 @@ class Steps:
         given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.count + self.before
         guarded = backward and guard.due(self.count)
-        runner.held.reshard()  # FSDP2's parameters are where gradients are, unless a forward without backward came before
         with guard.watching(step) if guarded else nullcontext():
             losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
         if pieces.gathered is not None:
@@ -80,6 +80,7 @@ class Steps:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for this rank's rows."""
         self._check_weights()
+        self._runner.at_rest()
         self._draws.agree(self.count)
         return self._runner.output(args, kwargs)
 

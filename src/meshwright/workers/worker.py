@@ -36,6 +36,7 @@ from typing import Any
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.workers.channel import Channel, Message
 from meshwright.workers.pickling import pack, unpack
+from meshwright.workers.settings import Settings
 
 STACK_SIGNAL = signal.SIGUSR1  # the pool asks with it for the stack a worker is in
 LISTENER = "meshwright-listener"
@@ -81,6 +82,7 @@ def main(descriptor: int, stacks: int) -> None:
     _worker.channel.send(("hello",))
     import torch.distributed  # the slow part of a start: about two seconds
 
+    _worker.settings = Settings()
     _worker.channel.send(("ready",))
     seed = torch.initial_seed()
     while (message := _worker.take()) is not None:
@@ -92,6 +94,7 @@ class _Worker:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.rank: int | None = None  # while it runs a function
+        self.settings: Settings | None = None  # once torch is there
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._busy = False
 
@@ -114,7 +117,8 @@ class _Worker:
     def perform(self, task: Task, payload: memoryview) -> None:
         """One task: exactly one answer, then "idle" when the process is as it was before."""
         self.rank, self._busy = task.rank, True
-        with _surroundings(task), contextlib.suppress(_FailedError):
+        assert self.settings is not None
+        with _surroundings(task, self.settings), contextlib.suppress(_FailedError):
             self._answer(task, payload)
         self.rank, self._busy = None, False
         self.channel.send(("idle",))
@@ -164,13 +168,14 @@ _worker: _Worker | None = None
 
 
 @contextlib.contextmanager
-def _surroundings(task: Task) -> Iterator[None]:
+def _surroundings(task: Task, settings: Settings) -> Iterator[None]:
     """A rank's environment as torchrun sets it, the pool's directory and sys.path, torch as when started."""
     environment = dict(os.environ)
     os.environ.update(_environment(task))
     os.chdir(task.directory)
     sys.path[:] = task.path
     sys.argv[:] = task.arguments
+    settings.restore()
     _fresh_torch(task)
     try:
         yield
@@ -196,14 +201,9 @@ def _environment(task: Task) -> dict[str, str]:
 
 
 def _fresh_torch(task: Task) -> None:
-    """Undo the settings that a task before may have left: a result must not depend on what ran earlier."""
+    """Threads, memory and random numbers as a task finds them, whatever ran earlier."""
     import torch
 
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the whole compiler
-        torch.use_deterministic_algorithms(False)
     torch.set_num_threads(task.threads)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device

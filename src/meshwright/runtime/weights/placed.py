@@ -1,0 +1,92 @@
+"""``Placed``: the parameters that a job put into its model, and whether they are still what stands there.
+
+A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). What is lost unseen is
+another parameter in the place of one: FSDP2 goes on with its own, a gradient of one that no plan knows is reduced by nobody,
+and a DTensor does not take over what is assigned to its ``data``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import Finding, Findings
+from meshwright.private import held_of, storage_of
+from meshwright.recipe import Recipe
+from meshwright.runtime.weights.fsdp import needs_fsdp
+from meshwright.runtime.weights.parameters import places
+
+
+class Placed:
+    """The parameters of a model, as a job placed them.
+
+    Args:
+        model: with its parameters laid out, at rest.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._model, self._recipe, self._by_fsdp = model, recipe, needs_fsdp(recipe)
+        self._note()
+
+    def _note(self) -> None:
+        """What stands in the model now is what it is compared with from here on."""
+        modules = list(self._model.modules())
+        self._children = [(m._modules, dict(m._modules)) for m in modules]
+        self._tables = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters]
+        every = {id(p): p for _, table in self._tables for p in table.values() if p is not None}
+        self._storages = [(p, storage_of(p)) for p in every.values() if isinstance(p, DTensor)]
+        self._known, self._at = every, {id(now): before for now, before in self._tables}
+
+    def check(self) -> None:
+        """Raises PlanError with every parameter that was replaced since. FSDP2's are at rest."""
+        same = all(now == before for now, before in self._children) and all(
+            len(now) == len(before) and all(now.get(name) is p for name, p in before.items())
+            for now, before in self._tables
+        )
+        if same and all(storage_of(p) == storage for p, storage in self._storages):
+            return
+        findings = Findings("this step")
+        moved = {id(p) for p, storage in self._storages if storage_of(p) != storage}
+        for name, module, key, p in places(self._model):
+            before = self._at.get(id(module._parameters), {}).get(key)
+            if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
+                findings.extend([finding])
+        findings.raise_if_any()
+        self._note()
+
+    def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
+        line = self._recipe.by_name.get(name)
+        if line is None:
+            return Finding(
+                where=name,
+                given="a parameter that was not there when the job was made",
+                required="the parameters that were planned: nobody shards it, or reduces its gradient",
+                fix="put it into the model before parallelize",
+            )
+        if assigned:
+            return Finding(
+                where=name,
+                given="another tensor was assigned to its data",
+                required="its own: a DTensor keeps the values that it had",
+                fix="p.data.copy_(...)",
+            )
+        sharded = self._by_fsdp and line.data != "loose"
+        if p is before or (not sharded and (id(p) in self._known or (before is not None and _alike(p, before)))):
+            return None
+        return Finding(
+            where=name,
+            given="another parameter since the job was made",
+            required="the job's own, which is what is sharded and trained",
+            fix="with torch.no_grad(): p.copy_(...); or job.module.load_state_dict(...)",
+        )
+
+
+def _alike(p: Tensor, before: Tensor) -> bool:
+    """Whether a parameter can stand in the place of another."""
+    if isinstance(p, DTensor) and isinstance(before, DTensor):
+        layouts = p.device_mesh == before.device_mesh and p.placements == before.placements
+        return layouts and held_of(p).shape == held_of(before).shape
+    return type(p) is type(before) and p.shape == before.shape and p.device == before.device
+
+
+__all__ = ["Placed"]
