@@ -14,11 +14,11 @@ import meshwright
 
 _OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
 # Not just any path with "meshwright" in it: a checkout may be named so.
-_NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS)
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS, "<frozen ")
 
 
 def is_of_model(file: str) -> bool:
-    """Whether a source file is the model's: neither torch's nor ours."""
+    """Whether a source file is the model's: neither torch's nor ours, nor one that Python has compiled in (``<frozen os>``)."""
     return not file.startswith(_NOT_THE_MODEL)
 
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 import standin
+from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
+from zoo import ZOO
 
 WIDTH, HEADS, LENGTH, ROWS = 24, 3, 5, 4
 SCALE = 2.0  # a global of the code
@@ -449,6 +451,20 @@ def test_a_program_can_be_read(workers: LocalWorkers) -> None:
         (attention,) = (i for i, line in enumerate(lines) if "scaled_dot_product_attention(" in line)
         assert "test_replayed.py:" in lines[attention] and "is_causal" in source(lines[attention])
         assert all("#" in line for line in lines[1:-1] if "[" not in line.partition("=")[2][:20])
+
+
+def without_program(name: str) -> tuple[str, ...]:
+    entry = ZOO[name]
+    job = mw.parallelize(entry.build, {"mesh": "tp=2"}, batch=entry.batch(), loss=output_loss)
+    for _ in range(3):
+        job.step(entry.batch())
+    return tuple(note for note in job.notes if "no recorded program" in note)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", pytest.param("bert", marks=pytest.mark.proof)])
+def test_blocks_of_a_library_have_programs(name: str, workers: LocalWorkers) -> None:
+    """Their code logs, reads the environment, and finds its functions in tables: none of it may keep them eager."""
+    assert workers.run(without_program, name, ranks=2)[0] == ()
 
 
 def test_a_module_without_one_says_why(workers: LocalWorkers) -> None:

@@ -75,12 +75,20 @@ class _Shapes:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the first is held, so that no other gets its id
 
     def of(self, t: Tensor) -> Tensor:
-        if t.grad_fn is None or not t.is_meta or t.layout is not torch.strided:
+        if not t.is_meta or t.layout is not torch.strided or not _has_history(t):
             return t
         if id(t) not in self._made:
             bare = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
             self._made[id(t)] = t, bare.requires_grad_(t.requires_grad)
         return self._made[id(t)][1]
+
+
+def _has_history(t: Tensor) -> bool:
+    """Whether autograd has a graph behind a tensor; False where it will not say."""
+    try:
+        return t.grad_fn is not None
+    except RuntimeError:  # a view made without gradients, whose base was written to with them
+        return False
 
 
 def _without_what_it_keeps(call: Call) -> Call:
