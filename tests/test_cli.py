@@ -116,7 +116,7 @@ def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
 
 # The commands of the first help are those of the others, with more steps; to measure this machine takes half a minute, and
 # what these others show the tests of the commands show as well.
-LONG = {"", "calibrate", "check", "report", "inspect", "export"}
+LONG = {"", "calibrate", "check", "report", "inspect", "export", "train"}
 
 
 @pytest.mark.usefixtures("pooled")
