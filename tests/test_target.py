@@ -243,6 +243,13 @@ def test_a_class_whose_name_says_no_loss_is_not_warned_about(monkeypatch: pytest
     assert told == []
 
 
+def test_no_cache_is_filled_in_training_unless_it_is_set(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 16, "use_cache": true}')
+    tiny = {"num_hidden_layers": 1, "vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    assert not load_target(f"hf:{tmp_path}", tiny).build().config.use_cache
+    assert load_target(f"hf:{tmp_path}", {**tiny, "use_cache": True}).build().config.use_cache
+
+
 def test_a_config_file_with_settings_over_it(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "intermediate_size": 24, "dtype": "bfloat16", **TINY}))

@@ -44,7 +44,7 @@ def read_config(model: str, settings: Mapping[str, Any], findings: Findings) -> 
         if findings:
             return None
         _keep_special_tokens(values, default)
-        return _settled(CONFIG_MAPPING[kind].from_dict(values), values)
+        return _without_caches(_settled(CONFIG_MAPPING[kind].from_dict(values), values), settings)
     except Exception as error:  # each config of transformers checks its values in its own way
         said = ", ".join(f"{key}={value}" for key, value in settings.items())
         given = " ".join(str(error).split())
@@ -102,6 +102,19 @@ def _settled(config: Any, said: Mapping[str, Any]) -> Any:
         config.apply_spec_augment = (
             False  # parts of a sound masked at random: by numpy, which differs from rank to rank
         )
+    return config
+
+
+def _without_caches(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The same; its model keeps no keys and values for tokens to come, unless ``use_cache`` is set: a step generates none.
+
+    A block that fills such a cache holds memory for nothing, and has no recorded program. Each config.json says ``use_cache``,
+    as its model generates too.
+    """
+    for name, part in _parts(config):
+        key = f"{name}.use_cache" if name else "use_cache"
+        if getattr(part, "use_cache", None) and key not in settings:
+            part.use_cache = False
     return config
 
 
