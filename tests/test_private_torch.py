@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -380,7 +381,11 @@ def test_a_model_sees_one_process_by_what_a_thread_keeps_for_autograd_and_by_fun
     thread.start()
     thread.join()
     assert autograd_local("a test") is seen and seen == [None]
+    kept = sys.getrefcount(seen)
+    set_autograd_local("a test", seen)
+    again = sys.getrefcount(seen)
     set_autograd_local("a test", None)
+    assert (again, sys.getrefcount(seen)) == (kept, kept - 1), "a reference for what is kept, while it is kept"
     assert autograd_local("a test") is None
     functions = [f for f in map(vars(distributed_c10d).get, distributed_c10d.__all__) if type(f) is FunctionType]
     assert {len(f.__code__.co_freevars) for f in functions} == {0, 1} and len(functions) > 40

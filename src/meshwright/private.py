@@ -7,8 +7,10 @@ there, which fails where a new torch means something else by it.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import json
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -227,7 +229,24 @@ def autograd_local(key: str) -> Any:
 
 def set_autograd_local(key: str, value: Any) -> None:
     """See ``autograd_local``."""
+    if _stash_owns_what_it_borrows():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _stash_owns_what_it_borrows() -> bool:
+    """Whether torch keeps an object in this place without a reference of its own, and drops one afterwards, as 2.11 does: the
+    object is freed while others use it, and the interpreter crashes when it next collects garbage.
+    """
+    probe, key = object(), "meshwright.probe"
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    owns = sys.getrefcount(probe) == before
+    for value in (probe, None) if owns else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, None)
+    return owns
 
 
 def wrapping(p: Any) -> Callable[[Tensor], Any]:

@@ -91,6 +91,8 @@ def test_names_that_stand_in_the_table_are_needed() -> None:
         assert schemas(known_as), f"{name}: torch has no {known_as}"
         assert operator(name) != operator(known_as), f"{name}: torch says so itself by now"
     for name in table._NO_WRITE:
+        if name == "rename_" and not hasattr(Tensor, name):
+            continue  # dims have no names from torch 2.13 on
         assert table._is_in_place(name, schemas(name))
     assert torch.Tag.inplace_view in aten.detach_.default.tags
 

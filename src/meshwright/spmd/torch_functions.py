@@ -75,9 +75,10 @@ _AS = {
     **{f"fractional_max_pool{n}d{kind}": "rand_like" for n in (2, 3) for kind in ("", "_with_indices")},
 }
 
-# Written as writes in place, or tagged as changes of shape in place, and no value or shape changes.
-_NO_WRITE = frozenset(["requires_grad_"])
-_NO_RESHAPE = frozenset(["detach_"])
+# Written as writes in place, or tagged as changes of shape in place, and no value or shape changes. (Dims of tensors have
+# names before torch 2.13: ``rename_``, ``has_names``.)
+_NO_WRITE = frozenset(["requires_grad_", "rename_"])
+_NO_RESHAPE = frozenset(["detach_", "rename_"])
 
 
 class Operator(NamedTuple):
@@ -212,7 +213,7 @@ FACTS = _getters(
     is_mps is_xpu is_xla is_ipu is_maia is_mtia is_vulkan is_sparse_csr names"
 ) | _methods(
     "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ is_signed is_conj \
-    is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type"
+    is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type has_names"
 )
 
 # Of these, what tells how many elements there are.
