@@ -84,6 +84,23 @@ class PickedOfBatch(Model):
         )
 
 
+class BesideMeanOfBatch(Model):
+    """A part of the loss is a masked mean of numbers of the batch itself: no gradient shows what it weighs."""
+
+    def loss(self, logits, labels, mask, count):
+        own = (labels.to(logits.dtype).square() * mask).sum() / mask.sum().clamp(min=1)
+        return (self.losses(logits, labels) * mask).sum() / mask.sum() + 0.5 * own
+
+
+class BesideSumOfBatch(Model):
+    """A sum of numbers of the batch itself is added before it is divided: each piece adds its own."""
+
+    def loss(self, logits, labels, mask, count):
+        return ((self.losses(logits, labels) * mask).sum() + 0.1 * (labels.to(logits.dtype) * mask).sum()) / (
+            mask.sum() + 1
+        )
+
+
 class ByCountOfBatch(Model):
     """The batch says how many labels all of it has; another part of the loss is a mean over rows."""
 
@@ -143,7 +160,7 @@ def batch():
 
 
 MODELS = [
-    BySum, ByClampedSum, ByNormalisedMask, Picked, PickedFirst, PickedOfBatch, ByCountOfBatch, PerPlace, OfMeans, OfRows, Many,
+    BySum, ByClampedSum, ByNormalisedMask, Picked, PickedFirst, PickedOfBatch, BesideMeanOfBatch, BesideSumOfBatch, ByCountOfBatch, PerPlace, OfMeans, OfRows, Many,
     OnAnotherDevice,
 ]  # fmt: skip
 LAYOUTS = {

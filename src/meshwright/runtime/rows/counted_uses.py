@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.private import pytree
 from meshwright.runtime.rows.label_program import Follower, Name, Tape, token
 from meshwright.spmd.losses import mean_target
+from meshwright.spmd.torch_functions import writes
 
 
 def labels_counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -26,9 +27,15 @@ def elements_counted(mask: Tensor) -> Tensor:
 
 _DIVIDES = frozenset("div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__ __rtruediv__".split())
 _MULTIPLIES = frozenset("mul mul_ multiply multiply_ __mul__ __imul__ __rmul__".split())
+_ADDS = frozenset("add add_ sub sub_ __add__ __iadd__ __radd__ __sub__ __isub__ __rsub__".split())
 _MEANS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits".split()
 )
+
+
+def is_quotient(function: str) -> bool:
+    """Whether a torch function of this name divides."""
+    return function in _DIVIDES
 
 
 def _is_mean_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -40,7 +47,8 @@ def _is_mean_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class CountedUses(Follower):
-    """Finds where a forward uses what it counts: ``mean``, ``part`` and ``uncounted`` say what becomes of it."""
+    """Finds where a forward uses what it counts: ``mean``, ``part``, ``term`` and ``uncounted`` say what becomes of
+    it."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -62,6 +70,12 @@ class CountedUses(Follower):
             name = names[at]
             if name is not None and len(args) == 2:
                 return self.part(name, at, does in _DIVIDES, func, args, kwargs)
+        if does in _ADDS and len(tensors) == len(args) == 2 and tensors[0] is args[0] and not all(names):
+            at = 0 if names[0] is not None else 1
+            name = names[at]
+            written = at == 0 and writes(func, args, kwargs)  # in the place of the number itself, which others may have
+            if name is not None and not tensors[at].dim() and not written:
+                return self.term(name, at, func, args, kwargs)
         return self._of_picked(_called, func, args, kwargs, tensors)
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -138,6 +152,10 @@ class CountedUses(Follower):
 
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A product or quotient of what has no name and, as the argument ``at``, of what has one."""
+        raise NotImplementedError
+
+    def term(self, name: Name, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A sum or difference of what has no name and, as the argument ``at``, of a number that has one."""
         raise NotImplementedError
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.runtime.recent import Lengths, Points, sizes_of
 from meshwright.runtime.rows.batch import copied, doubled, host_of, tensors_in
-from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, labels_counted
+from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, is_quotient, labels_counted
 from meshwright.runtime.rows.label_program import Name, Replay, Step, Tape, tensors_of_model
 
 Slot = tuple[str, int, int]
@@ -32,6 +32,7 @@ class Recorder(CountedUses):
         super().__init__(Tape(leaves))
         self.used: list[Name] = []
         self.parts: set[Name] = set()  # of these, what something is divided by or multiplied with
+        self.terms: set[Name] = set()  # of these, what is added to something
         self.lines: list[str] = []  # of means whose count is not known
 
     @property
@@ -72,6 +73,12 @@ class Recorder(CountedUses):
         self.parts.add(name)
         return func(*args, **kwargs)
 
+    def term(self, name: Name, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``CountedUses``."""
+        self.used.append(name)
+        self.terms.add(name)
+        return func(*args, **kwargs)
+
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
         self.lines.append(model_line() or "an unknown line")
@@ -88,6 +95,7 @@ class Program:
     Attributes:
         slots: sum over rows → what it is known by on all ranks.
         from_sums: what something is divided by, or multiplied with, that follows from a sum over rows.
+        terms: means of the batch alone, a sum over rows divided by another, that are added to something.
         given: numbers of the batch itself, the same for all its rows, by which something is divided.
         lines: of means over labels whose count is not known.
         why: what ended the recording; empty if nothing did.
@@ -96,6 +104,7 @@ class Program:
     tape: Tape
     slots: Mapping[Name, Slot] = field(default_factory=dict)
     from_sums: frozenset[Name] = frozenset()
+    terms: frozenset[Name] = frozenset()
     given: frozenset[Name] = frozenset()
     lines: tuple[str, ...] = ()
     why: str = ""
@@ -103,13 +112,14 @@ class Program:
     def like(self, other: Program) -> bool:
         """Whether both count the same, whatever the sizes of their batches."""
         return self.tape.like(other.tape) and all(
-            getattr(self, name) == getattr(other, name) for name in ("slots", "from_sums", "given", "lines", "why")
+            getattr(self, name) == getattr(other, name)
+            for name in ("slots", "from_sums", "terms", "given", "lines", "why")
         )
 
     @property
     def divides(self) -> bool:
         """Whether more than means over labels is counted."""
-        return bool(self.from_sums or self.given)
+        return bool(self.from_sums or self.terms or self.given)
 
     @property
     def matters(self) -> bool:
@@ -127,6 +137,7 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
     rows: dict[Name, bool] = {}  # whether it has a dim that grows with the rows
     slots: dict[Name, Slot] = {}
     from_sums, unknown, seen = set[Name](), set[Name](), Counter[str]()
+    means: set[Name] = set()  # a sum divided by a sum, and what follows from such alone: no more with more rows
 
     def has_rows(name: Name) -> bool:
         if name not in rows:
@@ -151,12 +162,16 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
             unknown |= names
         elif from_sums.intersection(step.inputs):
             from_sums |= names
+            of_two = is_quotient(step.function) and len(step.inputs) == 2 and from_sums.issuperset(step.inputs)
+            if of_two or means.issuperset(step.inputs):
+                means |= names
     scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
     known = from_sums - unknown
-    tape.keep({n for n in recorder.used if n in known or n in scalars})
-    slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
+    terms = frozenset(known & means & recorder.terms)
     parts = frozenset(known & recorder.parts)
-    return Program(tape, slots, parts, scalars & recorder.parts, tuple(dict.fromkeys(recorder.lines)))
+    tape.keep({n for n in recorder.used if n in parts | terms | scalars or (n in known and n not in recorder.terms)})
+    slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
+    return Program(tape, slots, parts, terms, scalars & recorder.parts, tuple(dict.fromkeys(recorder.lines)))
 
 
 def _between(points: Points[Program]) -> Callable[[int], Program] | None:
