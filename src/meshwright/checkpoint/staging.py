@@ -20,20 +20,21 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._stager = _stager(on_gpu=torch.cuda.is_available())
+        self._stager = _stager()
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:
         copies = self._stager.stage({"pieces": [piece.local for piece in pieces]})
         assert isinstance(copies, dict)  # not a future: it is not asynchronous
         if not _serves_again():
-            self._stager = _stager(on_gpu=torch.cuda.is_available())
+            self._stager = _stager()
         return [replace(piece, local=copy) for piece, copy in zip(pieces, copies["pieces"], strict=True)]
 
 
-def _stager(*, on_gpu: bool) -> DefaultStager:
+def _stager() -> DefaultStager:
+    gpu = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
         )
     )
 
@@ -41,7 +42,7 @@ def _stager(*, on_gpu: bool) -> DefaultStager:
 @functools.cache
 def _serves_again() -> bool:
     """Whether a stager can be called again: torch 2.11 and 2.12 close it after each call, and do not say so."""
-    stager = _stager(on_gpu=False)
+    stager = _stager()
     try:
         for _ in range(2):
             stager.stage({})

@@ -27,7 +27,6 @@ def elements_counted(mask: Tensor) -> Tensor:
 
 _DIVIDES = frozenset("div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__ __rtruediv__".split())
 _MULTIPLIES = frozenset("mul mul_ multiply multiply_ __mul__ __imul__ __rmul__".split())
-_ADDS = frozenset("add add_ sub sub_ __add__ __iadd__ __radd__ __sub__ __isub__ __rsub__".split())
 _MEANS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits".split()
 )
@@ -70,12 +69,7 @@ class CountedUses(Follower):
             name = names[at]
             if name is not None and len(args) == 2:
                 return self.part(name, at, does in _DIVIDES, func, args, kwargs)
-        if does in _ADDS and len(tensors) == len(args) == 2 and tensors[0] is args[0] and not all(names):
-            at = 0 if names[0] is not None else 1
-            name = names[at]
-            written = at == 0 and writes(func, args, kwargs)  # in the place of the number itself, which others may have
-            if name is not None and not tensors[at].dim() and not written:
-                return self.term(name, at, func, args, kwargs)
+        args, kwargs = self.with_terms(func, args, kwargs)
         return self._of_picked(_called, func, args, kwargs, tensors)
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -154,8 +148,24 @@ class CountedUses(Follower):
         """A product or quotient of what has no name and, as the argument ``at``, of what has one."""
         raise NotImplementedError
 
-    def term(self, name: Name, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A sum or difference of what has no name and, as the argument ``at``, of a number that has one."""
+    def with_terms(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a function that takes tensors with names and without: a mean of the batch alone is that of all rows.
+
+        A number that is written to stays itself: others may have it.
+        """
+        written = args[0] if args and writes(func, args, kwargs) else None
+
+        def term(x: Any) -> Any:
+            name = self.name(x) if isinstance(x, Tensor) and x is not written and not x.dim() else None
+            return x if name is None else self.term(name, x)
+
+        args, kwargs = pytree.tree_map(term, (args, kwargs))
+        return args, kwargs
+
+    def term(self, name: Name, number: Tensor) -> Tensor:
+        """What stands for a number that has a name beside what has none."""
         raise NotImplementedError
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

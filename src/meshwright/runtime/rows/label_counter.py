@@ -32,7 +32,7 @@ class Recorder(CountedUses):
         super().__init__(Tape(leaves))
         self.used: list[Name] = []
         self.parts: set[Name] = set()  # of these, what something is divided by or multiplied with
-        self.terms: set[Name] = set()  # of these, what is added to something
+        self.terms: set[Name] = set()  # of these, numbers beside what has no name
         self.lines: list[str] = []  # of means whose count is not known
 
     @property
@@ -73,11 +73,11 @@ class Recorder(CountedUses):
         self.parts.add(name)
         return func(*args, **kwargs)
 
-    def term(self, name: Name, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def term(self, name: Name, number: Tensor) -> Tensor:
         """See ``CountedUses``."""
         self.used.append(name)
         self.terms.add(name)
-        return func(*args, **kwargs)
+        return number
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
@@ -95,7 +95,7 @@ class Program:
     Attributes:
         slots: sum over rows → what it is known by on all ranks.
         from_sums: what something is divided by, or multiplied with, that follows from a sum over rows.
-        terms: means of the batch alone, a sum over rows divided by another, that are added to something.
+        terms: means of the batch alone, a sum over rows divided by another, beside what does not follow from it.
         given: numbers of the batch itself, the same for all its rows, by which something is divided.
         lines: of means over labels whose count is not known.
         why: what ended the recording; empty if nothing did.
@@ -169,7 +169,7 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
     known = from_sums - unknown
     terms = frozenset(known & means & recorder.terms)
     parts = frozenset(known & recorder.parts)
-    tape.keep({n for n in recorder.used if n in parts | terms | scalars or (n in known and n not in recorder.terms)})
+    tape.keep(((known - recorder.terms) | parts | terms | scalars).intersection(recorder.used))
     slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
     return Program(tape, slots, parts, terms, scalars & recorder.parts, tuple(dict.fromkeys(recorder.lines)))
 

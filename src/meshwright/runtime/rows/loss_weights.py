@@ -141,15 +141,14 @@ class Shares(CountedUses):
             return result
         return result.mul_(scale) if result is args[0] else result * scale
 
-    def term(self, name: Name, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``CountedUses``. A mean that no parameter has a part in is that of all rows in each piece, of which losses are
-        weighed by rows."""
+    def term(self, name: Name, number: Tensor) -> Tensor:
+        """See ``CountedUses``. Losses of pieces are weighed by rows: a mean of all rows stays itself in their mean."""
         assert self._share is not None
         if self._share.way in (SUM, SPLIT) or name not in self._share.counted.program.terms:
-            return func(*args, **kwargs)
+            return number
         self._weighed += 1
-        whole = self._replay.value(name).to(args[at].dtype)
-        return func(*((whole, args[1]) if at == 0 else (args[0], whole)), **kwargs)
+        whole: Tensor = self._replay.value(name).to(number.dtype)
+        return whole
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``CountedUses``."""
