@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,14 @@ def no_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_lives_on_is_not_looked_through() -> Iterator[None]:
+    """Tests and packages are a million objects, which every collection of the garbage collector would look through."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 @pytest.fixture(scope="session")

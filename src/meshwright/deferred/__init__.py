@@ -103,8 +103,10 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     values = {name: made[id(parameter)] for name, parameter in parameters.items()}
     for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         _to_meta(parameter)
-    if recorder.cells:
-        gc.collect()  # what only cycles hold need not be filled
+    # What only cycles hold need not be filled. A collection looks through every object of the process, half a second
+    # where large packages are imported; and mostly nothing is left but buffers.
+    if recorder.cells.keys() - {address_of(buffer) for buffer in module.buffers()}:
+        gc.collect()
     by_chance = _by_chance(module, recorder)
     recorder.fill_all()
     recorder.log.keep(value.cell for value in values.values() if isinstance(value, Ref))

@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 from meshwright.errors import CheckpointError, PlanError
@@ -228,22 +229,21 @@ def _forget_meshes() -> None:
         _redistribute.clear_redistribute_planner_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some names of torch warn where they are looked at
-        for cache in _caches("torch.distributed"):
-            cache.cache_clear()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.distributed"):
+                for cache in _caches(module):
+                    cache.cache_clear()
     gc.collect()
     gc.freeze()  # what is left (modules, mostly) need not be looked through again after every run
 
 
-def _caches(package: str) -> Iterator[Any]:
-    """The ``functools`` caches of a package's modules and classes."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(package):
-            values = list(vars(module).values())
-            values += [v for owner in values if isinstance(owner, type) for v in vars(owner).values()]
-            for value in values:
-                inner = getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
-                if isinstance(inner, functools._lru_cache_wrapper):
-                    yield inner
+@functools.cache  # a worker does thousands of tasks, and torch has some hundred modules
+def _caches(module: ModuleType) -> tuple[Any, ...]:
+    """The ``functools`` caches of a module and of its classes."""
+    values = list(vars(module).values())
+    values += [v for owner in values if isinstance(owner, type) for v in vars(owner).values()]
+    inner = (getattr(value, "__func__", value) if isinstance(value, staticmethod) else value for value in values)
+    return tuple(value for value in inner if isinstance(value, functools._lru_cache_wrapper))
 
 
 def _count_groups_from(number: int) -> None:
