@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def show(
         if hardware is not None:
             _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
-        given, shards = _shard_map(request, rank, problems)
+        with _seldom_collected():
+            given, shards = _shard_map(request, rank, problems)
         _check_parameter(shards, parameter)
         if html is not None:
             _write(html, report(shards, title=given.target.spec), rank, parameter)
@@ -80,6 +83,18 @@ def show(
             print(json.dumps(_data(shards if rank is None else shard_map(shards.recipe, [rank]), parameter)))
         else:
             console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures))
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """For the time of a block, Python's collector looks for garbage a tenth as often as in other commands. Most of what is made
+    here stays (modules of torch and transformers, the model), holds no memory of tensors, and would be looked at in vain."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Given, ShardMap]:

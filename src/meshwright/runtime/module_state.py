@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import attributes_in, buffers_in, is_plain_object, is_scripted
-from meshwright.private import set_version, version, without_modes
+from meshwright.private import modules_of, set_version, version, without_modes
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import whole
 from meshwright.spmd.tensor import GlobalTensor
@@ -129,7 +129,7 @@ def make_whole(module: nn.Module) -> None:
     assigned, a list of statistics. Whoever reads it later, on one rank alone perhaps, then finds what one device has.
     Collective over the ranks that ran the forward."""
     seen: set[int] = set()
-    noteworthy = (within for within in module.modules() if not _is_plain(within))
+    noteworthy = (within for within in modules_of(module) if not _is_plain(within))
     for holder in (holder for within in noteworthy for holder in _of_module(within, seen)):
         if any(map(_has_view, _values(holder))):
             if isinstance(holder, MutableMapping):
@@ -144,8 +144,10 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module has constants and plain buffers alone, as most do: told at once, as this is asked after each step."""
     if is_scripted(module):
         return True
-    for name, value in vars(module).items():
-        if type(value) not in _CONSTANT and name not in _INTERNAL and not _is_plain_tuple(value):
+    attributes = vars(module)
+    for name in attributes.keys() - _INTERNAL:
+        value = attributes[name]
+        if type(value) not in _CONSTANT and not _is_plain_tuple(value):
             return False
     return GlobalTensor not in map(type, vars(module)["_buffers"].values())
 

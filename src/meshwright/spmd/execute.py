@@ -153,6 +153,14 @@ class Prepared:
                 return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
 
             return of_one
+        if self.first == 2 and not rest:
+
+            def of_both(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
+                a, b = tensors
+                out = run(a._mw_local, b._mw_local)  # without constants: to unpack none costs a tenth of a microsecond
+                return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
+
+            return of_both
         if self.first == 2:
 
             def of_two(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
@@ -197,6 +205,17 @@ class Prepared:
         """The same of two operands, the first two arguments: as of a linear layer without a bias."""
         run, rest, varying = self.run, self.rest, Need.VARYING
         dtype, wrapped = result.known.dtype, wrapping(result.known)
+
+        if need_a is varying and need_b is None and view_b and not rest:
+
+            def of_layer(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
+                a, b = tensors
+                if a.requires_grad or type(a) is not Tensor:
+                    a = brought(dispatcher, a, varying)
+                out = run(a, b._mw_local)
+                return wrapped(out, dispatcher) if out.dtype is dtype else result.of(dispatcher, out, tensors)
+
+            return of_layer
 
         def of_pair(dispatcher: Dispatcher, tensors: Sequence[Any]) -> Any:
             a, b = tensors

@@ -158,7 +158,7 @@ class _Never:
 
 
 NEVER = _Never()
-_NUMBERS, _MANY = frozenset([int, float, bool]), 64
+_NUMBERS, _MANY, _STRIDED = frozenset([int, float, bool]), 64, torch.strided
 Local = Callable[[Tensor], "Tensor | None"]
 
 
@@ -257,7 +257,7 @@ def _read_several(
 
 def _read_plain(x: Tensor, parts: list[Any]) -> None:
     """A tensor that is no global tensor: its Spec is not kept with it."""
-    if x.layout is torch.strided:
+    if x.layout is _STRIDED:
         parts += (x.shape, x.dtype, x.is_cpu, x.is_contiguous() or x.stride())
     else:
         parts.append(NEVER)

@@ -7,6 +7,9 @@ and a DTensor does not take over what is assigned to its ``data``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,18 +34,17 @@ class Placed:
     def _note(self) -> None:
         """What stands in the model now is what it is compared with from here on."""
         modules = list(self._model.modules())
-        self._children = [(m._modules, dict(m._modules)) for m in modules]
-        self._tables = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters]
-        every = {id(p): p for _, table in self._tables for p in table.values() if p is not None}
+        self._children = [m._modules for m in modules]
+        self._children_then = [dict(children) for children in self._children]
+        self._tables = [m._parameters for m in modules if m._parameters]
+        self._tables_then = _contents(self._tables)
+        every = {id(p): p for table in self._tables for p in table.values() if p is not None}
         self._storages = [(p, storage_of(p)) for p in every.values() if isinstance(p, DTensor)]
-        self._known, self._at = every, {id(now): before for now, before in self._tables}
+        self._known, self._at = every, {id(table): dict(table) for table in self._tables}
 
     def check(self) -> None:
         """Raises PlanError with every parameter that was replaced since. FSDP2's are at rest."""
-        same = all(now == before for now, before in self._children) and all(
-            len(now) == len(before) and all(now.get(name) is p for name, p in before.items())
-            for now, before in self._tables
-        )
+        same = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if same and all(storage_of(p) == storage for p, storage in self._storages):
             return
         findings = Findings("this step")
@@ -79,6 +81,13 @@ class Placed:
             required="the job's own, which is what is sharded and trained",
             fix="with torch.no_grad(): p.copy_(...); or job.module.load_state_dict(...)",
         )
+
+
+def _contents(tables: Sequence[dict[str, nn.Parameter | None]]) -> tuple[list[int], list[str], list[int]]:
+    """How many parameters each table has, their names, and which objects they are. Every step asks this: three lists of
+    the whole model are made and compared without a look at each parameter in Python."""
+    objects = chain.from_iterable(table.values() for table in tables)
+    return [*map(len, tables)], [*chain.from_iterable(tables)], [*map(id, objects)]
 
 
 def _alike(p: Tensor, before: Tensor) -> bool:
