@@ -17,6 +17,7 @@ from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.transfers import Traffic
+from meshwright.runtime.switches import Switches
 from meshwright.runtime.weights.gradient_sync import GradientSync
 from meshwright.runtime.weights.halves import Halves
 from meshwright.schedule import SENDS, Action
@@ -43,7 +44,7 @@ class Stages:
     Attributes:
         numbers: of the stages.
         generators: those that modules hold.
-        modes: of the modules.
+        modes: of the modules; ``switches``: what a person sets on them between steps.
         traffic: what was sent to other stages so far, and what this rank waits for.
         spans: of the last step: when each action ran, in seconds.
         action: begun last; a watch reads it from another thread.
@@ -70,7 +71,7 @@ class Stages:
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
         self.generators = generators_in(model)
-        self.modes = Modes(model)
+        self.modes, self.switches = Modes(model), Switches(model)
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
         self.action: Action | None = None

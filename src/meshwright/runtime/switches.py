@@ -1,0 +1,145 @@
+"""``Switches``: what a person sets on the modules of a model between steps: flags, numbers, hooks.
+
+    job.step(batch)
+    model.aux_weight = 0.1                        # an attribute of a module, or an item of a dict or plain object that it keeps
+    model.head.register_forward_hook(normalise)   # a hook
+    job.step(batch)
+
+What was found out about a forward (how its rows combine, which way it takes) was found with what stood there then. What a
+forward sets itself is no switch: only what differs between the end of a step and the beginning of the next one is.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.private import HOOK_TABLES
+from meshwright.switch import CHILDREN, GONE, OWN, Switch, items_of
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype)
+_UNSEEN = frozenset({"training"})  # see evaluation.py
+_OF_TORCH = frozenset(vars(nn.Module()))
+_TOLD_APART = 8  # values of a switch; further numbers are told by their signs
+
+
+class Switches:
+    """What a person has changed of a model between steps, since it was laid out.
+
+    Attributes:
+        told: equal for two steps between which nothing was changed; hashable.
+        path: as ``told``; of a switch that was changed often, a number's sign alone. A forward is recorded anew for each.
+        now: what stands at each switch.
+        common: ``path`` and ``now`` when they were last the same on all ranks of a copy of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._changes = model, 0
+        self._told: dict[Switch, Hashable] = {}
+        self._seen: dict[Switch, set[Hashable]] = {}
+        self.told: Hashable = None
+        self.path: Hashable = None
+        self.now: Mapping[Switch, Any] = {}
+        self.common: tuple[Hashable, Mapping[Switch, Any]] = None, {}
+        self._digests: tuple[Hashable, tuple[int, int]] = None, (0, 0)
+        self._tables = list(_tables(model))
+
+    def note(self) -> None:
+        """What stands there now is what a forward has left."""
+        if not all(table.same() for table in self._tables):
+            self._tables = list(_tables(self._model))
+
+    def look(self) -> None:
+        """Sees what was changed since ``note``."""
+        tables = [table for table in self._tables if not table.same()]
+        if not tables:
+            return
+        now = dict(self.now)
+        for table in tables:
+            for key, value in table.differences():
+                now[switch := Switch(table.module, table.kept, key)] = value
+                self._tell(switch, value)
+        self.now, self.told = now, frozenset(self._told.items())
+        self.path = frozenset((switch, self._coarse(switch)) for switch in now)
+        self._tables = list(_tables(self._model))
+
+    def agree(self) -> None:
+        """What stands there is the same on all ranks of a copy of the model."""
+        self.common = self.path, self.now
+
+    @property
+    def hooked(self) -> tuple[str, ...]:
+        """The modules of which hooks were changed."""
+        return tuple(sorted({switch.module for switch in self.now if switch.kept in HOOK_TABLES}))
+
+    def digests(self) -> tuple[int, int]:
+        """Two numbers below 2**32: of the hooks that were changed, and of all that a forward may take another way for. They are
+        equal on ranks on which the same was done."""
+        if self._digests[0] is not self.path:
+            # The key of a hook is a number of the process's own.
+            places = {s: (s.module, s.kept, "" if s.kept in HOOK_TABLES else str(s.key)) for s in self.now}
+            hooks = sorted((*at, self.now[s] is GONE) for s, at in places.items() if s.kept in HOOK_TABLES)
+            path = sorted((*at, repr(self._coarse(s))) for s, at in places.items())
+            numbers = zlib.crc32(repr(hooks).encode()), zlib.crc32(repr(path).encode())
+            self._digests = self.path, numbers
+        return self._digests[1]
+
+    def _tell(self, switch: Switch, value: Any) -> None:
+        self._changes += 1
+        # What an object is told by does not keep it: each is another one.
+        self._told[switch] = (type(value).__name__, value) if isinstance(value, _NUMBERS) else self._changes
+        seen = self._seen.setdefault(switch, set())
+        if len(seen) < _TOLD_APART:
+            seen.add(self._told[switch])
+
+    def _coarse(self, switch: Switch) -> Hashable:
+        told = self._told[switch]
+        if told in self._seen[switch]:
+            return told
+        value = told[1] if isinstance(told, tuple) else None
+        return (value > 0) - (value < 0) if isinstance(value, (int, float)) else "another"
+
+
+class _Table:
+    """What holds switches, and what it held."""
+
+    def __init__(self, module: str, kept: str, items: dict[Any, Any]) -> None:
+        self.module, self.kept, self._items, self._before = module, kept, items, dict(items)
+
+    def same(self) -> bool:
+        """Whether it holds the same objects still, in their order."""
+        items, before = self._items, self._before
+        return len(items) == len(before) and all(map(is_, items.values(), before.values()))
+
+    def differences(self) -> Iterator[tuple[Any, Any]]:
+        """(key, what it holds now, or ``GONE``) of each item that is not what it was."""
+        items, before = self._items, self._before
+        for key in {**before, **items}:
+            now, then = items.get(key, GONE), before.get(key, GONE)
+            equal = now is then or (type(now) is type(then) and isinstance(now, _NUMBERS) and now == then)
+            if not equal and key not in _UNSEEN:
+                yield key, now
+
+
+def _tables(model: nn.Module) -> Iterator[_Table]:
+    """What modules keep: attributes, hooks, children, and the items of what they keep."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        attributes = vars(module)
+        yield _Table(name, OWN, attributes)
+        for kept in HOOK_TABLES:
+            yield _Table(name, kept, attributes[kept])
+        yield _Table(name, CHILDREN, attributes[CHILDREN])
+        for key, value in attributes.items():
+            if key not in _OF_TORCH and (items := items_of(value)) is not None and id(items) not in seen:
+                seen.add(id(items))
+                yield _Table(name, key, items)
+
+
+__all__ = ["Switches"]
