@@ -38,7 +38,7 @@ from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
 from meshwright.submesh import Submesh
-from meshwright.switch import NO_SWITCHES, Switch, switched
+from meshwright.switches import NO_SWITCHES, Switch, switched
 
 if TYPE_CHECKING:
     from meshwright.runtime.apply import Transform

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import RowsError
-from meshwright.runtime.switches import Switches
+from meshwright.switches import Switches
 from meshwright.workers.pool import LocalWorkers
 
 ROWS, WIDTH, AT, STEPS = 8, 6, 2, 5

@@ -1,7 +1,7 @@
 """``StepAgreement``: what ranks agree on before a step, in collectives that it has anyhow.
 
 random numbers   ranks that run the same forward draw the same from here on
-switches         whether a person has set the same on their modules (runtime/switches.py)
+switches         whether a person has set the same on their modules (switches.py)
 a notice         whether some rank has something to tell: only then all ranks tell each other what it is
 """
 
@@ -17,7 +17,7 @@ from meshwright.generators import Generators
 from meshwright.names import few
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.switches import Switches
+from meshwright.switches import Switches
 
 
 class Notice(NamedTuple):

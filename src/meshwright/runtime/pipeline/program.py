@@ -31,8 +31,7 @@ from meshwright.runtime.pipeline.resized import graphs_between
 from meshwright.runtime.recent import ByValues, Lengths, Points, Recent, sizes_of
 from meshwright.runtime.rows.batch import copied, differs, tensors_in, versions
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.switches import Switches
-from meshwright.switch import NO_SWITCHES, Switch
+from meshwright.switches import NO_SWITCHES, Switch, Switches
 
 Edge = tuple[int, int]
 """(stage, later stage)"""

@@ -17,7 +17,7 @@ from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.transfers import Traffic
-from meshwright.runtime.switches import Switches
+from meshwright.switches import Switches
 from meshwright.runtime.weights.gradient_sync import GradientSync
 from meshwright.runtime.weights.halves import Halves
 from meshwright.schedule import SENDS, Action
