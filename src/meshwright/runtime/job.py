@@ -66,6 +66,7 @@ class Job:
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self.parts = 0
+        runner.switches.note()  # what stands on modules now is of this library's making
 
     # --- training ---------------------------------------------------------------------------------------------------
 
