@@ -134,8 +134,8 @@ class Switches:
             return
         now = dict(self.now)
         for table in tables:
-            for key, value in table.differences():
-                now[switch := Switch(table.module, table.kept, key)] = value
+            for switch, value in table.differences():
+                now[switch] = value
                 self._tell(switch, value)
         self.now, self.told = now, frozenset(self._told.items())
         self.path = frozenset((switch, self._coarse(switch)) for switch in now)
@@ -182,32 +182,52 @@ class _Table:
     """What holds switches, and what it held."""
 
     def __init__(self, module: str, kept: str, items: dict[Any, Any]) -> None:
-        self.module, self.kept, self._items, self._before = module, kept, items, dict(items)
+        self._module, self._kept, self._items, self._before = module, kept, items, dict(items)
 
     def same(self) -> bool:
         """Whether it holds the same objects still, in their order."""
         items, before = self._items, self._before
         return len(items) == len(before) and all(map(is_, items.values(), before.values()))
 
-    def differences(self) -> Iterator[tuple[Any, Any]]:
-        """(key, what it holds now, or ``GONE``) of each item that is not what it was."""
+    def differences(self) -> Iterator[tuple[Switch, Any]]:
+        """(where, what stands there now, or ``GONE``) of each item that is not what it was."""
         items, before = self._items, self._before
         for key in {**before, **items}:
             now, then = items.get(key, GONE), before.get(key, GONE)
             equal = now is then or (type(now) is type(then) and isinstance(now, _NUMBERS) and now == then)
             if not equal and key not in _UNSEEN:
-                yield key, now
+                yield Switch(self._module, self._kept, key), now
 
 
-def _tables(model: nn.Module) -> Iterator[_Table]:
+class _NoHooks:
+    """The tables of a module that had no hooks: most have none, and to ask each table would take longer."""
+
+    def __init__(self, module: str, tables: dict[str, dict[int, Any]]) -> None:
+        self._module, self._tables, self._each = module, tables, tuple(tables.values())
+
+    def same(self) -> bool:
+        """Whether it has none still."""
+        return not any(self._each)
+
+    def differences(self) -> Iterator[tuple[Switch, Any]]:
+        """Its hooks."""
+        for kept, table in self._tables.items():
+            yield from ((Switch(self._module, kept, key), hook) for key, hook in table.items())
+
+
+def _tables(model: nn.Module) -> Iterator[_Table | _NoHooks]:
     """What modules keep: attributes, hooks, children, and the items of what they keep."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         attributes = vars(module)
         yield _Table(name, OWN, attributes)
-        for kept in HOOK_TABLES:
-            yield _Table(name, kept, attributes[kept])
-        yield _Table(name, CHILDREN, attributes[CHILDREN])
+        hooks = {kept: attributes[kept] for kept in HOOK_TABLES}
+        if any(hooks.values()):
+            yield from (_Table(name, kept, table) for kept, table in hooks.items())
+        else:
+            yield _NoHooks(name, hooks)
+        if attributes[CHILDREN]:
+            yield _Table(name, CHILDREN, attributes[CHILDREN])
         for key, value in attributes.items():
             if key not in _OF_TORCH and (items := items_of(value)) is not None and id(items) not in seen:
                 seen.add(id(items))

@@ -305,4 +305,6 @@ def test_a_number_of_the_batch_may_be_written_to_by_what_has_no_name(layout, wor
             if p.grad is None:
                 assert gradients[name] is None, f"{build.__name__}: {name}"
             else:
-                torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-12, msg=f"{build.__name__}: {name}")
+                torch.testing.assert_close(
+                    gradients[name], p.grad, rtol=1e-9, atol=1e-12, msg=f"{build.__name__}: {name}"
+                )

@@ -46,11 +46,15 @@ WRONG = {
     "no rows": lambda job, batch: torch.tensor(1.0),
     "no batch": lambda job, batch: None,
     "on another device": lambda job, batch: batch.to("meta"),
-    "a hook that waits": lambda job, batch: job.module.blocks[0].bias.register_post_accumulate_grad_hook(print) and batch,
+    "a hook that waits": lambda job, batch: (
+        job.module.blocks[0].bias.register_post_accumulate_grad_hook(print) and batch
+    ),
 }
 
 
-def one_rank_errs(plan: dict[str, Any], models: list[type[Model]], bad: int, before: int) -> list[tuple[str, str, float]]:
+def one_rank_errs(
+    plan: dict[str, Any], models: list[type[Model]], bad: int, before: int
+) -> list[tuple[str, str, float]]:
     """Runs on every rank: what is wrong there, the error, and how long it took to come."""
     found = []
     for build in models:

@@ -17,13 +17,13 @@ from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.branches.streams import Streams
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.transfers import Traffic
-from meshwright.switches import Switches
 from meshwright.runtime.weights.gradient_sync import GradientSync
 from meshwright.runtime.weights.halves import Halves
 from meshwright.schedule import SENDS, Action
 from meshwright.spmd import patches
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
+from meshwright.switches import Switches
 from meshwright.watch.timer import CommunicationTimer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Stages:
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
         self.generators = generators_in(model)
-        self.modes, self.switches = Modes(model), Switches(model)
+        self.modes, self.switches = Modes(model), _switches(model, recipe)
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
         self.action: Action | None = None
@@ -118,3 +118,9 @@ class Stages:
         ranks = [r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == rank]
         shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         return f"stage {stage} ({shown})"
+
+
+def _switches(model: nn.Module, recipe: Recipe) -> Switches:
+    """What a person sets on modules; of none, if nothing was found out about forwards: all rows run at once, as the model is."""
+    divided = recipe.mesh.data_size * recipe.microbatches > 1
+    return Switches(model if divided or recipe.in_parts else nn.Module())
