@@ -81,21 +81,21 @@ class StepAgreement:
         """
         told: list[Any] = [None] * dist.get_world_size()
         error = notice.error
-        mine = notice._replace(error=None if error is None else _findings(error))
+        mine = None if error is None else _findings(error), notice.parameters, notice.modules
         dist.all_gather_object(told, mine, group=self._groups.hosts[""])
         if error is not None:
             raise error
         findings = [
             Finding(f"rank {rank}, {f.where}", f.given, f.required, f.fix)
             for rank, there in enumerate(told)
-            for f in there.error or ()
+            for f in there[0] or ()
         ]
-        hooked = {name for there in told for name in there.parameters}
+        hooked = {name for there in told for name in there[1]}
         if self._recipe.in_parts:
-            modules = {name for there in told for name in there.modules}
-            findings += _differing("hooks of modules", [there.modules for there in told], [modules] * len(told))
+            modules = {name for there in told for name in there[2]}
+            findings += _differing("hooks of modules", [there[2] for there in told], [modules] * len(told))
         held = [{line.name for line in self._recipe.held_by(rank)} & hooked for rank in range(len(told))]
-        findings += _differing("hooks of parameters", [there.parameters for there in told], held)
+        findings += _differing("hooks of parameters", [there[1] for there in told], held)
         if findings:
             raise PlanError(findings, "this step")
         return tuple(line.name for line in self._recipe.parameters if line.name in hooked)

@@ -121,6 +121,6 @@ class Stages:
 
 
 def _switches(model: nn.Module, recipe: Recipe) -> Switches:
-    """What a person sets on modules; of none, if nothing was found out about forwards: all rows run at once, as the model is."""
+    """What a person sets on modules; of none, if all rows run at once, in one part: nothing follows from it then."""
     divided = recipe.mesh.data_size * recipe.microbatches > 1
     return Switches(model if divided or recipe.in_parts else nn.Module())
