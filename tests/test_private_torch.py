@@ -40,6 +40,7 @@ from meshwright.prediction.trace import Allocated, Freed, Resized
 from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
 from meshwright.prediction.world import rehearsed_world
 from meshwright.private import (
+    HOOK_TABLES,
     TorchDispatchMode,
     autocast_is_on,
     autograd_local,
@@ -70,6 +71,7 @@ from meshwright.private import (
     set_version,
     storage_of,
     take_backward_hooks,
+    timeout_of,
     version,
     without_any_mode,
     without_dispatch,
@@ -103,7 +105,7 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _distributed_c10d _functorch \
-        _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
+        _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
         _foreach_mul_ _foreach_norm \
@@ -1223,3 +1225,17 @@ def test_prediction_tracker_sees_memory_come_resize_and_go() -> None:
     assert Freed in kinds
     assert "resize_" not in vars(torch.UntypedStorage)
     assert "_propagate_tensor_meta_non_cached" not in vars(sharding_propagator())
+
+
+def test_a_group_tells_how_long_its_collectives_between_hosts_wait_and_a_module_keeps_its_hooks_in_known_tables(
+    tmp_path: Path,
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=7), dist.group.WORLD)
+    assert timeout_of(dist.group.WORLD) == timedelta(seconds=7)
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(print, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(print, with_kwargs=True)
+    module.register_full_backward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    assert all(len(getattr(module, table)) == 1 for table in HOOK_TABLES)

@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -109,24 +109,28 @@ class Generators:
         finally:
             self.set(before)
 
-    def agree(self, group: dist.ProcessGroup, *, torch_too: bool) -> bool:
-        """Whether the ranks of a group were in step; if not, all take the first rank's state. Collective over the group.
+    def agree(self, group: dist.ProcessGroup, *, torch_too: bool, told: Sequence[int] = ()) -> tuple[bool, list[int]]:
+        """Ranks of a group that were not in step all take the first rank's state. Collective over the group.
 
         Args:
             group: one that carries tensors of the host, where states are: no device is waited for.
             torch_too: compare torch's generators, and those that modules hold, as well: stages run other modules.
+            told: what else ranks tell each other with it.
+
+        Returns:
+            Whether they were in step; the largest of each number that was told.
         """
         state = self.state() if torch_too else self.host(held=False)
         digest = state_digest(state)
-        most = torch.tensor([digest, -digest], device="cpu")
+        most = torch.tensor([digest, -digest, *told], device="cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        highest, lowest = most.tolist()
+        highest, lowest, *largest = most.tolist()
         if highest == -lowest:
-            return True
+            return True, largest
         holder = [state]
         dist.broadcast_object_list(holder, group_src=0, group=group, device=torch.device("cpu"))
         self.set(holder[0])
-        return False
+        return False, largest
 
     # --- as tensors, for checkpoints ----------------------------------------------------------------------------------
 

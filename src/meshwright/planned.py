@@ -7,7 +7,7 @@ build, plan, batch ──► Planned.recipe ──► make_groups ──► appl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
 from meshwright.submesh import Submesh
+from meshwright.switches import NO_SWITCHES, Switch, switched
 
 if TYPE_CHECKING:
     from meshwright.runtime.apply import Transform
@@ -148,12 +149,21 @@ class Planned:
 
     @one_process()
     def graph(
-        self, run: Callable[[nn.Module], Any], *, grad: bool = True, evaluating: Evaluating = frozenset()
+        self,
+        run: Callable[[nn.Module], Any],
+        *,
+        grad: bool = True,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> ModelGraph:
         """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward;
-        ``evaluating``: the modules that are in evaluation mode."""
+        ``evaluating``: the modules that are in evaluation mode; ``switches``: what a person has set on modules since."""
         dividing = [p for p in self.recipe.branches if p.splits]
-        with computing_in(self._model, self._precision), in_evaluation(self._model, evaluating):
+        with (
+            switched(self._model, switches),
+            computing_in(self._model, self._precision),
+            in_evaluation(self._model, evaluating),
+        ):
             graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1, grad=grad)
             graph.cuts = self._cuts(graph)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):

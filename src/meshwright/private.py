@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -134,6 +135,13 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
         seen.add(within)
         yield within
         waiting += reversed(within._modules.values())
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+"""The attributes in which a module keeps its hooks, and which of them are called how. There is no public way to ask."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -350,6 +358,14 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def timeout_of(group: Any) -> timedelta | None:
+    """How long collectives between hosts of a group wait for other ranks; None if its backend knows no such time. There is no
+    public way to ask."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
 def is_done(work: Any) -> bool:
     """Whether a collective has ended. One of a world without other ranks, which ends at once, never says so. Private: torch's
     backend ``fake`` has no public name for its work."""
@@ -384,6 +400,7 @@ __all__ = [
     "schemas",
     "set_autograd_local",
     "storage_of",
+    "timeout_of",
     "unhooked",
     "unset_fake_temporarily",
     "version",

@@ -258,3 +258,53 @@ def test_a_forward_that_cannot_be_followed_is_told_of(workers):
     notes, error = workers.run(told, Unfollowed, ranks=2)[0]
     assert any("RuntimeError: no values" in note for note in notes), notes
     assert not error
+
+
+class Tempered(Model):
+    """Writes what has no name (a parameter) to a number of its batch, in place; others see it under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+
+    def loss(self, logits, labels, mask, count):
+        counted = mask.to(logits.dtype).mean()
+        seen = counted.view(1)
+        counted.mul_(self.temperature)
+        return (self.losses(logits, labels) * mask).sum(1).mean() + seen[0]
+
+
+class TemperedBy(Tempered):
+    def loss(self, logits, labels, mask, count):
+        counted = mask.to(logits.dtype).sum()
+        counted.div_(self.temperature.detach())
+        return (self.losses(logits, labels) * mask).sum() / counted
+
+
+class TemperedWeights(Tempered):
+    def loss(self, logits, labels, mask, count):
+        weights = mask / mask.to(logits.dtype).sum()
+        weights *= self.temperature
+        return (self.losses(logits, labels) * weights).sum()
+
+
+WRITTEN = [Tempered, TemperedBy, TemperedWeights]
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("pp=2", marks=pytest.mark.proof)])
+def test_a_number_of_the_batch_may_be_written_to_by_what_has_no_name(layout, workers):
+    for build, (_, loss, gradients, _) in zip(
+        WRITTEN, workers.run(seen, WRITTEN, LAYOUTS[layout], ranks=2)[0], strict=True
+    ):
+        torch.manual_seed(0)
+        model = build().double()
+        expected = model(**batch()).loss
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-12), build.__name__
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                assert gradients[name] is None, f"{build.__name__}: {name}"
+            else:
+                torch.testing.assert_close(
+                    gradients[name], p.grad, rtol=1e-9, atol=1e-12, msg=f"{build.__name__}: {name}"
+                )

@@ -163,6 +163,7 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
         stages.numbers,
         among,
         stages.modes,
+        stages.switches,
         mine=None if stages.branching is None else stages.branching.mine,
         streamed=stages.streams is not None,
     )

@@ -27,7 +27,7 @@ from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, Share
-from meshwright.runtime.rows.microbatches import Pieces, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.runtime.rows.microbatches import Noticed, Pieces, gather_rows, microbatches, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.parameters import local_tensor
 
@@ -132,12 +132,19 @@ class Division:
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
-    def pieces(self, batch: Any) -> Pieces:
-        """What this rank runs of a batch. Collective."""
+    def pieces(self, batch: Any, *, notice: bool = False) -> Pieces:
+        """What this rank runs of a batch. Collective.
+
+        Args:
+            notice: whether this rank, or another of its copy of the model, has something to tell; then ``batch`` is not used.
+
+        Raises:
+            Noticed: some rank has.
+        """
         self._evaluating = self._runner.modes.now()
         if self._runner.module.training:
             self._trained = self._evaluating
-        pieces = self._pieces(batch)
+        pieces = self._pieces(batch, notice)
         apart = self._recipe.mesh.data_size * len(pieces.batches) > 1
         divided = apart and pieces.gathered is None and self._kind != SPLIT
         each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
@@ -156,25 +163,29 @@ class Division:
 
     def _told(self, ways: Hashable) -> Hashable:
         """What is told of the running step."""
-        return self._evaluating, self._form, ways
+        return self._evaluating, self._form, self._runner.switches.told, ways
 
     def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
         """On during the forward of a piece."""
         return self._paths.watched(model, place)
 
-    def _pieces(self, batch: Any) -> Pieces:
+    def _pieces(self, batch: Any, notice: bool) -> Pieces:
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
+        if notice and data == 1:  # a copy of the model is all ranks
+            raise Noticed
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
-        if self._trials.before_step(batch, self._evaluating):
-            self._done.note((self._evaluating, form_of(batch), self._paths.NOTHING))
+        if self._trials.before_step(None if notice else batch, self._evaluating):
+            self._form = form_of(batch)
+            self._done.note(self._told(self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
-            everything, first = gather_rows(batch, self._trials.data_groups())
+            everything, first = gather_rows(None if notice else batch, self._trials.data_groups())
             return Pieces([everything], [1.0], [None], first, copies=data)
         # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
-        split = list(microbatches(batch, pieces))
+        split = [] if notice else list(microbatches(batch, pieces))
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
-        row = self._stand_in(batch) if not all(map(rows_of, split)) or self._row is None else None
+        lacks = not notice and (not all(map(rows_of, split)) or self._row is None)
+        row = self._stand_in(batch) if lacks else None
         scale, shares = weights(
             split,
             self._counter,
@@ -183,6 +194,7 @@ class Division:
             way=way,
             waiting=self._runner.waiting,
             stand_in=row,
+            notice=notice,
         )
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
@@ -302,8 +314,8 @@ class Division:
             if rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2):
                 return
         raise RowsError(
-            "in this step the model does what it has not done before (its batch is of another form, or it acts on values), and "
-            "its rows combine otherwise"
+            "in this step the model does what it has not done before (its batch is of another form, it acts on values, or "
+            "something was set on it since the step before), and its rows combine otherwise"
         )
 
     def _try_paths(self, pieces: Pieces) -> None:

@@ -17,7 +17,6 @@ from meshwright.replay.program import LocalProgram
 from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
-from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.mismatches import mismatches
 from meshwright.runtime.observed import Observer, observing
@@ -25,6 +24,7 @@ from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.step_agreement import StepAgreement
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
 from meshwright.spmd.comm import Ledger
@@ -61,10 +61,12 @@ class Job:
         self.ledger, self.random, self._programs = ledger, random, programs
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
-        self._steps = Steps(runner, self._division, self.guard, DrawAgreement(self.recipe, self.groups, random))
+        agreement = StepAgreement(self.recipe, self.groups, random, runner.switches)
+        self._steps = Steps(runner, self._division, self.guard, agreement)
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self.parts = 0
+        runner.switches.note()  # what stands on modules now is of this library's making
 
     # --- training ---------------------------------------------------------------------------------------------------
 

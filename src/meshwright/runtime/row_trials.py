@@ -19,7 +19,7 @@ from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import Found, Reads
 from meshwright.runtime.coupling.trial import COUPLED, MOST_ROWS, Forwards, Trial, Verdict, combine_as, how_rows_combine
 from meshwright.runtime.rows.label_counter import LabelCounter
-from meshwright.runtime.rows.microbatches import gather_rows, rows_of, take_rows, weights
+from meshwright.runtime.rows.microbatches import Noticed, gather_rows, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
 _OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
@@ -67,8 +67,14 @@ class RowTrials:
     def before_step(self, batch: Any, evaluating: Evaluating) -> bool:
         """Tries the rows of a batch, if it is not known how rows combine, or if it is time to try again. Collective.
 
+        Args:
+            batch: None if this rank has something to tell instead.
+
         Returns:
             Whether rows of this batch were tried.
+
+        Raises:
+            Noticed: some rank has something to tell, and this is the first that the others hear of it.
         """
         tried = self.of(evaluating)
         if tried.verdict.kind == "auto":
@@ -108,7 +114,9 @@ class RowTrials:
 
     def rows_to_try(self, batch: Any) -> tuple[Any, int]:
         """As many rows on every rank; and how many the rank of fewest has. Collective."""
-        fewest, _ = self._agreed(rows_of(batch))
+        fewest, _ = self._agreed(-1 if batch is None else rows_of(batch))
+        if fewest < 0:
+            raise Noticed
         rows = batch if fewest >= 4 else gather_rows(batch, self.data_groups())[0]
         return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
 

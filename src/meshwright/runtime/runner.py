@@ -56,7 +56,7 @@ class Runner:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor, self.stages = Executor(stages, programs, loss), stages
         self._sync, self._wholes = stages.sync, wholes
-        self._routed, self._gradients = routed, gradients
+        self._routed, self.gradients, self.switches = routed, gradients, stages.switches
         held = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
@@ -74,12 +74,15 @@ class Runner:
         return self.executor.traffic.waiting
 
     def at_rest(self) -> None:
-        """Parameters are where gradients are. Raises PlanError if they are not the job's any more.
+        """Parameters are where gradients are, and it is seen what was changed on modules.
+
+        Raises PlanError if parameters are not the job's any more.
 
         FSDP2's are, unless a forward without backward came before.
         """
         self.held.reshard()
         self._placed.check()
+        self.switches.look()
 
     # --- forwards and backwards ---------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class Runner:
             return losses
         if self._routed is not None:
             self._routed.begin()
-        with self._gradients.of_this_step(pieces.copies):
+        with self.gradients.of_this_step(pieces.copies):
             losses = self.executor.run(pieces, begin, watched, backward=True)
             self._sync.finish()
             if self._routed is not None:

@@ -1,6 +1,6 @@
 """``Steps``: the steps of a job, one after another.
 
-draws      ranks that run the same forward draw the same numbers           runtime/draw_agreement.py
+agreement  what ranks have in common, and whether one of them has something to tell      runtime/step_agreement.py
 division   which rows this rank runs, in which pieces                      runtime/division.py
 runner     forward and backward of these pieces                            runtime/runner.py
 division   the loss of the batch
@@ -20,11 +20,11 @@ from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
 from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
-from meshwright.runtime.draw_agreement import DrawAgreement
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.rows.batch import as_given, check_device, plain, versions, with_shared
-from meshwright.runtime.rows.microbatches import write_back
+from meshwright.runtime.rows.microbatches import Noticed, Pieces, rows_of, write_back
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.spmd.one_process import one_process
 
 
@@ -36,8 +36,8 @@ class Steps:
         before: optimizer steps of the checkpoint that was loaded, less ``count`` then.
     """
 
-    def __init__(self, runner: Runner, division: Division, guard: Guard, draws: DrawAgreement) -> None:
-        self._runner, self._division, self._guard, self._draws = runner, division, guard, draws
+    def __init__(self, runner: Runner, division: Division, guard: Guard, agreement: StepAgreement) -> None:
+        self._runner, self._division, self._guard, self._agreement = runner, division, guard, agreement
         self.count = self.before = 0
         self._awaits = {CHECKPOINT: "job.load(...)", PRETRAINED: "job.load_pretrained(...)"}.get(
             runner.recipe.weights, ""
@@ -54,14 +54,13 @@ class Steps:
             return self._run(batch, backward=backward)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
-        self._check_weights()
-        self._runner.at_rest()
         self.count += backward
-        self._draws.agree(self.count)
         runner, division, guard = self._runner, self._division, self._guard
-        batch = with_shared(plain(batch), runner.recipe.shared_inputs)
-        check_device(batch, runner.groups.device)
-        pieces = division.pieces(batch)
+        try:
+            batch, pieces = self._begin(batch)
+        except BaseException:
+            self.count -= backward
+            raise
         given, before = as_given(pieces.batches[0]), versions(pieces.batches)
         step = self.count + self.before
         guarded = backward and guard.due(self.count)
@@ -70,19 +69,59 @@ class Steps:
         if pieces.gathered is not None:
             write_back(given, before, batch, pieces.gathered)
         runner.settle_modules()
+        runner.switches.note()
         loss = division.loss(losses, pieces)
         if guarded:
             runner.held.reshard()
             guard.compare(step, losses)
         return loss
 
+    def _begin(self, batch: Any) -> tuple[Any, Pieces]:
+        """The batch, and what this rank runs of it. Collective over all ranks.
+
+        Raises:
+            PlanError: something is wrong with the batch, or with the model as it stands, on some rank. On every rank.
+        """
+        runner, wrong = self._runner, None
+        try:
+            batch = self._ready(batch)
+        except Exception as error:  # whatever it is, the other ranks are to know
+            wrong = error
+        notice = wrong is not None or runner.gradients.has_new_hooks()
+        notice |= self._agreement.agree(self.count, notice=notice)
+        try:
+            return batch, self._division.pieces(batch, notice=notice)
+        except Noticed:
+            runner.gradients.take_hooks(self._agreement.tell(self._notice(wrong)))
+        return batch, self._division.pieces(batch)
+
+    def _notice(self, wrong: Exception | None) -> Notice:
+        """What this rank has to tell."""
+        try:
+            return Notice(wrong, self._runner.gradients.hooked(), self._runner.switches.hooked)
+        except PlanError as error:
+            return Notice(wrong or error)
+
+    def _ready(self, batch: Any) -> Any:
+        """A batch as forwards take it, of a model that is as it should be. Raises what is wrong on this rank."""
+        self._check_weights()
+        runner = self._runner
+        runner.at_rest()
+        batch = with_shared(plain(batch), runner.recipe.shared_inputs)
+        check_device(batch, runner.groups.device)
+        rows_of(batch)
+        return batch
+
     @one_process()
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for this rank's rows."""
         self._check_weights()
         self._runner.at_rest()
-        self._draws.agree(self.count)
-        return self._runner.output(args, kwargs)
+        self._agreement.agree(self.count, notice=False)
+        try:
+            return self._runner.output(args, kwargs)
+        finally:
+            self._runner.switches.note()
 
     def take_weights(self, missing: Collection[str] = ()) -> None:
         """Weights were loaded, but for some names.
@@ -116,5 +155,5 @@ class Steps:
     def notes(self) -> tuple[str, ...]:
         """What was found out since the recipe."""
         runner = self._runner
-        notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._draws.note)
+        notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._agreement.note)
         return tuple(filter(None, notes))

@@ -11,7 +11,7 @@ and not at each send.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from meshwright.runtime.pipeline.resized import graphs_between
 from meshwright.runtime.recent import ByValues, Lengths, Points, Recent, sizes_of
 from meshwright.runtime.rows.batch import copied, differs, tensors_in, versions
 from meshwright.runtime.rows.loss import Loss
+from meshwright.switches import NO_SWITCHES, Switch, Switches
 
 Edge = tuple[int, int]
 """(stage, later stage)"""
@@ -42,10 +43,15 @@ class Replanner(Protocol):
     """What a run asks of planning, for batches of other shapes than the sample's. It has the model, with shapes alone."""
 
     def graph(
-        self, run: Callable[[nn.Module], Any], *, grad: bool = True, evaluating: Evaluating = frozenset()
+        self,
+        run: Callable[[nn.Module], Any],
+        *,
+        grad: bool = True,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> ModelGraph:
         """A forward, recorded, with where stages begin in it; ``run`` runs it, ``grad``: whether it is one for a backward;
-        ``evaluating``: the modules that are in evaluation mode."""
+        ``evaluating``: the modules that are in evaluation mode; ``switches``: what a person has set on modules."""
 
     def record(self, batch: Any, recorder: Any, evaluating: Evaluating = frozenset()) -> None:
         """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
@@ -87,7 +93,7 @@ class Programs:
     Args:
         stages: those of this rank.
         among: the groups of ranks that run one copy of the model: those of its stages, and of its tensor parallelism.
-        modes: of the model that runs.
+        modes: of the model that runs; ``switches``: what a person sets on it between steps.
         mine: the places that this rank is of, if there are branches.
         streamed: whether this rank runs blocks at the same time.
     """
@@ -99,12 +105,13 @@ class Programs:
         stages: Sequence[int],
         among: Sequence[dist.ProcessGroup],
         modes: Modes,
+        switches: Switches,
         *,
         mine: frozenset[int] | None = None,
         streamed: bool = False,
     ) -> None:
         self.replanner = replanner
-        self._recipe, self._stages, self._among, self._modes = recipe, stages, among, modes
+        self._recipe, self._stages, self._among, self._modes, self._switches = recipe, stages, among, modes, switches
         self._mine, self._streamed = mine, streamed
         self._of_sizes = Lengths(self._between)
         self._of_paths = Recent[Program]()
@@ -123,7 +130,7 @@ class Programs:
         """
         evaluating = self._modes.now()
         with without_modes():  # in a trial, which may tell another type
-            sizes = sizes_of(batch, loss is None, grad, evaluating)
+            sizes = sizes_of(batch, loss is None, grad, evaluating, self._switches.common[0])
         recorded: list[Program] = []
 
         def record() -> Program:
@@ -154,7 +161,7 @@ class Programs:
             return loss(output) if loss else output
 
         with random_numbers_kept():
-            graph = self.replanner.graph(run, grad=grad, evaluating=evaluating)
+            graph = self.replanner.graph(run, grad=grad, evaluating=evaluating, switches=self._switches.common[1])
         # Not within: a look at values would seem to be the forward's own.
         return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
 

@@ -23,6 +23,7 @@ from meshwright.schedule import SENDS, Action
 from meshwright.spmd import patches
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
+from meshwright.switches import Switches
 from meshwright.watch.timer import CommunicationTimer
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Stages:
     Attributes:
         numbers: of the stages.
         generators: those that modules hold.
-        modes: of the modules.
+        modes: of the modules; ``switches``: what a person sets on them between steps.
         traffic: what was sent to other stages so far, and what this rank waits for.
         spans: of the last step: when each action ran, in seconds.
         action: begun last; a watch reads it from another thread.
@@ -70,7 +71,7 @@ class Stages:
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
         self.generators = generators_in(model)
-        self.modes = Modes(model)
+        self.modes, self.switches = Modes(model), _switches(model, recipe)
         self.traffic = Traffic(CommunicationTimer(groups.device))
         self.spans: list[tuple[Action, float, float]] = []
         self.action: Action | None = None
@@ -117,3 +118,9 @@ class Stages:
         ranks = [r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == rank]
         shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         return f"stage {stage} ({shown})"
+
+
+def _switches(model: nn.Module, recipe: Recipe) -> Switches:
+    """What a person sets on modules; of none, if all rows run at once, in one part: nothing follows from it then."""
+    divided = recipe.mesh.data_size * recipe.microbatches > 1
+    return Switches(model if divided or recipe.in_parts else nn.Module())

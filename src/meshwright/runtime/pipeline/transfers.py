@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
-from meshwright.private import is_done
+from meshwright.private import is_done, timeout_of
 from meshwright.runtime.branches.exchange import as_recorded
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
@@ -65,6 +65,7 @@ class Transfers:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
         self._hosts = groups.hosts.get("pp")  # None: there are no other stages
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
+        self._patience = None if self._hosts is None else timeout_of(self._hosts)
         self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
@@ -92,9 +93,17 @@ class Transfers:
 
     def end(self) -> None:
         """After the last action: until what was sent has been received."""
-        for work, _ in self._sent:
-            work.wait()
+        for work, sent in self._sent:
+            self._wait(work, sent)
         self._traffic.awaited = ()
+
+    def _wait(self, work: Any, t: Tensor) -> None:
+        """Until a transfer has ended; between hosts as long as a collective waits. By itself, a receive of gloo's waits as long
+        as the group was made with, which is torch's own 30 minutes. On a device, to name a time would have the host wait."""
+        if t.device.type == "cpu" and self._patience is not None:
+            work.wait(self._patience)
+        else:
+            work.wait()
 
     def others(self, action: Action) -> list[int]:
         """The stages that an action waits for, or sends to."""
@@ -177,7 +186,7 @@ class Transfers:
         entries = []
         for n, buffer, work in arriving:
             with self._traffic.waiting.on():
-                work.wait()
+                self._wait(work, buffer)
             entries.append((n, buffer))
         if entries and entries[0][0] == _WHICH:
             there = entries.pop(0)[1].tolist()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from meshwright.runtime.rows.counted_uses import CountedUses
 from meshwright.runtime.rows.label_counter import Counted, Slot
 from meshwright.runtime.rows.label_program import Name, Tape
+from meshwright.spmd.torch_functions import writes
 
 MEAN, SUM, RATIO, SPLIT = "mean", "sum", "ratio", "split"
 """How the losses of pieces make the loss of the batch:
@@ -133,7 +134,11 @@ class Shares(CountedUses):
         scale = 1.0 if self._share.way == RATIO else self._share.of_part
         if name in program.from_sums:
             whole = self._replay.value(name).to(args[at].dtype)
-            args = (whole, args[1]) if at == 0 else (args[0], whole)
+            if at == 0 and writes(func, args, kwargs):  # others may have the number that is written to
+                with torch.no_grad():
+                    args[0].copy_(whole)
+            else:
+                args = (whole, args[1]) if at == 0 else (args[0], whole)
         elif not (name in program.given and divides and at == 1):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)

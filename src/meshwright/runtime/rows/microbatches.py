@@ -42,6 +42,10 @@ from meshwright.watch.timer import CommunicationTimer
 BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
 
 
+class Noticed(Exception):
+    """Some rank has something to tell, in place of its rows. Raised on every rank."""
+
+
 def called(model: nn.Module, batch: Any) -> Any:
     """What a model returns for a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
     if isinstance(batch, Mapping):
@@ -127,6 +131,7 @@ def weights(
     way: str = MEAN,
     waiting: CommunicationTimer | None = None,
     stand_in: Any = None,
+    notice: bool = False,
 ) -> tuple[list[float], list[Share | None]]:
     """What each microbatch's loss is multiplied by, and what its means are to be where that is not enough.
 
@@ -139,15 +144,19 @@ def weights(
         way: how the losses of pieces make that of the batch (runtime/rows/loss_weights.py).
         stand_in: the row that runs for a piece without rows. It weighs nothing, and divides by what the others divide by:
             its own mask may be empty, and 0/0 has no finite gradient.
+        notice: whether this rank has something to tell, and no pieces.
+
+    Raises:
+        Noticed: some rank has.
     """
     sizes = [rows_of(p) for p in pieces]
     counted = [counter.counted(p, n) if counter is not None and n else None for p, n in zip(pieces, sizes, strict=True)]
     own = [c for c in counted if c is not None]
     if among is None or counter is None:
         slots = tuple(sorted({slot for c in own for slot in c.sums}))
-        rows, totals = _totals(sum(sizes), own, slots, among, waiting)
+        rows, totals = _totals(sum(sizes), own, slots, among, waiting, notice)
     else:
-        rows, totals = _totals_of_all(sum(sizes), own, counter, among, waiting)
+        rows, totals = _totals_of_all(sum(sizes), own, counter, among, waiting, notice)
     every = rows if among is None else rows / copies
     totals = totals if among is None else {slot: total / copies for slot, total in totals.items()}
     scale, shares = [], []
@@ -163,10 +172,15 @@ def weights(
 
 
 def _totals_of_all(
-    rows: int, counted: list[Counted], counter: LabelCounter, among: Groups, waiting: CommunicationTimer | None
+    rows: int,
+    counted: list[Counted],
+    counter: LabelCounter,
+    among: Groups,
+    waiting: CommunicationTimer | None,
+    notice: bool,
 ) -> tuple[float, dict[Slot, Tensor]]:
     """The sums of all ranks, whichever slots each of them knows: (rows, each slot's sum)."""
-    rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting)
+    rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting, notice)
     if totals is None:  # some rank's forward counts what not all know of
         everywhere: list[Any] = [None] * dist.get_world_size()
         own = sorted({slot for c in counted for slot in c.sums})
@@ -183,8 +197,10 @@ def _totals(
     slots: Sequence[Slot],
     among: Groups | None,
     waiting: CommunicationTimer | None,
+    notice: bool = False,
 ) -> tuple[float, Any]:
     """(rows of all ranks, the sum of each slot over all pieces of all ranks); None in place of these, if a rank has others.
+    Raises Noticed if a rank has something to tell.
 
     What was counted on hosts is summed between hosts, with the rows. If a rank has counted on its device, sums are on devices.
     """
@@ -199,11 +215,13 @@ def _totals(
         at = host if value.device.type == "cpu" else device
         away = away or at != host
         sums[at][places[slot]] += value.flatten()
-    head = torch.tensor([rows, more, away], dtype=torch.float64, device=host)
+    head = torch.tensor([rows, more, away, notice], dtype=torch.float64, device=host)
     if among is not None:
         with waiting.on(between_hosts=True) if waiting is not None else nullcontext():
             among.sum([head, *sums[host]])
-    every, unknown, on_devices = head.tolist()
+    every, unknown, on_devices, noticed = head.tolist()
+    if noticed:
+        raise Noticed
     if on_devices and among is not None:
         among.sum(sums[device])
     if unknown:
@@ -225,16 +243,26 @@ def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGr
     """All rows of the global batch, on every rank: gathered over each group in turn, the innermost axis first.
 
     Args:
+        batch: None if this rank has something to tell instead.
         groups: of each axis the group of its ranks, and the one of their hosts.
 
     Returns:
         The batch, with memory of its own, and where this rank's rows begin in it.
+
+    Raises:
+        Noticed: some rank has something to tell. Who hears of it on one axis tells it on the next.
     """
     first = 0
     for group, hosts in groups:
-        rows, sizes = rows_of(batch), _rows_of_each(rows_of(batch), hosts)
+        rows = -1 if batch is None else rows_of(batch)
+        sizes = _rows_of_each(rows, hosts)
+        if min(sizes) < 0:
+            batch = None
+            continue
         batch = mapped(lambda t, r=rows, s=sizes, g=group: _gathered(t, r, s, g), batch)  # type: ignore[misc]
         first += sum(sizes[: dist.get_rank(group)])
+    if batch is None:
+        raise Noticed
     return batch, first
 
 

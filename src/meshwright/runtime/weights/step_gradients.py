@@ -12,13 +12,15 @@ only for the parameters of which something is done; after ``zero_grad()`` there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import take_backward_hooks
+from meshwright.errors import PlanError
+from meshwright.names import few
+from meshwright.private import awaits_gradient, hooked, take_backward_hooks, unhooked, without_modes
 from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_on_every_rank
@@ -45,10 +47,47 @@ class StepGradients:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, hooks: Mapping[str, Hooks]) -> None:
         self._recipe, self._groups = recipe, groups
-        self._sums, self._hooks = OwnSums(model, recipe, groups), hooks
+        self._sums = OwnSums(model, recipe, groups)
+        self._hooks = {name: [of_build] for name, of_build in hooks.items()}
         self._held = [line.name for line in recipe.held_by(groups.rank)]
-        self._own = [name for name in self._held if name in self._sums.groups or name in hooks]
-        self._standing = Standing(model, {*self._held, *hooks})
+        self._standing = Standing(model, [line.name for line in recipe.parameters])
+        self._note_own()
+
+    def _note_own(self) -> None:
+        self._own = [name for name in self._held if name in self._sums.groups or name in self._hooks]
+
+    # --- hooks that a person puts on parameters after the job was made ------------------------------------------------
+
+    def has_new_hooks(self) -> bool:
+        """Whether parameters of this rank have got hooks. Nobody calls them if FSDP2 takes a parameter's place; else they
+        would get gradients of some rows."""
+        with without_modes():
+            return not all(unhooked(self._standing[name]) for name in self._held)
+
+    def hooked(self) -> tuple[str, ...]:
+        """The parameters that have got hooks, of other ranks too.
+
+        Raises:
+            PlanError: one of ``register_post_accumulate_grad_hook``.
+        """
+        named = [(line.name, self._standing[line.name]) for line in self._recipe.parameters]
+        if waiting := [name for name, p in named if awaits_gradient(p)]:
+            raise PlanError.of(
+                "this step",
+                where=few(waiting),
+                given="a hook of register_post_accumulate_grad_hook",
+                required="none: it would be given a part of the parameter, with a part of its gradient",
+                fix="register_hook, which gets the whole gradient; or act after job.step",
+            )
+        return tuple(name for name, p in named if hooked(p))
+
+    def take_hooks(self, names: Collection[str]) -> None:
+        """Hooks of these parameters are called at the end of each step from now on. ``names``: the same on all ranks."""
+        for name in names:
+            self._hooks.setdefault(name, []).append(take_backward_hooks(self._standing[name]))
+        self._note_own()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def of_this_step(self, copies: int) -> Iterator[None]:
@@ -75,14 +114,14 @@ class StepGradients:
 
     @torch.no_grad()
     def _call_hooks(self) -> None:
-        for name, hooks in self._hooks.items():
+        for name, taken in self._hooks.items():
             line, p = self._recipe.by_name[name], self._standing[name]
             held = self._recipe.holds(line, self._groups.rank)
             local = local_tensor(p.grad) if held and p.grad is not None else None
             whole = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
             if whole is None:
                 continue  # no rank has a gradient: neither would one device
-            for hook in list(hooks.values()):
+            for hook in [hook for hooks in taken for hook in hooks.values()]:
                 changed = hook(whole)
                 whole = whole if changed is None else changed
             if held:

@@ -1,0 +1,142 @@
+"""``StepAgreement``: what ranks agree on before a step, in collectives that it has anyhow.
+
+random numbers   ranks that run the same forward draw the same from here on
+switches         whether a person has set the same on their modules (switches.py)
+a notice         whether some rank has something to tell: only then all ranks tell each other what it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from meshwright.errors import Finding, PlanError
+from meshwright.generators import Generators
+from meshwright.names import few
+from meshwright.recipe import Recipe
+from meshwright.runtime.groups import Groups
+from meshwright.switches import Switches
+
+
+class Notice(NamedTuple):
+    """What a rank has to tell before a step.
+
+    Attributes:
+        error: what is wrong on this rank; None if nothing is.
+        parameters: those that have got hooks; modules: those of which hooks were changed since the job was made.
+    """
+
+    error: Exception | None
+    parameters: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
+class StepAgreement:
+    """What the ranks of a job agree on before a step.
+
+    Args:
+        random: the generators of this rank; ``switches``: of its modules.
+    """
+
+    def __init__(self, recipe: Recipe, groups: Groups, random: Generators, switches: Switches) -> None:
+        self._recipe, self._groups, self._random, self._switches = recipe, groups, random, switches
+        self._differed = 0  # the first step before which ranks had drawn different numbers
+
+    def agree(self, step: int, *, notice: bool) -> bool:
+        """Ranks that run the same forward draw the same numbers from here on. Collective over the ranks of a copy of the model.
+
+        Args:
+            notice: whether this rank has something to tell.
+
+        Returns:
+            Whether some rank of this copy has; or hooks were changed on some of them alone, and they run one forward in parts.
+        """
+        mesh, hosts, digests, told, same, in_step = (
+            self._recipe.mesh, self._groups.hosts, self._switches.digests(), int(notice), True, True
+        )  # fmt: skip
+        for axis in ("tp", "pp"):
+            if mesh.axis_size(axis) == 1:
+                continue
+            numbers = [told, *digests, *(-digest for digest in digests)]
+            agreed, (told, hooks, path, *least) = self._random.agree(hosts[axis], torch_too=axis == "tp", told=numbers)
+            in_step &= agreed
+            same &= path == -least[1]
+            told = max(told, int(self._recipe.in_parts and hooks != -least[0]))
+        if not in_step and not self._differed:
+            self._differed = max(1, step)
+        if same:
+            self._switches.agree()
+        return bool(told)
+
+    def tell(self, notice: Notice) -> tuple[str, ...]:
+        """All ranks tell each other what they have to tell. Collective over all ranks.
+
+        Returns:
+            The parameters that have got hooks, on whichever ranks, in one order.
+
+        Raises:
+            PlanError: something is wrong on some rank; on every rank.
+        """
+        told: list[Any] = [None] * dist.get_world_size()
+        error = notice.error
+        mine = None if error is None else _findings(error), notice.parameters, notice.modules
+        dist.all_gather_object(told, mine, group=self._groups.hosts[""])
+        if error is not None:
+            raise error
+        findings = [
+            Finding(f"rank {rank}, {f.where}", f.given, f.required, f.fix)
+            for rank, there in enumerate(told)
+            for f in there[0] or ()
+        ]
+        hooked = {name for there in told for name in there[1]}
+        if self._recipe.in_parts:
+            modules = {name for there in told for name in there[2]}
+            findings += _differing("hooks of modules", [there[2] for there in told], [modules] * len(told))
+        held = [{line.name for line in self._recipe.held_by(rank)} & hooked for rank in range(len(told))]
+        findings += _differing("hooks of parameters", [there[1] for there in told], held)
+        if findings:
+            raise PlanError(findings, "this step")
+        return tuple(line.name for line in self._recipe.parameters if line.name in hooked)
+
+    @property
+    def note(self) -> str:
+        """That some ranks had drawn numbers that others had not; empty if that was never so."""
+        if not self._differed:
+            return ""
+        return (
+            "something draws random numbers on some ranks only (if rank == 0: torch.rand(1), say), seen before step "
+            f"{self._differed}: ranks that run the same forward then took the random state of the first of them"
+        )
+
+
+def _findings(error: Exception) -> Any:
+    """What is wrong, as other ranks are told."""
+    if isinstance(error, PlanError):
+        return error.findings
+    return (Finding("this batch", f"{type(error).__name__}: {error}", "rows that can be run"),)
+
+
+def _differing(where: str, hooked: Sequence[Collection[str]], held: Sequence[Collection[str]]) -> list[Finding]:
+    """What has hooks on some ranks alone.
+
+    Args:
+        hooked: of each rank, what has got hooks; ``held``: what should have, if it has on any rank.
+    """
+    every = {name for names in hooked for name in names}
+    lacking = [sorted(every.intersection(held[rank]).difference(names)) for rank, names in enumerate(hooked)]
+    if not any(lacking):
+        return []
+    each = "; ".join(f"not on rank {rank}: {few(names)}" for rank, names in enumerate(lacking) if names)
+    return [
+        Finding(
+            where=where,
+            given=f"put on, or taken off, since the job was made, and not on every rank ({each})",
+            required="the same on all ranks that have it: they take part in one forward, or in one gradient",
+            fix="register the hook on every rank",
+        )
+    ]
+
+
+__all__ = ["Notice", "StepAgreement"]

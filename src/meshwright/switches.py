@@ -1,0 +1,237 @@
+"""``Switches``: what a person sets on the modules of a model between steps: flags, numbers, hooks.
+
+    job.step(batch)
+    model.aux_weight = 0.1                        # an attribute of a module, or an item of a dict or plain object that it keeps
+    model.head.register_forward_hook(normalise)   # a hook
+    job.step(batch)
+
+What was found out about a forward (how its rows combine, which way it takes) was found with what stood there then. What a
+forward sets itself is no switch: only what differs between the end of a step and the beginning of the next one is.
+
+Planning follows forwards on a model of its own, with shapes alone. If the model that trains was changed between steps, a
+forward is recorded anew with the same changes there (``switched``).
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.private import HOOK_TABLES
+
+OWN, CHILDREN = "", "_modules"
+"""What keeps an attribute of a module itself, and a child of it."""
+
+_MOST_ITEMS = 256  # of a container; what has more is data
+
+
+class _Gone:
+    """Stands for what is not there any more."""
+
+
+GONE = _Gone()
+
+
+class Switch(NamedTuple):
+    """Where something stands.
+
+    Attributes:
+        module: the name of a module.
+        kept: in which of its attributes: of itself (``OWN``), in a table of its hooks, or in a dict or object that it keeps.
+        key: the name of an attribute, or an item's key.
+    """
+
+    module: str
+    kept: str
+    key: Any
+
+
+def items_of(value: Any) -> dict[Any, Any] | None:
+    """The items of a dict, or the attributes of a plain object (a model's configuration); None for what keeps none, or many."""
+    if isinstance(value, (Tensor, nn.Module, type, Callable)):  # type: ignore[arg-type]
+        return None
+    items = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return items if isinstance(items, dict) and len(items) <= _MOST_ITEMS else None
+
+
+NO_SWITCHES: Mapping[Switch, Any] = MappingProxyType({})
+
+
+@contextmanager
+def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]:
+    """For the time of a block these switches of a model are set. Tensors and children stay the model's own."""
+    modules, before = dict(model.named_modules()), list[tuple[dict[Any, Any], dict[Any, Any]]]()
+    try:
+        for switch, value in switches.items():
+            items = _table(modules.get(switch.module), switch.kept)
+            if items is None or isinstance(value, (Tensor, nn.Module)) or (switch.kept, switch.key) == (OWN, "forward"):
+                continue
+            before.append((items, dict(items)))
+            if value is GONE:
+                items.pop(switch.key, None)
+            else:
+                items[switch.key] = value
+        yield
+    finally:
+        for items, held in reversed(before):
+            items.clear()
+            items.update(held)
+
+
+def _table(module: nn.Module | None, kept: str) -> dict[Any, Any] | None:
+    """What holds an item there."""
+    if module is None or kept == CHILDREN:
+        return None
+    if kept == OWN:
+        return vars(module)
+    return getattr(module, kept) if kept in HOOK_TABLES else items_of(vars(module).get(kept))
+
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype)
+_UNSEEN = frozenset({"training"})  # see evaluation.py
+_OF_TORCH = frozenset(vars(nn.Module()))
+_TOLD_APART = 8  # values of a switch; further numbers are told by their signs
+
+
+class Switches:
+    """What a person has changed of a model between steps, since it was laid out.
+
+    Attributes:
+        told: equal for two steps between which nothing was changed; hashable.
+        path: as ``told``; of a switch that was changed often, a number's sign alone. A forward is recorded anew for each.
+        now: what stands at each switch.
+        common: ``path`` and ``now`` when they were last the same on all ranks of a copy of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._changes = model, 0
+        self._told: dict[Switch, Hashable] = {}
+        self._seen: dict[Switch, set[Hashable]] = {}
+        self.told: Hashable = None
+        self.path: Hashable = None
+        self.now: Mapping[Switch, Any] = {}
+        self.common: tuple[Hashable, Mapping[Switch, Any]] = None, {}
+        self._digests: tuple[Hashable, tuple[int, int]] = None, (0, 0)
+        self._tables = list(_tables(model))
+
+    def note(self) -> None:
+        """What stands there now is what a forward has left."""
+        if not all(table.same() for table in self._tables):
+            self._tables = list(_tables(self._model))
+
+    def look(self) -> None:
+        """Sees what was changed since ``note``."""
+        tables = [table for table in self._tables if not table.same()]
+        if not tables:
+            return
+        now = dict(self.now)
+        for table in tables:
+            for switch, value in table.differences():
+                now[switch] = value
+                self._tell(switch, value)
+        self.now, self.told = now, frozenset(self._told.items())
+        self.path = frozenset((switch, self._coarse(switch)) for switch in now)
+        self._tables = list(_tables(self._model))
+
+    def agree(self) -> None:
+        """What stands there is the same on all ranks of a copy of the model."""
+        self.common = self.path, self.now
+
+    @property
+    def hooked(self) -> tuple[str, ...]:
+        """The modules of which hooks were changed."""
+        return tuple(sorted({switch.module for switch in self.now if switch.kept in HOOK_TABLES}))
+
+    def digests(self) -> tuple[int, int]:
+        """Two numbers below 2**32: of the hooks that were changed, and of all that a forward may take another way for. They are
+        equal on ranks on which the same was done."""
+        if self._digests[0] is not self.path:
+            # The key of a hook is a number of the process's own.
+            places = {s: (s.module, s.kept, "" if s.kept in HOOK_TABLES else str(s.key)) for s in self.now}
+            hooks = sorted((*at, self.now[s] is GONE) for s, at in places.items() if s.kept in HOOK_TABLES)
+            path = sorted((*at, repr(self._coarse(s))) for s, at in places.items())
+            numbers = zlib.crc32(repr(hooks).encode()), zlib.crc32(repr(path).encode())
+            self._digests = self.path, numbers
+        return self._digests[1]
+
+    def _tell(self, switch: Switch, value: Any) -> None:
+        self._changes += 1
+        # What an object is told by does not keep it: each is another one.
+        self._told[switch] = (type(value).__name__, value) if isinstance(value, _NUMBERS) else self._changes
+        seen = self._seen.setdefault(switch, set())
+        if len(seen) < _TOLD_APART:
+            seen.add(self._told[switch])
+
+    def _coarse(self, switch: Switch) -> Hashable:
+        told = self._told[switch]
+        if told in self._seen[switch]:
+            return told
+        value = told[1] if isinstance(told, tuple) else None
+        return (value > 0) - (value < 0) if isinstance(value, (int, float)) else "another"
+
+
+class _Table:
+    """What holds switches, and what it held."""
+
+    def __init__(self, module: str, kept: str, items: dict[Any, Any]) -> None:
+        self._module, self._kept, self._items, self._before = module, kept, items, dict(items)
+
+    def same(self) -> bool:
+        """Whether it holds the same objects still, in their order."""
+        items, before = self._items, self._before
+        return len(items) == len(before) and all(map(is_, items.values(), before.values()))
+
+    def differences(self) -> Iterator[tuple[Switch, Any]]:
+        """(where, what stands there now, or ``GONE``) of each item that is not what it was."""
+        items, before = self._items, self._before
+        for key in {**before, **items}:
+            now, then = items.get(key, GONE), before.get(key, GONE)
+            equal = now is then or (type(now) is type(then) and isinstance(now, _NUMBERS) and now == then)
+            if not equal and key not in _UNSEEN:
+                yield Switch(self._module, self._kept, key), now
+
+
+class _NoHooks:
+    """The tables of a module that had no hooks: most have none, and to ask each table would take longer."""
+
+    def __init__(self, module: str, tables: dict[str, dict[int, Any]]) -> None:
+        self._module, self._tables, self._each = module, tables, tuple(tables.values())
+
+    def same(self) -> bool:
+        """Whether it has none still."""
+        return not any(self._each)
+
+    def differences(self) -> Iterator[tuple[Switch, Any]]:
+        """Its hooks."""
+        for kept, table in self._tables.items():
+            yield from ((Switch(self._module, kept, key), hook) for key, hook in table.items())
+
+
+def _tables(model: nn.Module) -> Iterator[_Table | _NoHooks]:
+    """What modules keep: attributes, hooks, children, and the items of what they keep."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        attributes = vars(module)
+        yield _Table(name, OWN, attributes)
+        hooks = {kept: attributes[kept] for kept in HOOK_TABLES}
+        if any(hooks.values()):
+            yield from (_Table(name, kept, table) for kept, table in hooks.items())
+        else:
+            yield _NoHooks(name, hooks)
+        if attributes[CHILDREN]:
+            yield _Table(name, CHILDREN, attributes[CHILDREN])
+        for key, value in attributes.items():
+            if key not in _OF_TORCH and (items := items_of(value)) is not None and id(items) not in seen:
+                seen.add(id(items))
+                yield _Table(name, key, items)
+
+
+__all__ = ["NO_SWITCHES", "Switch", "Switches", "switched"]
