@@ -42,7 +42,7 @@ gpu: $(READY) ## the tests that ask for a GPU; without one they are skipped
 fuzz: $(READY) ## random programs in every layout against one device, ten minutes each
 	$(PY) bench/fuzz.py --programs 100000 --seconds 600
 
-coverage: $(VENV)/.packages ## docs/coverage.md: 243 models in 5 layouts against one device, about an hour
+coverage: $(VENV)/.packages ## docs/coverage.md: 287 models in 5 layouts against one device, about an hour
 	$(PY) bench/coverage.py
 
 bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on an idle machine

@@ -241,6 +241,50 @@ hf(
     n_head=4,
 )
 
+hf("olmo", "LayerNorm without weights", **GQA)
+hf("olmo3", "sliding window, norms after", **GQA)
+hf("apertus", "xIELU, norms of q and k", **GQA)
+hf("arcee", "squared ReLU, no gate", **GQA)
+hf("bitnet", "a norm before each output projection", **GQA)
+hf("cohere2", "parallel, sliding window, layers without rotary", **GQA, **KEYS)
+hf("diffllama", "differential attention", **GQA)
+hf("ernie4_5", "interleaved rotary", **GQA)
+hf("exaone4", "norms after, norms of q and k", **GQA)
+hf("glm4", "four norms, interleaved partial rotary", head_dim=8, **GQA, **KEYS)
+hf(
+    "gpt_neox_japanese",
+    "one bias after the last sum",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
+hf("helium", "interleaved rotary", head_dim=8, **GQA)
+hf("hunyuan_v1_dense", "norms of q and k after rotary", head_dim=8, **GQA)
+hf("ministral", "sliding window", head_dim=8, **GQA)
+hf("nanochat", "norms without weights, squared ReLU", **GQA)
+hf("seed_oss", "biases in QKV", head_dim=8, **GQA)
+hf("vaultgemma", "soft caps, two norms a block", head_dim=8, query_pre_attn_scalar=8, **GQA)
+hf(
+    "youtu",
+    "latent attention, dense",
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    **TINY,
+)
+hf(
+    "modernbert-decoder",
+    "local and global attention, causal",
+    **TINY,
+    max_position_embeddings=32,
+    **KEYS,
+    cls_token_id=1,
+    sep_token_id=2,
+)
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 _group = "mixtures of experts"
@@ -268,6 +312,63 @@ made("deepseek_v3", "DeepseekV3ForCausalLM", "latent attention, grouped router, 
 hf("switch_transformers", "encoder-decoder, top 1, capacity", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2,
    num_decoder_layers=2, num_heads=4, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)  # fmt: skip
 
+made(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    "a shared expert, a dense first layer",
+    words,
+    moe_num_experts=4,
+    moe_k=2,
+    moe_intermediate_size=32,
+    moe_layer_start_index=1,
+    **MOE,
+)
+made(
+    "dots1",
+    "Dots1ForCausalLM",
+    "grouped router, a dense first layer",
+    words,
+    n_routed_experts=4,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=16,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    **MOE,
+)
+made(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    "grouped router, partial rotary",
+    words,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=16,
+    head_dim=8,
+    num_experts_per_tok=2,
+    **MOE,
+)
+made("phimoe", "PhimoeForCausalLM", "sparse mixer", words, num_local_experts=4, num_experts_per_tok=2, **MOE)
+made(
+    "jetmoe",
+    "JetMoeForCausalLM",
+    "experts of attention and of MLPs",
+    words,
+    num_local_experts=4,
+    kv_channels=8,
+    num_experts_per_tok=2,
+    num_key_value_heads=2,
+    experts_implementation="eager",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+)
+made("hunyuan_moe", "HunYuanMoEV1ForCausalLM", "a shared expert", words, num_experts=4, moe_topk=2, head_dim=8, **MOE)
+
 # --- state spaces -----------------------------------------------------------------------------------------------------
 
 _group = "state spaces and recurrences"
@@ -285,6 +386,61 @@ hf("rwkv", "linear attention in time", vocab_size=VOCAB, hidden_size=32, num_hid
 made("qwen3_next", "Qwen3NextForCausalLM", "gated delta rule and attention in turn, experts", words, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
    shared_expert_intermediate_size=16, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
    linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], **MOE)  # fmt: skip
+hf(
+    "falcon_h1",
+    "attention beside mamba2 in each block",
+    mamba_n_heads=8,
+    mamba_d_head=8,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+    mamba_chunk_size=4,
+    mamba_d_ssm=64,
+    **GQA,
+)
+hf(
+    "xlstm",
+    "matrix memories, chunks",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_heads=2,
+    num_hidden_layers=2,
+    chunkwise_kernel="chunkwise--native_autograd",
+    sequence_kernel="native_sequence__native",
+    step_kernel="native",
+    chunk_size=4,
+)
+hf(
+    "zamba2",
+    "a shared block with adapters among mamba2",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    mamba_d_state=8,
+    mamba_headdim=8,
+    n_mamba_heads=8,
+    chunk_size=4,
+    use_mamba_kernels=False,
+    layers_block_type=["mamba", "hybrid", "hybrid"],
+    hybrid_layer_ids=[1, 2],
+    num_mem_blocks=1,
+    adapter_rank=4,
+    mamba_ngroups=1,
+)
+hf(
+    "nemotron_h",
+    "mamba2, attention and MLPs as single blocks",
+    hybrid_override_pattern="M*-",
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    n_groups=1,
+    ssm_state_size=8,
+    chunk_size=4,
+    head_dim=8,
+    **dict(GQA, num_hidden_layers=3),
+)
+
 zoo("lstm", "torch's LSTM")
 
 # --- encoders ---------------------------------------------------------------------------------------------------------

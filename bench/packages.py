@@ -468,3 +468,51 @@ take("efficientnet-pytorch", "b0", "efficientnet_pytorch:EfficientNet.from_name"
 take("segment-anything", "image_encoder", "segment_anything.modeling:ImageEncoderViT", partial(image, 32),
      "windows, decomposed relative positions", img_size=32, patch_size=8, embed_dim=32, depth=2,
      num_heads=4, out_chans=8, use_rel_pos=True, window_size=2, global_attn_indexes=(1,))  # fmt: skip
+take("gated-state-spaces-pytorch", "gss", "gated_state_spaces_pytorch:GatedStateSpacesLM", tokens, "diagonal state spaces by FFT",
+     num_tokens=VOCAB, dim=32, depth=2, dim_expansion_factor=2, dss_kernel_N=16, dss_kernel_H=16)  # fmt: skip
+take("gated-state-spaces-pytorch", "dsconv", "gated_state_spaces_pytorch:GatedDsConvLM", tokens, "long convolutions by FFT",
+     num_tokens=VOCAB, dim=32, depth=2)  # fmt: skip
+take("gated-state-spaces-pytorch", "mhesa", "gated_state_spaces_pytorch:GatedExponentialSmoothingLM", tokens, "smoothing by heads",
+     num_tokens=VOCAB, dim=32, depth=2, heads=4)  # fmt: skip
+take("pytorch-tcn", "weight_norm", "pytorch_tcn:TCN", partial(features, 4, 16), "dilated causal convolutions, weight norm",
+     num_inputs=4, num_channels=[8, 8], kernel_size=3, dropout=0.0, causal=True, use_norm="weight_norm",
+     use_skip_connections=True)  # fmt: skip
+take("pytorch-tcn", "batch_norm", "pytorch_tcn:TCN", partial(features, 4, 16), "gates, batch norm", num_inputs=4, num_channels=[8, 8],
+     kernel_size=3, dropout=0.0, causal=False, use_norm="batch_norm", use_gate=True)  # fmt: skip
+take(
+    "ncps",
+    "cfc",
+    "ncps.torch:CfC",
+    partial(features, 8, 6),
+    "closed-form recurrence, step by step",
+    input_size=6,
+    units=16,
+)
+take(
+    "ncps",
+    "ltc",
+    "ncps.torch:LTC",
+    partial(features, 6, 6),
+    "an ODE solved in each step",
+    6,
+    Of("ncps.wirings:AutoNCP", 12, 4),
+)
+take("ncps", "wired_cfc", "ncps.torch:CfC", partial(features, 6, 6), "masked wiring, an LSTM beside it", 6,
+     Of("ncps.wirings:AutoNCP", 12, 4), mixed_memory=True)  # fmt: skip
+take("tabm", "tabm", "tabm:TabM.make", lambda: (normal(4), integers(3, 2)), "an ensemble in one batched MLP", n_num_features=4,
+     cat_cardinalities=[3, 3], d_out=2, n_blocks=2, d_block=16, k=4)  # fmt: skip
+take("siren-pytorch", "siren", "siren_pytorch:SirenNet", partial(features, 2), "sines for activations", dim_in=2, dim_hidden=16,
+     dim_out=3, num_layers=2, w0_initial=30.0)  # fmt: skip
+take("lambda-networks", "lambda", "lambda_networks:LambdaLayer", partial(image, 8, 16), "lambdas over positions", dim=16, dim_out=16,
+     r=5, dim_k=8, heads=4, dim_u=2)  # fmt: skip
+take("hourglass-transformer-pytorch", "lm", "hourglass_transformer_pytorch:HourglassTransformerLM", tokens,
+     "shortens the sequence and lengthens it", num_tokens=VOCAB, dim=32, max_seq_len=16, heads=4, dim_head=8, shorten_factor=(2,),
+     depth=(1, 1, 1), attn_resampling=True, updown_sample_type="linear", causal=True)  # fmt: skip
+take("memory-efficient-attention-pytorch", "attention", "memory_efficient_attention_pytorch:Attention", partial(features, 16, 32),
+     "attention in buckets, checkpoints", dim=32, heads=4, dim_head=8, causal=True, memory_efficient=True, q_bucket_size=8,
+     k_bucket_size=8)  # fmt: skip
+take("point-transformer-pytorch", "layer", "point_transformer_pytorch:PointTransformerLayer", lambda: (normal(8, 16), normal(8, 3)),
+     "attention among nearest points", dim=16, pos_mlp_hidden_dim=8, attn_mlp_hidden_mult=2, num_neighbors=4)  # fmt: skip
+take("bottleneck-transformer-pytorch", "stack", "bottleneck_transformer_pytorch:BottleStack", partial(image, 8, 16),
+     "attention in bottlenecks, batch norm", dim=16, fmap_size=8, dim_out=32, proj_factor=4, downsample=True, heads=2, dim_head=8,
+     rel_pos_emb=True, num_layers=2)  # fmt: skip

@@ -157,6 +157,7 @@ class Call:
         stashed: values that it left on the module, or in what it was called with.
         visible: whether it changes something that was there before and is used after it: memory that follows from the
             batch, a list that it was given, an attribute; Python's or NumPy's random numbers. So every stage looks into it.
+        counts: whether it is visible for numbers of Python's alone that nothing else uses: what it has counted, say.
         grown: what it appended to lists that it was given.
         acts: whether it reads a value, on which what it does next may follow.
         leaf: whether the module has no modules within.
@@ -174,6 +175,7 @@ class Call:
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
     visible: bool = False
+    counts: bool = False
     grown: tuple[Grown, ...] = ()
     acts: bool = False
     leaf: bool = False

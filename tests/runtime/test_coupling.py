@@ -150,6 +150,30 @@ def test_rows_that_cannot_be_divided_are_run_together_with_a_note_of_the_line(me
     assert f"{__file__}:{line}" in note
 
 
+class Graph(nn.Module):
+    """Nodes take what their neighbours are: edges name nodes by their rows, and some lie outside of any part of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, nodes, edges):
+        for layer in (self.first, self.second):
+            told = layer(nodes).index_select(0, edges[0])
+            nodes = torch.zeros(len(nodes), 6, dtype=told.dtype).index_add(0, edges[1], told).tanh()
+        return nodes.square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_rows_that_an_index_of_the_batch_names_are_run_together(mesh, workers):
+    """In a stage of a part of the nodes, one rank alone would meet the index, and leave the others waiting."""
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(8, 4, generator=generator), torch.randint(0, 8, (2, 20), generator=generator)
+    report = mw.check(Graph, batch, {"mesh": mesh}, workers=workers, dtype=torch.float64)
+    assert report.passed, str(report)
+    assert any("cannot be run apart: IndexError" in note for note in report.notes), report.notes
+
+
 class Changing(Tokens):
     """Changes whatever a forward can: buffers, attributes, its input, random numbers of every kind."""
 

@@ -277,3 +277,73 @@ def test_a_function_that_a_module_returns_keeps_what_follows_from_this_batch(how
     found = workers.run(losses_of_three_batches, how, {"mesh": "pp=2"}, ranks=2)
     for losses in found:
         assert losses == pytest.approx(losses_of_three_batches(how, None), rel=1e-9)
+
+
+class Angles(nn.Module):
+    """A table of angles, made by the first of the calls that need so many, and taken by those that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(torch.tensor([1.0, 0.5, 0.25, 0.125]), requires_grad=False)
+        self.register_buffer("table", torch.zeros(16, 4), persistent=False)
+        self.length = 0
+
+    def forward(self, length: int) -> Tensor:
+        if length <= self.length:
+            return self.table[:length].detach()
+        angles = torch.arange(length)[:, None] * self.frequencies
+        self.table[:length] = angles.detach()
+        self.length = length
+        return angles
+
+
+class Turns(nn.Module):
+    """Asks for its angles twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.angles = nn.Linear(4, 8), Angles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (y * self.angles(x.shape[1]).cos() for y in self.linear(x).chunk(2, -1))
+        return x + torch.tanh(query + key * self.angles(x.shape[1]).sin())
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turns() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def losses_of_lengths(plan: Any) -> list[float]:
+    """``plan``: None is one device."""
+    batches = [torch.randn(4, n, 4, generator=torch.Generator().manual_seed(n)).double() for n in (3, 3, 2, 5, 5, 4)]
+    seed_all(0)
+    if plan is None:
+        model: Any = Turning().double()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    else:
+        model = mw.parallelize(Turning, plan, batch=(batches[0],), loss=lambda loss: loss, dtype=torch.float64)
+        parameters = list(model.parameters())
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    for x in batches:
+        if plan is None:
+            loss = model(x)
+            loss.backward()
+        else:
+            loss = model.step((x,))
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_table_that_a_module_keeps_is_of_the_stage_of_the_block_that_asks_twice(workers: LocalWorkers) -> None:
+    """The first forward makes the table in one call and takes it in the next; the forward that follows takes it in both."""
+    for found in workers.run(losses_of_lengths, {"mesh": "pp=2", "microbatches": 2}, ranks=2):
+        assert found == pytest.approx(losses_of_lengths(None), rel=1e-10)

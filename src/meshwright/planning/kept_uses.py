@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,6 +119,16 @@ class KeptUses:
         """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""
         values = self._kept[slot], held_in(self._model, slot)
         return all(v is None or isinstance(v, Tensor) for v in values) and self._uses.within(slot, call)
+
+    def is_own_count(self, slot: Slot, call: Path) -> bool:
+        """Whether a slot holds a number or the like, before and after, that is used in one call alone."""
+        values = self._kept[slot], held_in(self._model, slot)
+        told = slot not in self._uses.within_others and bool(self._uses.found[slot])
+        return (
+            told
+            and all(isinstance(v, (int, float, str, bytes, NoneType)) for v in values)
+            and self._uses.within(slot, call)
+        )
 
     def _is_watched_tensor(self, slot: Slot) -> bool:
         """Whether a slot held a tensor, and all its uses are told: what else there is, Python may use at other times."""

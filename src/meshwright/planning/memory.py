@@ -37,7 +37,7 @@ from torch import nn
 from meshwright.calls.tracer import Slot
 from meshwright.described import tensors_among
 from meshwright.errors import PlanError
-from meshwright.graph import ROOT, ModelGraph, Path, Span, spelled
+from meshwright.graph import ROOT, Call, ModelGraph, Path, Span, spelled
 from meshwright.planning.kept import has_memory
 from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of
 from meshwright.spmd.torch_functions import written_by
@@ -176,24 +176,37 @@ def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
 
 def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Sequence[Slot]) -> list[Span]:
     """What keeps calls in one stage that go another way in the forward that follows, for what modules keep. Such a call is not
-    looked into then.
+    looked into then, or a call around it: a module that keeps a table in its first call, and takes it in its second, goes
+    another way within the module that calls it twice.
 
     Raises:
-        PlanError: the way is another one in a call that stages look into.
+        PlanError: the way is another one in calls that stages look into.
     """
     events, next_events = (_events_by_call(g) for g in (graph, following))
     spans = []
     for path in [p for p in dict.fromkeys((*events, *next_events)) if events.get(p) != next_events.get(p)]:
-        calls = [graph.calls.get(path[:depth]) for depth in range(len(path), 0, -1)]
-        around = next((c for c in calls if c is not None), None)
-        if around is None or any(c is not None and c.acts for c in calls):
+        calls = [c for depth in range(len(path), 0, -1) if (c := graph.calls.get(path[:depth])) is not None]
+        if not calls or any(c.acts for c in calls):
             continue  # (what follows from a value that is read is recorded again)
-        if around.path == ROOT or around.visible or around.fresh:
+        around = next((c for c in calls if not _looked_into(graph, c)), None)
+        if around is None:
             raise _other_way(graph, following, path, slots)
+        around.visible = False  # what it has counted its stage alone uses, and alone counts
         spans.append(
             _span(graph, [around.start, around.stop - 1], f"{spelled(around.path)} goes another way next time")
         )
     return [s for s in spans if s.first < s.last]
+
+
+def _looked_into(graph: ModelGraph, call: Call) -> bool:
+    """Whether stages follow a call of which one stage runs all: the model's own, one that changes what others meet, and one
+    whose values others take otherwise than from what it gave."""
+    if call.path == ROOT or (call.visible and not call.counts) or call.fresh:
+        return True
+    inside = range(call.start, call.stop)
+    told = {*call.outputs, *(n for grown in call.grown for n in grown.values)} - {*call.stashed}
+    left = (n for p in inside for n in graph.made(p) if n not in told)
+    return any(p not in inside for n in left for p in graph.consumers.get(n, ()))
 
 
 def _events_by_call(graph: ModelGraph) -> dict[Path, list[tuple[str, tuple[Any, ...]]]]:

@@ -379,14 +379,17 @@ class Recorder(Tracer):
         slots = kept.tell(self.known)
         carried = kept.memories(slots)
         foreign = {m: t for m, t in kept.touched.items() if m not in carried}
-        for path, changed in kept.changed_in.items():
-            graph.calls[path].visible |= not all(kept.is_private(slot, path) for slot in changed)
         for memory, touched in kept.touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
                 there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
                 if there_before and any(p in inside for p in touched.changed):
                     call.visible |= any(p not in inside for p in touched.used)
+        for path, changed in kept.changed_in.items():
+            shown = [slot for slot in changed if not kept.is_private(slot, path)]
+            call = graph.calls[path]
+            call.counts = not call.visible and bool(shown) and all(kept.is_own_count(slot, path) for slot in shown)
+            call.visible |= bool(shown)
         held = [t for slot in slots for t in kept_in(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
         parameters = self._written_parameters()

@@ -127,6 +127,8 @@ class Shadow(TorchDispatchMode):
             kwargs["device"] = META
         with_values = args
         if not all(t.is_meta for t in tensors):
+            if not (self.contrary or self.fewer or self._fewer_known or self._empty):
+                _refuse_what_lies_outside(func, args)
             args, kwargs = pytree.tree_map_only(Tensor, to_meta, (args, kwargs))
         if func in (*INDEXED, aten.index_put_.default, aten.index_put.default):
             gives = func in INDEXED  # something of as many elements
@@ -169,6 +171,35 @@ class Shadow(TorchDispatchMode):
         self.reads += gives
         held = self._held(index) if gives or index.is_meta else int(index.count_nonzero())
         return [torch.empty(held, dtype=torch.int64, device=META) for _ in range(index.dim())]
+
+
+# Functions that take a tensor, a dim and an index into it.
+_ALONG_A_DIM = (
+    aten.index_select.default,
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.gather.default,
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+)
+
+
+def _refuse_what_lies_outside(func: Any, args: Any) -> None:
+    """Raises the IndexError that a function raises where an index of known values lies outside of a tensor without values: the
+    edges of a graph in a part of its nodes, say. On meta it looks at no index, and one rank alone would meet the error."""
+    if func in _ALONG_A_DIM:
+        pairs = [(args[0].shape[args[1]] if args[0].dim() else 1, args[2])]
+    elif func in INDEXED:
+        pairs = list(zip(args[0].shape, args[1], strict=False)) if not any(map(is_mask, args[1])) else []
+    else:
+        return
+    for size, index in pairs:
+        if index is None or index.is_meta or not index.numel():
+            continue
+        lowest, highest = (int(x) for x in index.aminmax())
+        if highest >= size or lowest < -size:
+            outside = highest if highest >= size else lowest
+            raise IndexError(f"index {outside} is out of bounds for a dimension with size {size}")
 
 
 @lru_cache(maxsize=4096)
