@@ -2,14 +2,15 @@
 
 | what | equation | function |
 | --- | --- | --- |
-| a forward of a stage | max(Σ device + Σ tp, calls · host) | `_Stage` |
+| a forward of a stage | max(Σ device + Σ tp, Σ host) | `Estimator._way` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
 | a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
 | copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
-| what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
+| what lives on a rank | kept · elements / shards + max(unsharded + gradients + activations, updating · elements / shards) | `Estimator._lives` |
+| its activations | in flight · held · rows + other | `Estimator.memory` |
 | blocks that keep their activations | as many as fit: equal blocks take equal seconds a byte | `Estimator.selected` |
 | microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |
 
@@ -25,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
-from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
-from meshwright.search.pieces import Calls, Pieces, Way, at, neighbours
+from meshwright.search.pieces import Calls, Pieces, Way, at
 from meshwright.search.space import Candidate
 
 Spent = tuple[float, float, float]
@@ -122,7 +123,7 @@ class Estimator:
         pieces = self._pieces[tp]
         calls: Calls = getattr(pieces.forward if kind == "F" else pieces.backward, part)
         host = self._profile.host if kind == "F" else self._profile.host_backward
-        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.count * host
+        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.host(self._profile, host)
 
     def _update(self, of: Candidate, blocks: int) -> float:
         """Seconds of clipping and the optimizer."""
@@ -231,26 +232,33 @@ class Estimator:
         blocks = ceil(pieces.blocks / of.pp)
         kept = of.kept if of.recompute else blocks
         held = kept * pieces.held + (blocks - kept) * self._recomputed / (of.tp if pieces.sequence else 1)
-        within = pieces.held * of.rows if of.recompute else 0.0  # a block that is computed again
+        within = (
+            pieces.held * of.rows if of.recompute else 0.0
+        )  # a block that is computed again, when the loss has gone
         base, slope = pieces.other
-        other = base + slope * of.rows + within
-        adds_up = of.microbatches > 1 and of.data > 1
+        other = base + max(slope * of.rows, within)
         if of.pp == 1:
-            elements = pieces.total_elements
-            gathered = elements * self._itemsize if of.dp_shard > 1 and not of.reshard else 0.0
-            unreduced = elements * self._reduced if adds_up else 0.0
-            return pieces.kept * elements / of.dp_shard + gathered + unreduced + held * of.rows + other
+            return self._lives(of, pieces.total_elements, held * of.rows + other)
         return max(
-            self._stage(of, blocks * block + end, flight * held * of.rows + rest)
+            self._lives(of, blocks * block + end, flight * held * of.rows + rest)
             for end, flight, rest in (
                 (first, _in_flight(of), base + within),
                 (last, 1.0 if of.chunks == 1 else _in_flight(of) - of.pp + 1, other),
             )
         )
 
-    def _stage(self, of: Candidate, elements: float, activations: float) -> float:
-        gathered = elements * (self._itemsize + self._reduced) if of.data > 1 else 0.0
-        return self._pieces[of.tp].kept * elements / of.dp_shard + gathered + activations
+    def _lives(self, of: Candidate, elements: float, activations: float) -> float:
+        """Bytes that live on a rank of so many elements: while it computes, or while it updates them."""
+        pieces = self._pieces[of.tp]
+        if of.pp == 1 and of.reshard and of.dp_shard > 1:
+            gathered = pieces.unsharded
+        else:
+            cast = self._itemsize != REDUCED or of.data > 1
+            gathered = elements * self._itemsize if self._gathers and cast else 0.0
+        # Gradients of the microbatches before are whole until the last one's backward.
+        before = elements * self._reduced if of.microbatches > 1 else 0.0
+        here = elements / of.dp_shard
+        return pieces.kept * here + max(gathered + before + activations, pieces.updating * here)
 
 
 def _in_flight(of: Candidate) -> float:
