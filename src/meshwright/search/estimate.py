@@ -9,7 +9,7 @@
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
-| what lives on a rank | kept · elements / shards + max(unsharded + gradients + activations, updating · elements / shards) | `Estimator._lives` |
+| what lives on a rank | kept · e + max(gathered + gradients + activations, updating · e), e a shard | `Estimator._lives` |
 | its activations | in flight · held · rows + other | `Estimator.memory` |
 | blocks that keep their activations | as many as fit: equal blocks take equal seconds a byte | `Estimator.selected` |
 | microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |

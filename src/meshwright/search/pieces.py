@@ -289,8 +289,8 @@ def _pieces(recipe: Recipe, few: Few, base: Trace, wide: Trace, more: Sequence[T
     forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.kept / (local / SHARD), held,
-        _line(max(0.0, spare[0]), max(0.0, spare[1])), low.unsharded, low.updating / (local / SHARD), _update(base).times(1 / local),
-        _updates(base, more), tied,
+        _line(max(0.0, spare[0]), max(0.0, spare[1])), low.unsharded, low.updating / (local / SHARD),
+        _update(base).times(1 / local), _updates(base, more), tied,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What a part of a forward takes, with its backward: on one device, on some of the rows, sharded over tensor-parallel ranks.
 
 Arithmetic over a recorded forward (graph.py), with the seconds that every prediction has: a function on the device takes
-``Profile.compute``, a collective ``hardware.collectives.collective``, and the device waits for the host as ``clock.behind`` says.
+``Profile.compute``, a collective ``hardware.collectives.collective``, and a device waits for its host as ``clock.behind`` says.
 Backward is a function for each input of a product that wants a gradient, each with the flops and bytes of the forward; for
 other functions, one as long as the forward; where nothing wants a gradient, none. What is sent waits for what is computed,
 and the other way round. Optimizers are left out.
