@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
+from meshwright.graph import INTENSITY
 from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
 from meshwright.hardware.profile import Profile, Work
 from meshwright.plan import Plan
@@ -80,6 +81,10 @@ class Calls:
         """Seconds of a host that takes so many for a function."""
         moved = sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
         return self.count * seconds + moved * profile.host_collective
+
+    def work(self, rows: float) -> float:
+        """Operations and bytes, as planning weighs them when it cuts stages (``graph.Event.work``)."""
+        return sum(n * (at(flops, rows) + INTENSITY * at(moved, rows)) for (_, _, flops, moved), n in self.ops.items())
 
     def device(self, profile: Profile, rows: float) -> float:
         """Seconds on the device."""
