@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR
+from meshwright.cli.calibrate import measured_profile
+from meshwright.hardware import Profile
+from meshwright.prediction.branches.ways import BEST, DATA, GIVEN, ONE, TENSOR
 
 WIDTH, HEAD = 256, 16
 SMALL, LARGE = (16, 32, 64, 32), (32, 64, 64, 32)  # sequences, their length, widths of both tracks
@@ -266,10 +268,6 @@ def gathered(plan: Any, batch: dict[str, Tensor], depth: int) -> int:
     return found.bytes
 
 
-def machine() -> mw.Hardware:
-    return mw.Hardware.measured()
-
-
 def added(rounds: int) -> tuple[float, float]:
     """Runs on every rank: CPU seconds that a job adds to an operation of the forward, and to a step: of branches of one
     token, more and less deep."""
@@ -315,7 +313,7 @@ def lines(times: Times, moved: dict[str, tuple[int, int]], against: str) -> None
               f"   {ratio(found, times[against], WALL)}; {ratio(found, times[against], BUSY)}")  # fmt: skip
 
 
-def balanced(workers: Any, hardware: mw.Hardware, depth: int, tokens: int, rounds: int) -> None:
+def balanced(workers: Any, hardware: Profile, depth: int, tokens: int, rounds: int) -> None:
     build, batch = partial(Two, depth, depth), sample(1, tokens)
     plans = {GIVEN: BESIDE, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
@@ -324,34 +322,39 @@ def balanced(workers: Any, hardware: mw.Hardware, depth: int, tokens: int, round
     print(f"  compare_branches: {mw.compare_branches(build, batch, BESIDE, hardware=hardware).verdict}")
 
 
-def sweep(workers: Any, hardware: mw.Hardware, batches: tuple[int, ...], depths: Any, tokens: int, rounds: int) -> None:
-    print(f"\n2  sweep: rows of {tokens} tokens; a step's ms / CPU ms (predicted, for the region); {rounds} rounds")
+def sweep(workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any, tokens: int, rounds: int) -> None:
+    print(
+        f"\n2  sweep: rows of {tokens} tokens; a step's ms / CPU ms (predicted, for the region, without and with "
+        f"what a job adds); {rounds} rounds"
+    )
     print(
         "  rows  blocks " + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, GIVEN)) + "said; fastest; by CPU time"
     )
-    bare = replace(hardware, view=0.0, step=0.0)
-    scores = {key: [0, 0] for key in product((bare, hardware), (WALL, BUSY))}  # right, within 10 %
+    bare = replace(hardware, job_call=0.0, job_step=0.0)
+    sides = {"without": bare, "with": hardware}
+    scores = {key: [0, 0] for key in product(sides, (WALL, BUSY))}  # right, within 10 %
     for rows in batches:
         for first, second in depths:
             build, batch = partial(Two, first, second), sample(rows, tokens)
             plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {GIVEN: BESIDE}
             times, _ = workers.run(measure, build, plans, (1,), batch, rounds, ranks=2, timeout=900)[0]
             times[ONE] = times.pop(_process(1))
-            found = {h: mw.compare_branches(build, batch, BESIDE, hardware=h) for h in (bare, hardware)}
+            found = {h: mw.compare_branches(build, batch, BESIDE, hardware=of) for h, of in sides.items()}
             said = {h: GIVEN if c.fastest == BEST else c.fastest for h, c in found.items()}
             fastest = [min(times, key=lambda name: of(times, name, which)) for which in (WALL, BUSY)]
             for (h, which), score in scores.items():
                 score[0] += said[h] == fastest[which]
                 score[1] += said[h] in times and of(times, said[h], which) <= 1.1 * of(times, fastest[which], which)
+            bare_s, job_s = (found[side].seconds for side in sides)
             cells = "".join(
-                f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * found[bare].seconds[name]:.1f}/"
-                f"{1e3 * found[hardware].seconds[name]:.1f})".ljust(14) + " "
+                f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * bare_s[name]:.1f}/"
+                f"{1e3 * job_s[name]:.1f})".ljust(14) + " "
                 if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, GIVEN)
             )  # fmt: skip
             print(f"  {rows:4}  {first}:{second:<4} {cells} {' / '.join(said.values())}; {'; '.join(fastest)}")
     total = len(batches) * len(depths)
     for (h, which), (right, near) in scores.items():
-        what = f"{'with' if h.view else 'without'} what a job adds, by {('time', 'CPU time')[which]}"
+        what = f"{h} what a job adds, by {('time', 'CPU time')[which]}"
         print(
             f"  {what}: what compare_branches said was the fastest in {right} of {total}, within 10 % of it in {near}"
         )
@@ -370,7 +373,7 @@ def parameter_bytes(workers: Any, depth: int) -> None:
     print(f"  compare_branches: {said[0]} and {said[1]}")
 
 
-def tracks(workers: Any, hardware: mw.Hardware, depth: int, sizes: tuple[int, int, int, int], rounds: int) -> None:
+def tracks(workers: Any, hardware: Profile, depth: int, sizes: tuple[int, int, int, int], rounds: int) -> None:
     deep, residues, dim, pair = sizes
     build, draw = partial(Tracks, depth, dim, pair), torch.Generator().manual_seed(1)
     batch = {
@@ -403,16 +406,14 @@ def main() -> None:
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, gloo on CPU, 1 thread a process"
     )
     rounds = 4 if quick else 10
+    here = measured_profile(1, print)
     with mw.local_workers(4) as workers:
-        found = workers.run(machine, ranks=2)
-        hardware = max(found, key=lambda h: h.latency)
-        print(f"{hardware.flops / 1e9:.0f} Gflop/s and {hardware.memory / 1e9:.1f} GB/s a core, links of "
-              f"{hardware.link / 1e9:.2f} GB/s, {1e6 * hardware.latency:.0f} µs a collective, "
-              f"{1e6 * hardware.operation:.1f} µs an operation")  # fmt: skip
-        view, step = workers.run(added, 2 * rounds, ranks=2, timeout=300)[0]
-        print(f"a job adds {1e6 * view:.0f} µs to an operation of the forward, and {1e3 * step:.1f} ms to a step (CPU time, "
-              f"branches of one token); Hardware.measured takes it to be {1e6 * hardware.view:.0f} µs and "
-              f"{1e3 * hardware.step:.1f} ms")  # fmt: skip
+        call, step = workers.run(added, 2 * rounds, ranks=2, timeout=300)[0]
+        hardware = replace(here, job_call=max(0.0, call), job_step=max(0.0, step))
+        print(f"{here.peak['float32'] / 1e9:.0f} Gflop/s and {here.bandwidth / 1e9:.1f} GB/s a core, links of "
+              f"{here.node.bandwidth / 1e9:.2f} GB/s, {2e6 * here.node.latency:.0f} µs a small all-reduce, "
+              f"{1e6 * here.host:.1f} µs a function; a job adds {1e6 * call:.0f} µs to one, and {1e3 * step:.1f} ms to a step "
+              "(CPU time, branches of one token)")  # fmt: skip
         for tokens in (128,) if quick else (128, 1024):
             balanced(workers, hardware, 4 if quick else 8, tokens, rounds)
         depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))

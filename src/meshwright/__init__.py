@@ -19,11 +19,10 @@
     parity      check, Report                  the same as one device?
     prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
                 compare, Difference            what one plan takes more or less than another
+                compare_branches, Comparison   does it pay to run branches beside each other?
     recording   record, compare_recordings     a step of any script, written down; two of them, judged
                 Recording, Verdict
     search      find_plans, Found              the fastest plans that fit so many devices
-    cost        compare_branches, Comparison   does it pay?
-    hardware    Hardware                       rates of devices and links
     draw.facts  shard_map, ShardMap            which rank holds what
     draw.notebook  html_of                     the same, as a notebook shows it
     draw.report  report                        everything there is to see of a plan, as data and as one HTML file
@@ -43,18 +42,17 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.jobs import load_checkpoint, save_checkpoint
     from meshwright.checkpoint.load import Loaded
     from meshwright.container import Branches
-    from meshwright.cost.compare import compare_branches
-    from meshwright.cost.comparison import Comparison
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.draw.notebook import html_of
     from meshwright.draw.report import report
     from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError, UnfrozenError
-    from meshwright.hardware import Hardware
     from meshwright.layout import Partial, Replicate, Shard
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
     from meshwright.plan import Plan
     from meshwright.planned import make_recipe
+    from meshwright.prediction.branches.compare import compare_branches
+    from meshwright.prediction.branches.comparison import Comparison
     from meshwright.prediction.difference import Difference, compare
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
@@ -90,8 +88,7 @@ _HOME = {
     "compare": "prediction.difference", "Difference": "prediction.difference",
     "record": "recording.record", "Recording": "recording.record",
     "compare_recordings": "recording.compare", "Verdict": "recording.verdict",
-    "compare_branches": "cost.compare", "Comparison": "cost.comparison",
-    "Hardware": "hardware",
+    "compare_branches": "prediction.branches.compare", "Comparison": "prediction.branches.comparison",
     "shard_map": "draw.facts", "ShardMap": "draw.facts", "report": "draw.report",
     "html_of": "draw.notebook",
     "RemoteTensor": "calls.placeholder", "RowShard": "calls.placeholder",
@@ -104,7 +101,6 @@ __all__ = [
     "Difference",
     "Finding",
     "Found",
-    "Hardware",
     "Job",
     "Loaded",
     "Mesh",

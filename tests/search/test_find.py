@@ -8,6 +8,10 @@ from torch import nn
 
 from meshwright import PlanError, find_plans, make_recipe, predict
 from meshwright.hardware.reader import read_profile
+from meshwright.prediction.predict import adamw_on
+from meshwright.search.estimate import Estimator
+from meshwright.search.find import repeated
+from meshwright.search.pieces import MANY, SHARD, Measured
 from meshwright.search.space import Candidate, candidates, divisors
 
 WIDTH, WORDS = 256, 1024
@@ -156,3 +160,15 @@ def test_blocks_that_keep_their_activations_are_as_many_in_each_stage():
     assert len(recomputed) == 10
     assert sum(blocks.index(name) < 8 for name in recomputed) == 5
     assert plan["modules"]["blocks.7"] == {"recompute": "none", "dp": "replicate"}
+
+
+def test_what_the_optimizer_needs_is_not_taken_for_activations():
+    """Few tokens: updating parameters takes more memory than computing does."""
+    batch = repeated(tokens(length=32), MANY * SHARD)
+    measured = Measured(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    assert measured.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
+    pieces = measured.pieces(1)
+    assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
+    estimator = Estimator(GPU, {1: pieces}, measured.recomputed(), 0.0, 2)
+    one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
+    assert estimator.memory(one) == pytest.approx((pieces.kept + 8) * pieces.total_elements / 2)

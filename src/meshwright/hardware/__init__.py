@@ -1,6 +1,5 @@
 """What devices and links can do, by which a prediction turns work into seconds and bytes into memory.
 
-rates        Hardware, GPU_NODE, LOCAL            a few constants, for a first-order comparison (cost/)
 profile      Profile, Link, Curve, Estimate       a device and its links, with efficiencies by size and scatter
 collectives  collective, Group                    seconds of a collective, by algorithm and by where its ranks stand
 reader       read_profile, profiles               YAML files with units; those that ship are in profiles/
@@ -18,17 +17,13 @@ from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.exchange import measured_link
 from meshwright.hardware.local import CPU_LOCAL, calibrated_file, keep_profile
 from meshwright.hardware.profile import Curve, Estimate, Link, Profile
-from meshwright.hardware.rates import GPU_NODE, LOCAL, Hardware
 from meshwright.hardware.reader import profiles, read_profile
 
 __all__ = [
     "CPU_LOCAL",
-    "GPU_NODE",
-    "LOCAL",
     "Curve",
     "Estimate",
     "Group",
-    "Hardware",
     "Link",
     "Profile",
     "calibrate",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.hardware.meter import Calls, Meter, curve, rate, short, steady
 from meshwright.hardware.profile import Curve, Link, Profile
-from meshwright.hardware.rates import LOCAL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +30,9 @@ DTYPES = ("float32", "float64", "bfloat16")
 HEADS, WIDTH = 4, 64  # of the attentions
 CHAIN = 100  # functions of the chain from which the host's time is taken
 CLEAR = 4  # a call counts for the peak if it takes so many times what the host does for it
+LINK = Link(
+    75e-6, 1e9, Curve(((1.0, 1.0),)), 0.5, "gloo", "not measured: the order of magnitude of gloo in one machine"
+)
 
 
 def calibrate(
@@ -47,7 +49,7 @@ def calibrate(
     """A profile of this machine, in which each device is a process with as many threads as torch has here. About 20 seconds.
 
     What calls take includes the memory that their results are put in, as in a model's forward. The link within the node is not
-    measured, but that of ``LOCAL``, with half of it as scatter: ``measured_link`` measures it.
+    measured, but ``LINK``, with half of it as scatter: ``measured_link`` measures it.
 
     Args:
         device: "cpu". GPUs are not measured here; their profiles ship.
@@ -103,7 +105,7 @@ def _machine() -> dict[str, Any]:
         "per_group": 0,
         "reserve": 0.0,
         "launch": 0.0,  # on a CPU a call begins when the host is there
-        "node": Link(LOCAL.latency / 2, LOCAL.link, Curve(((1.0, 1.0),)), 0.5, "gloo", "not measured: LOCAL"),
+        "node": LINK,
         "network": None,
         "cores": max(1, cores // threads),
     }

@@ -75,6 +75,11 @@ class Group:
         return self.ranks - (self.nodes - 1) * self.here
 
 
+def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
+    """Where the ranks of a group stand, each ``apart`` ranks from the one before."""
+    return Group(ranks, max(1, min(ranks, profile.devices_per_node // apart)))
+
+
 def collective(
     profile: Profile, kind: CollectiveKind, nbytes: float, group: Group, contention: float = 1.0
 ) -> Estimate:

@@ -172,6 +172,9 @@ class Profile:
         network: the link across nodes, of one device; None where there is none.
         scatter: relative standard deviation of ``compute``.
         cores: how many devices of a node compute at once, where they share its cores (processes on CPUs); 0: all of them.
+        host_collective: seconds that the host takes to call a collective, where that is not within its link's latency.
+        job_call, job_step: seconds that a job adds on the host to a torch function of a forward over tp that is not replayed,
+            and to a step; 0: not measured.
     """
 
     name: str
@@ -195,6 +198,9 @@ class Profile:
     network: Link | None
     scatter: float
     cores: int = 0
+    host_collective: float = 0.0
+    job_call: float = 0.0
+    job_step: float = 0.0
 
     def compute(self, flops: float, moved: float, dtype: str, kind: Work) -> Estimate:
         """What one call takes on the device: max(flops / (peak · e(flops)), bytes / (bandwidth · e(bytes)), launch).

@@ -24,6 +24,7 @@ from meshwright.errors import Finding, Findings, listing, nearest
 from meshwright.hardware.local import CPU_LOCAL, calibrated_file
 from meshwright.hardware.profile import Curve, Link, Profile
 from meshwright.hardware.quantity import EXAMPLES, UNITS, Kind, read_quantity, spell_quantity
+from meshwright.hardware.text import ABSENT
 from meshwright.plan.source import KeyPath, Source, example, flow
 from meshwright.plan.text import compose
 
@@ -40,7 +41,7 @@ ALIASES = {
 
 _TEXTS = ("name", "source", "date")
 _SIZES = ("memory", "context", "per_group")
-_TIMES = ("launch", "host", "host_backward")
+_TIMES = ("launch", "host", "host_backward", *ABSENT)
 _CURVES = ("matmul", "attention")
 _LINK = {"latency": "1 us", "bandwidth": "450 GB/s", "efficiency": "{1 MiB: 0.3, 1 GiB: 0.8}", "scatter": "0.1"}
 _LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh")
@@ -63,7 +64,7 @@ _REQUIRED = {
     "scatter": "0.1",
     "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
 }
-_KEYS = (*_REQUIRED, "notes", "cores", "node", "networks", "network")
+_KEYS = (*_REQUIRED, *ABSENT, "notes", "cores", "node", "networks", "network")
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
@@ -144,7 +145,7 @@ class _Reader:
         fields: dict[str, Any] = {
             **{key: self.text(values, key) for key in (*_TEXTS, "notes")},
             **{key: int(self.quantity_of(values, key, "B", zero=key != "memory")) for key in _SIZES},
-            **{key: self.quantity_of(values, key, "s", zero=key == "launch") for key in _TIMES},
+            **{key: self.quantity_of(values, key, "s", zero=key in ("launch", *ABSENT)) for key in _TIMES},
             **{key: self.fraction(values, key) for key in ("reserve", "scatter")},
             **curves,
             "peak": peak,

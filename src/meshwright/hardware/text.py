@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from meshwright.hardware.profile import Curve, Link, Profile
 
 
+ABSENT = ("host_collective", "job_call", "job_step")
+"""Seconds that a profile need not have."""
+
+
 def profile_text(profile: Profile) -> str:
     """The profile as YAML, with units; it reads back as an equal profile."""
     network = profile.network
@@ -24,6 +28,7 @@ def profile_text(profile: Profile) -> str:
         "bandwidth": spell_quantity(profile.bandwidth, "B/s"),
         "streaming": _curve(profile.streaming, "B"),
         **{key: spell_quantity(getattr(profile, key), "s") for key in ("launch", "host", "host_backward")},
+        **{key: spell_quantity(getattr(profile, key), "s") for key in ABSENT if getattr(profile, key)},
         "scatter": profile.scatter,
         **({"cores": profile.cores} if profile.cores else {}),
         "nodes": {profile.node.name or "node": {"devices": profile.devices_per_node} | _link(profile.node)},

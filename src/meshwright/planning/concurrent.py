@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from meshwright.cost.split import best_split
 from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.mesh import Mesh
 from meshwright.names import pattern
 from meshwright.plan import Entry, Plan
 from meshwright.planning.branch import kept_apart, ties_by_reads
+from meshwright.planning.split import best_split
 from meshwright.regions import find_regions
 from meshwright.submesh import Submesh, Submeshes, read_slice, trunk
 

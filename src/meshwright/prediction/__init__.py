@@ -8,6 +8,7 @@
     predict     ``predict`` and ``measure``
     result      ``Prediction``
     measure     what a run on this machine takes
+    branches/   ``compare_branches``: does it pay to run branches beside each other?
     analytic    a GPT's memory in closed form, to compare with
 
 Where an equation enters, it stands in the docstring of the function that computes it; `clock`, `play` and

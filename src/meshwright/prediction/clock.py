@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
 | a collective | α–β by algorithm and by where its group stands | `meshwright.hardware.collectives` |
-| host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `_Playing.end` |
+| host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `behind` |
 | a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
 | a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
 | a sum over replicas, in a backward | begins after its reduction; runs beside all that follows | `_Playing.sum` |
@@ -73,7 +73,6 @@ class Clock:
 
     def __init__(self, profile: Profile, mesh: Mesh) -> None:
         self._profile, self._mesh = profile, mesh
-        self._queue = profile.cores == 0  # which the host fills: host and device work side by side
         self._axes: dict[tuple[int, ...], tuple[str, Group]] = {}
 
     def phases(self, trace: Trace) -> list[Phase]:
@@ -81,7 +80,7 @@ class Clock:
         return [self._phase(what, events) for what, events in last_step(trace)]
 
     def _phase(self, what: Action | str, events: Sequence[Event]) -> Phase:
-        played = _Playing()
+        played = _Playing(self._profile)
         backward = isinstance(what, Action) and what.kind in ("B", "I", "W")
         host = self._profile.host_backward if backward else self._profile.host
         sends = 0
@@ -94,19 +93,18 @@ class Clock:
                 sends += event.nbytes
             elif isinstance(event, Collective) and event.kind != "recv":
                 self._collective(event, played, backward=backward)
-        return Phase(
-            what, played.end(queue=self._queue), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0])
-        )
+        return Phase(what, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
 
     def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
         axis, group = self._where(event.ranks)
         if group.ranks == 1:
             return
+        played.host += Estimate(self._profile.host_collective, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
         beside = {"all_gather": played.gather, "reduce_scatter": played.reduce}
         if backward:
             beside["all_reduce"] = played.sum
-        overlaps = self._queue and axis in (*DATA, "·".join(DATA))
+        overlaps = _has_queue(self._profile) and axis in (*DATA, "·".join(DATA))
         (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
 
     def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
@@ -122,7 +120,8 @@ class Clock:
 class _Playing:
     """The clocks of one action: of what computes, and of gathers and reductions that run beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
         self.device = self.host = NOTHING
         self._spent = Spent()
         self._begun = 0.0  # of the unit that computes
@@ -155,14 +154,25 @@ class _Playing:
         self._summing = max(self._summing, self._reducing, self.now) + seconds.seconds
         self._sums = axis, seconds
 
-    def end(self, *, queue: bool) -> Spent:
+    def end(self) -> Spent:
         for until, (axis, seconds) in ((self._reducing, self._reduces), (self._summing, self._sums)):
             if (wait := until - self.now) > 0:
                 self._spent.expose(axis, Estimate(wait, seconds.scatter))
         self._spent.device = self.device
-        behind = self.host.seconds - self.now if queue else self.host.seconds
-        self._spent.host = Estimate(max(0.0, behind), self.host.scatter)
+        self._spent.host = Estimate(behind(self._profile, self.host.seconds, self.now), self.host.scatter)
         return self._spent
+
+
+def behind(profile: Profile, host: float, busy: float) -> float:
+    """Seconds that a device waits for a host that takes ``host`` seconds, if it is busy for so many itself.
+
+    max(0, host − busy) if the device has a queue, which the host fills while it works; on a CPU all of the host's.
+    """
+    return max(0.0, host - busy) if _has_queue(profile) else host
+
+
+def _has_queue(profile: Profile) -> bool:
+    return profile.cores == 0
 
 
 def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:

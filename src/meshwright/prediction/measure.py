@@ -1,8 +1,9 @@
 """What a rank of a run on this machine takes: bytes as torch's own allocator counts them, and seconds of a step.
 
 The allocator reports every allocation and release to torch's profiler: those within kernels and backends too, of which no
-dispatch mode sees anything. A release by a thread of a backend's is not reported. So at the begin of each step the bytes that
-live are counted anew, from the tensors that Python's garbage collector knows.
+dispatch mode sees anything. A release by a thread of a backend's is not reported: gloo's thread may be the last to hold what a
+collective was given, by chance. So at the begin of each step the bytes that live are counted anew, from the tensors that
+Python's garbage collector knows, and the step with the smallest peak counts, of several that do the same.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from meshwright.runtime.rows.microbatches import rows_of_rank
 from meshwright.runtime.weights.parameters import local_tensor
 
 _STEP = "meshwright.step"
+UNSTEADY = 3
+"""Steps that take more than those that follow: the first tries how rows combine, in the second and third blocks are recorded
+as local programs (``replay``)."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Measured:
     """Of one rank.
 
     Attributes:
-        peaks: bytes that lived at most in each step; the first tries how rows combine, too.
-        kept: bytes that lived between steps, after the first.
+        peaks: bytes that lived at most in each step, the ``UNSTEADY`` ones first.
+        kept: bytes that lived between steps, after the last.
         seconds: of each step without the profiler, from barrier to barrier.
     """
 
@@ -48,8 +52,8 @@ class Measured:
 
     @property
     def peak(self) -> int:
-        """The peak of a step after the first: the smallest, as what is not reported adds to it."""
-        return min(self.peaks[1:])
+        """The peak of a step after the unsteady ones: the smallest, as what is not reported adds to it."""
+        return min(self.peaks[UNSTEADY:])
 
 
 def measured_rank(
@@ -59,7 +63,7 @@ def measured_rank(
 
     Args:
         batch: of all data ranks together.
-        steps: at least 2, of which memory is measured; as many again are timed.
+        steps: at least 1, of which memory is measured, after ``UNSTEADY`` ones; as many again are timed.
     """
     job = make_job(build, plan.replace(verify=0, weights="drawn"), batch=batch, loss=loss)
     rows = copied(rows_of_rank(batch, job.recipe, job.rank))
@@ -67,7 +71,7 @@ def measured_rank(
     others = _bytes(_living()) - _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])
     live = []  # bytes before each step, and after the last
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(steps):
+        for _ in range(UNSTEADY + steps):
             live.append(_bytes(_living()) - others)
             with record_function(_STEP):
                 run.step()

@@ -22,6 +22,7 @@ from meshwright.prediction.trace import Allocated, Began, Collective, Event, Fre
 from meshwright.schedule import Action
 
 TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced gradients"
+UNSHARDED = "unsharded parameters"
 KERNELS = "kernels and backends"
 Site = tuple[str, str, str]
 """(module, the model's line, function)"""
@@ -235,7 +236,7 @@ def kinds_of(trace: Trace) -> dict[int, str]:
             made[event.storage] = ordinal, kind
             kinds[event.storage] = TEMPORARIES
             if event.storage in resized:
-                kinds[event.storage] = "unsharded parameters"
+                kinds[event.storage] = UNSHARDED
             elif event.storage in trace.exchanged:
                 kinds[event.storage] = "communication"
         elif isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and made[event.storage][0] != ordinal:

@@ -97,7 +97,7 @@ def measure(
     """The same of a run on this machine, measured, so that the two subtract. From a plain process.
 
     Args:
-        steps: of which memory is measured, at least 2; as many again are timed, and their median counts.
+        steps: of which memory is measured, after three that record and try; as many again are timed, and their median counts.
         workers: a pool of at least as many workers as the mesh has ranks. Default: workers are started for this call.
         timeout: seconds that all of it may take.
 

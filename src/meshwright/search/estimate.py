@@ -2,16 +2,19 @@
 
 | what | equation | function |
 | --- | --- | --- |
-| a forward of a stage | max(Σ device + Σ tp, calls · host) | `_Stage` |
+| a forward of a rank | max(Σ device + Σ tp, Σ host) | `Estimator._way` |
+| blocks of each stage | the most work of a stage is as little as can be | `stages.balanced` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
-| a step of a pipeline | (M + (p - 1) / v) (F + B) + (p - 1) 2 send + gather + reduce | `Estimator._pipelined` |
+| a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
+| its period P | max over ranks of (T of all behind it, and sends) / in flight | `_period` |
 | copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
-| what lives on a rank | kept · elements / shards + unsharded + in flight · held · rows + other | `Estimator.memory` |
+| what lives on a rank | kept · e + max(gathered + gradients + activations, updating · e), e a shard | `Estimator._lives` |
+| its activations | in flight · held · rows + other | `Estimator.memory` |
 | blocks that keep their activations | as many as fit: equal blocks take equal seconds a byte | `Estimator.selected` |
-| microbatches in flight | min(M, p), 1F1B; ((v - 1) p + 2 (p - 1) + 1) / v interleaved | `_in_flight` |
+| microbatches in flight | min(M, p - r), 1F1B; ((v - 1) p + 2 (p - r - 1) + 1) / v interleaved; r ranks before | `_in_flight` |
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2). It ranks; ``predict`` says what the
 best of them take (``find.py``).
@@ -20,15 +23,15 @@ best of them take (``find.py``).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
 
-from meshwright.hardware.collectives import Group, collective
+from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
-from meshwright.search.pieces import Calls, Pieces, Way, at, neighbours
+from meshwright.search.pieces import Calls, Pieces, at
 from meshwright.search.space import Candidate
+from meshwright.search.stages import Cut, balanced
 
 Spent = tuple[float, float, float]
 """Seconds of one microbatch: (device, collectives of tp, host)."""
@@ -48,6 +51,15 @@ class Estimated:
     seconds: float
     nbytes: float
     terms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """``count`` ranks of the pipeline axis that have as many blocks each, and what comes before or after all blocks."""
+
+    count: int
+    blocks: int
+    ends: tuple[str, ...] = ()
 
 
 class Estimator:
@@ -76,20 +88,16 @@ class Estimator:
         self._profile, self._pieces = profile, pieces
         self._recomputed, self._sends, self._itemsize = recomputed, sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
+        self._seconds, self._updates, self._cut = cache(self._seconds_of), cache(self._update_of), cache(self._cut_of)
 
     def of(self, candidate: Candidate) -> Estimated:
         """What a candidate takes."""
-        pieces = self._pieces[candidate.tp]
-        blocks = ceil(pieces.blocks / candidate.pp)
-        forward = self._way(candidate, pieces.forward, "F", blocks)
-        backward = self._way(candidate, pieces.backward, "B", blocks)
-        if candidate.recompute:
-            again = self._seconds(candidate.tp, "F", "block", candidate.rows)
-            number = blocks - candidate.kept
-            backward = tuple(b + number * a for b, a in zip(backward, again, strict=True))  # type: ignore[assignment]
-        terms = (self._flat if candidate.pp == 1 else self._pipelined)(candidate, forward, backward, blocks)
-        terms["clip and optimizer"] = self._update(candidate, blocks)
+        if candidate.pp == 1:
+            (rank,) = self._ranks(candidate)
+            terms = self._flat(candidate, self._way(candidate, "F", rank), self._way(candidate, "B", rank), rank.blocks)
+        else:
+            terms = self._pipelined(candidate)
+        terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
         return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
@@ -108,27 +116,51 @@ class Estimator:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _way(self, of: Candidate, way: Way, kind: str, blocks: int) -> Spent:
-        """(device, tp, host) seconds of one microbatch on the rank that has most to do."""
-        block = self._seconds(of.tp, kind, "block", of.rows)
-        first, last = (self._seconds(of.tp, kind, part, of.rows) for part in ("first", "last"))
+    def _ranks(self, of: Candidate) -> tuple[Rank, ...]:
+        """The ranks of the pipeline axis: the first, those between, and the last."""
         if of.pp == 1:
-            ends = [a + b for a, b in zip(first, last, strict=True)]
-        else:
-            ends = list(max(first, last, key=sum))
-        return tuple(blocks * one + end for one, end in zip(block, ends, strict=True))  # type: ignore[return-value]
+            return (Rank(1, self._pieces[of.tp].blocks, ("first", "last")),)
+        cut, more = self._cut(of.tp, of.pp * of.chunks, of.rows), of.chunks - 1
+        first, last = (
+            Rank(1, cut.first + more * cut.between, ("first",)),
+            Rank(1, cut.last + more * cut.between, ("last",)),
+        )
+        return first, *([Rank(of.pp - 2, of.chunks * cut.between)] if of.pp > 2 else []), last
+
+    def _cut_of(self, tp: int, stages: int, rows: int) -> Cut:
+        """As planning cuts: by operations and bytes of the forward."""
+        pieces = self._pieces[tp]
+        way = pieces.forward
+        return balanced(pieces.blocks, stages, way.block.work(rows), way.first.work(rows), way.last.work(rows))
+
+    def _way(self, of: Candidate, kind: str, rank: Rank) -> Spent:
+        """(device, tp, host) seconds of one microbatch on a rank."""
+        parts = [(rank.blocks, kind, "block"), *((1, kind, end) for end in rank.ends)]
+        if kind == "B" and of.recompute:
+            parts.append((max(0, rank.blocks - of.kept), "F", "block"))
+        spent = [(n, self._seconds(of.tp, way, part, of.rows)) for n, way, part in parts]
+        device, exchange, host = (sum(n * one[i] for n, one in spent) for i in range(3))
+        return device, exchange, host
+
+    def _elements(self, of: Candidate) -> list[float]:
+        """Of the parameters, those of each of ``_ranks``, before they are divided over data ranks."""
+        pieces = self._pieces[of.tp]
+        block, first, last = pieces.elements
+        ends = {"first": first, "last": last}
+        if of.pp == 1:
+            return [pieces.total_elements]
+        return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self._ranks(of)]
 
     def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> Spent:
         pieces = self._pieces[tp]
         calls: Calls = getattr(pieces.forward if kind == "F" else pieces.backward, part)
         host = self._profile.host if kind == "F" else self._profile.host_backward
-        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.count * host
+        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.host(self._profile, host)
 
-    def _update(self, of: Candidate, blocks: int) -> float:
+    def _update(self, of: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
-        pieces = self._pieces[of.tp]
-        device = pieces.total_elements / of.pp * self._updates(of.tp, of.dp_shard)
-        host = at(pieces.updates, blocks) * self._profile.host
+        device = max(self._elements(of)) * self._updates(of.tp, of.dp_shard)
+        host = at(self._pieces[of.tp].updates, max(rank.blocks for rank in self._ranks(of))) * self._profile.host
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
@@ -173,14 +205,17 @@ class Estimator:
         late = max(scatter + total, taken - hides * backward) - again
         return times * (gathers + again) + max(0.0, late) + self._reduce(of, first + last)
 
-    def _pipelined(self, of: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
-        one = self._microbatch(forward, backward)
+    def _pipelined(self, of: Candidate) -> dict[str, float]:
+        """By the rank of the pipeline axis that has most to do."""
+        ranks = self._ranks(of)
+        ways = [self._microbatch(self._way(of, "F", rank), self._way(of, "B", rank)) for rank in ranks]
+        one = max(ways, key=lambda way: sum(way.values()))
+        times = [sum(way.values()) for rank, way in zip(ranks, ways, strict=True) for _ in range(rank.count)]
         terms = {name: of.microbatches * seconds for name, seconds in one.items()}
         apart = of.data * of.tp
         send = collective(self._profile, "send", round(self._sends * of.rows), _pair(self._profile, apart)).seconds
-        terms["bubble"] = (of.pp - 1) / of.chunks * sum(one.values()) + 2 * (of.pp - 1) * of.chunks * send
-        block, first, last = self._pieces[of.tp].elements
-        held = blocks * block + max(first, last)
+        terms["bubble"] = pipelined(of, times, send) - of.microbatches * max(times)
+        held = max(self._elements(of))
         terms["compute"] += self._copies(of, held, 1)
         if of.data > 1:
             terms["data"] = (self._gather(of, held) if of.dp_shard > 1 else 0.0) + self._reduce(of, held)
@@ -227,37 +262,71 @@ class Estimator:
     def memory(self, of: Candidate) -> float:
         """Bytes that live on the fullest rank: the first of a pipeline, or the last."""
         pieces = self._pieces[of.tp]
-        block, first, last = pieces.elements
-        blocks = ceil(pieces.blocks / of.pp)
-        kept = of.kept if of.recompute else blocks
-        held = kept * pieces.held + (blocks - kept) * self._recomputed / (of.tp if pieces.sequence else 1)
-        within = pieces.held * of.rows if of.recompute else 0.0  # a block that is computed again
+        again = self._recomputed / (of.tp if pieces.sequence else 1)
+        within = (
+            pieces.held * of.rows if of.recompute else 0.0
+        )  # a block that is computed again, when the loss has gone
         base, slope = pieces.other
-        other = base + slope * of.rows + within
-        adds_up = of.microbatches > 1 and of.data > 1
-        if of.pp == 1:
-            elements = pieces.total_elements
-            gathered = elements * self._itemsize if of.dp_shard > 1 and not of.reshard else 0.0
-            unreduced = elements * self._reduced if adds_up else 0.0
-            return pieces.kept * elements / of.dp_shard + gathered + unreduced + held * of.rows + other
-        return max(
-            self._stage(of, blocks * block + end, flight * held * of.rows + rest)
-            for end, flight, rest in (
-                (first, _in_flight(of), base + within),
-                (last, 1.0 if of.chunks == 1 else _in_flight(of) - of.pp + 1, other),
-            )
-        )
+        other = base + max(slope * of.rows, within)
+        most = 0.0
+        for place, (rank, elements) in enumerate(zip(self._ranks(of), self._elements(of), strict=True)):
+            kept = min(of.kept, rank.blocks) if of.recompute else rank.blocks
+            held = kept * pieces.held + (rank.blocks - kept) * again
+            before = of.pp - 1 if "last" in rank.ends else place  # ranks of the pipeline
+            flight = _in_flight(of, before)
+            rest = other if "last" in rank.ends else base + within
+            most = max(most, self._lives(of, elements, flight * held * of.rows + rest))
+        return most
 
-    def _stage(self, of: Candidate, elements: float, activations: float) -> float:
-        gathered = elements * (self._itemsize + self._reduced) if of.data > 1 else 0.0
-        return self._pieces[of.tp].kept * elements / of.dp_shard + gathered + activations
+    def _lives(self, of: Candidate, elements: float, activations: float) -> float:
+        """Bytes that live on a rank of so many elements: while it computes, or while it updates them."""
+        pieces = self._pieces[of.tp]
+        if of.pp == 1 and of.reshard and of.dp_shard > 1:
+            gathered = pieces.unsharded
+        else:
+            cast = self._itemsize != REDUCED or of.data > 1
+            gathered = elements * self._itemsize if self._gathers and cast else 0.0
+        # Gradients of the microbatches before are whole until the last one's backward.
+        before = elements * self._reduced if of.microbatches > 1 else 0.0
+        here = elements / of.dp_shard
+        return pieces.kept * here + max(gathered + before + activations, pieces.updating * here)
 
 
-def _in_flight(of: Candidate) -> float:
-    """Microbatches whose activations the first stage holds."""
+def pipelined(of: Candidate, times: Sequence[float], send: float) -> float:
+    """Seconds from the first forward to the last backward.
+
+    (M − 1) P + T + fill: a microbatch goes through all ranks and back, and the others follow it, one each period P.
+
+        fill = (Σ of all ranks' T − T) / v + 2 (p − 1) v send
+
+    Args:
+        times: of each rank of the pipeline axis, for a forward and a backward of all that it has; T: the longest.
+        send: from a rank to the next.
+    """
+    most, sends = max(times), 2 * (of.pp - 1) * of.chunks * send
+    return (of.microbatches - 1) * _period(of, times, send) + most + (sum(times) - most) / of.chunks + sends
+
+
+def _period(of: Candidate, times: Sequence[float], send: float) -> float:
+    """Seconds from one microbatch to the next. A rank holds so many of them; each comes back to it from the last stage when all
+    ranks behind it have had it, and is sent there and back from rank to rank.
+
+        max over r of T of r, and of (Σ of T from r on + 2 (sends behind r)) / in flight(r)
+    """
+    last = of.pp * of.chunks - 1
+    # Ranks between are alike, so what they say grows, or falls, from one to the next.
+    looked_at = (0, 1) if of.chunks == 1 else (0,)
+    returns = ((sum(times[r:]) + 2 * (last - r) * send) / _in_flight(of, r) for r in looked_at)
+    return max(*times, *returns)
+
+
+def _in_flight(of: Candidate, before: int) -> float:
+    """Microbatches whose activations a rank holds that has so many others before it."""
+    if of.pp == 1:
+        return 1.0
     if of.chunks == 1:
-        return min(of.microbatches, of.pp)
-    return min(of.microbatches, ((of.chunks - 1) * of.pp + 2 * (of.pp - 1) + 1) / of.chunks)
+        return min(of.microbatches, of.pp - before)
+    return min(of.microbatches, ((of.chunks - 1) * of.pp + 2 * (of.pp - before - 1) + 1) / of.chunks)
 
 
 def _pair(profile: Profile, apart: int) -> Group:

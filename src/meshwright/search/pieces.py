@@ -21,13 +21,14 @@ from typing import Any, TypeVar, cast
 
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
-from meshwright.hardware.collectives import CollectiveKind, Group, collective
+from meshwright.graph import INTENSITY
+from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
 from meshwright.hardware.profile import Profile, Work
 from meshwright.plan import Plan
 from meshwright.prediction.blocks import Folding, folding_of
 from meshwright.prediction.clock import last_step
 from meshwright.prediction.copies import copies_of
-from meshwright.prediction.memory import Memory, memory_of
+from meshwright.prediction.memory import UNREDUCED, UNSHARDED, levels_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
 from meshwright.prediction.trace import Collective, Event, Op, Trace
@@ -42,6 +43,8 @@ KEPT = 2  # blocks of a kind: the first is computed with others' parameters on t
 OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
 """FSDP2's own copies around its collectives: as many as units are gathered and reduced, however many microbatches there are.
 ``Estimator`` counts them."""
+_COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCED, UNSHARDED)
+"""What ``Estimator`` counts by the elements that a rank holds."""
 Line = tuple[float, float]
 """(a, b): a + b · rows"""
 OpKey = tuple[Work, str, Line, Line]
@@ -71,7 +74,17 @@ class Calls:
 
     @property
     def count(self) -> float:
+        """Functions."""
         return sum(self.ops.values())
+
+    def host(self, profile: Profile, seconds: float) -> float:
+        """Seconds of a host that takes so many for a function."""
+        moved = sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
+        return self.count * seconds + moved * profile.host_collective
+
+    def work(self, rows: float) -> float:
+        """Operations and bytes, as planning weighs them when it cuts stages (``graph.Event.work``)."""
+        return sum(n * (at(flops, rows) + INTENSITY * at(moved, rows)) for (_, _, flops, moved), n in self.ops.items())
 
     def device(self, profile: Profile, rows: float) -> float:
         """Seconds on the device."""
@@ -113,7 +126,9 @@ class Pieces:
         tied: of ``elements``, those that stand before and after: a pipeline's last stage has a copy of them.
         kept: bytes that live between steps, for an element.
         held: bytes for the backward, of a block, for a row.
-        other: bytes besides at the peak, as a line in the rows.
+        other: bytes besides at the peak of a forward and backward, as a line in the rows: without gradients, and without
+            ``unsharded``, those of the parameters that FSDP2 has gathered at that moment.
+        updating: bytes that clipping and the optimizer need besides, gradients among them, for an element.
         update: what clipping and the optimizer call, for an element; their sizes are for a rank that holds all of it.
         updates: how many functions they call, as a line in the blocks of a rank.
     """
@@ -127,6 +142,8 @@ class Pieces:
     kept: float
     held: float
     other: Line
+    unsharded: float
+    updating: float
     update: Calls
     updates: Line
     tied: float = 0.0
@@ -206,9 +223,9 @@ class Measured:
         if not few.more:
             return 0.0
         base, *more = (
-            memory_of(rehearse(self._rehearsal(build, 1, recompute="blocks"), 0)) for build in (few.base, *few.more)
+            _Lives.of(rehearse(self._rehearsal(build, 1, recompute="blocks"), 0)) for build in (few.base, *few.more)
         )
-        held = sum(number * _held(base, one) for number, one in zip(few.numbers, more, strict=True))
+        held = sum(number * (one.most - base.most) for number, one in zip(few.numbers, more, strict=True))
         return max(0.0, held / sum(few.numbers)) / FEW
 
     @property
@@ -259,37 +276,57 @@ def _some(pieces: Pieces | None) -> Pieces:
     return pieces
 
 
-def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
-    """Where the ranks of a group stand that are so far from each other."""
-    here = max(1, min(ranks, profile.devices_per_node // apart))
-    return Group(ranks, here)
-
-
 # --- from rehearsals --------------------------------------------------------------------------------------------------
 
 
 def _pieces(recipe: Recipe, few: Few, base: Trace, wide: Trace, more: Sequence[Trace]) -> Pieces:
     numbers = few.numbers
-    low, high = memory_of(base), memory_of(wide)
-    above = [memory_of(trace) for trace in more]
+    low, high = _Lives.of(base), _Lives.of(wide)
+    above = [_Lives.of(trace) for trace in more]
     held = (
-        sum(n * max(0.0, _held(low, one)) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
+        sum(n * max(0, one.most - low.most) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
     )
     kept = KEPT * len(numbers)
-    spare = [memory.peak - memory.kept - kept * held * rows for rows, memory in ((FEW, low), (MANY, high))]
+    spare = [lives.most - kept * held * rows for rows, lives in ((FEW, low), (MANY, high))]
     elements, tied = _elements(recipe, few)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.kept / (local / SHARD), held,
-        _line(max(0.0, spare[0]), max(0.0, spare[1])), _update(base).times(1 / local),
-        _updates(base, more), tied,
+        _line(max(0.0, spare[0]), max(0.0, spare[1])), low.unsharded, low.updating / (local / SHARD),
+        _update(base).times(1 / local), _updates(base, more), tied,
     )  # fmt: skip
 
 
-def _held(base: Memory, more: Memory) -> float:
-    return float((more.peak - more.kept) - (base.peak - base.kept))
+@dataclass(frozen=True)
+class _Lives:
+    """What lives in the last step of a rehearsal, beside what the run keeps.
+
+    Attributes:
+        kept: bytes that the run keeps.
+        most: in its forward and backward, without gradients and gathered parameters.
+        unsharded: gathered parameters at that moment.
+        updating: in clipping and the optimizer, with gradients.
+    """
+
+    kept: int
+    most: int
+    unsharded: int
+    updating: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Lives:
+        levels = levels_of(trace)
+        began = max((i for i, p in enumerate(levels.phases) if str(p.what).startswith("step")), default=0)
+        last = levels.phases[began:]
+        moments = [moment for phase in last if isinstance(phase.what, Action) for moment in phase.moments]
+        kinds = levels.kinds(moment.at for moment in moments)
+        beside = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
+        at = max(range(len(moments)), key=beside.__getitem__)
+        updates = [m.nbytes for phase in last if phase.what in ("clip", "optimizer") for m in phase.moments]
+        unsharded = kinds[moments[at].at].get(UNSHARDED, 0)
+        return cls(levels.kept, beside[at], unsharded, max(0, max(updates, default=0) - levels.kept))
 
 
 def _elements(recipe: Recipe, few: Few) -> tuple[tuple[float, float, float], float]:

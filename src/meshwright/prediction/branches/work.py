@@ -1,9 +1,10 @@
 """What a part of a forward takes, with its backward: on one device, on some of the rows, sharded over tensor-parallel ranks.
 
-First-order arithmetic over a recorded forward (graph.py). An operation takes a fixed time and the longer of computing and
-moving bytes. Backward is an operation for each input of a product that wants a gradient, each with the flops and bytes of
-the forward; for other operations, one as long as the forward; where nothing wants a gradient, none. Nothing overlaps:
-what is sent waits for what is computed, and the other way round. Optimizers are left out.
+Arithmetic over a recorded forward (graph.py), with the seconds that every prediction has: a function on the device takes
+``Profile.compute``, a collective ``hardware.collectives.collective``, and a device waits for its host as ``clock.behind`` says.
+Backward is a function for each input of a product that wants a gradient, each with the flops and bytes of the forward; for
+other functions, one as long as the forward; where nothing wants a gradient, none. What is sent waits for what is computed,
+and the other way round. Optimizers are left out.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from meshwright.cost.traffic import NOTHING, Traffic, all_gather, all_reduce
 from meshwright.graph import Event, ModelGraph
-from meshwright.hardware import Hardware
+from meshwright.hardware.profile import Profile, Work
 from meshwright.layout import Shard
+from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_gather, all_reduce
+from meshwright.prediction.clock import behind
 from meshwright.recipe import Recipe
 
 
@@ -23,19 +25,22 @@ from meshwright.recipe import Recipe
 class Parameters:
     """Bytes of each parameter, as computed with; and which of them are trained.
 
-    ``reduced``: bytes of their gradients, as they are summed over ranks.
+    ``reduced``: bytes of their gradients, as they are summed over ranks. ``precision``: the type that the plan computes in,
+    if it is not that of the parameters.
     """
 
     bytes: Mapping[str, int]
     reduced: Mapping[str, int]
     trained: frozenset[str]
+    precision: str = ""
 
     @staticmethod
     def of(recipe: Recipe) -> Parameters:
         half = recipe.precision in ("bfloat16", "float16")
         sizes = {n: prod(p.shape) * _itemsize(p.dtype) for n, p in recipe.by_name.items()}
         computed = {n: prod(p.shape) * 2 if half else sizes[n] for n, p in recipe.by_name.items()}
-        return Parameters(computed, sizes, frozenset(n for n, p in recipe.by_name.items() if p.requires_grad))
+        return Parameters(computed, sizes, frozenset(n for n, p in recipe.by_name.items() if p.requires_grad),
+                          recipe.precision if half else "")  # fmt: skip
 
 
 def _itemsize(dtype: str) -> int:
@@ -45,13 +50,23 @@ def _itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Spent:
-    """Of one rank: seconds of computing, and what it exchanges meanwhile with those that share its branch."""
+    """Of one rank: seconds of the device and of the host, and what it exchanges with those that share its branch."""
 
-    compute: float = 0.0
+    device: float = 0.0
+    host: float = 0.0
     traffic: Traffic = NOTHING
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(self.compute + other.compute, self.traffic + other.traffic)
+        return Spent(self.device + other.device, self.host + other.host, self.traffic + other.traffic)
+
+    def compute(self, profile: Profile) -> float:
+        """Seconds without collectives: of the device, and what it waits for the host."""
+        return self.device + behind(profile, self.host, self.device)
+
+    def seconds(self, profile: Profile) -> float:
+        """Of all of it; a host that calls collectives is waited for as one that calls functions is."""
+        busy = self.device + self.traffic.seconds(profile)
+        return busy + behind(profile, self.host + self.traffic.calls * profile.host_collective, busy)
 
 
 @dataclass
@@ -66,8 +81,8 @@ class _Cutting:
 class Meter:
     """Time and traffic of sets of events."""
 
-    def __init__(self, graph: ModelGraph, hardware: Hardware, parameters: Parameters) -> None:
-        self.graph, self.hardware, self.parameters = graph, hardware, parameters
+    def __init__(self, graph: ModelGraph, profile: Profile, parameters: Parameters) -> None:
+        self.graph, self.profile, self.parameters = graph, profile, parameters
 
     def names(self, positions: Iterable[int]) -> list[str]:
         """The parameters that events take."""
@@ -84,22 +99,22 @@ class Meter:
 
     def whole(self, positions: Iterable[int], rows: float = 1.0) -> Spent:
         """On one device; ``rows``: on this share of the rows."""
-        return Spent(sum(self._seconds(self.graph.events[p], rows) for p in positions))
+        return sum((self._spent(self.graph.events[p], rows) for p in positions), Spent())
 
     def cut(self, positions: list[int], cuts: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> Spent:
         """On so many tensor-parallel ranks, with these parameters cut, as Megatron's pairs of column and row are."""
-        state, compute = _Cutting(), 0.0
+        state, spent = _Cutting(), Spent()
         for p in positions:
             event = self.graph.events[p]
             shards = [cuts[n] for n in event.parameters if n in cuts]
             share = self._follow(event, shards, state, ranks, rows)
-            compute += self._seconds(event, rows, share)
+            spent += self._spent(event, rows, share)
         inside = set(positions)
         for number, share in state.shares.items():  # what leaves, leaves whole
             used = self.graph.consumers.get(number, ())
             if number in self.graph.returned or any(p not in inside for p in used):
                 state.traffic += all_gather(int(self.graph.values[number].bytes * rows * share), ranks)
-        return Spent(compute, state.traffic)
+        return spent + Spent(traffic=state.traffic)
 
     def _follow(self, event: Event, shards: list[Shard], state: _Cutting, ranks: int, rows: float) -> float:
         """The share of an event's work that a rank does; notes what of its results is cut, and what is exchanged."""
@@ -121,12 +136,19 @@ class Meter:
         state.shares |= dict.fromkeys(outputs, share)
         return share
 
-    def _seconds(self, event: Event, rows: float, share: float = 1.0) -> float:
+    def _spent(self, event: Event, rows: float, share: float = 1.0) -> Spent:
         """Forward and backward of an event, of which a rank does a share."""
-        h, held = self.hardware, sum(self.parameters.bytes[n] for n in event.parameters)
+        held, again = sum(self.parameters.bytes[n] for n in event.parameters), self._backward(event)
         moved = share * (min(held, event.moved) + max(event.moved - held, 0) * rows)
-        once = h.operation + max(event.flops * rows * share / h.flops, moved / h.memory)
-        return once * (1 + self._backward(event))
+        flops = event.flops * rows * share
+        once = self.profile.compute(flops, moved, self._dtype(event), _kind(event)).seconds if flops or moved else 0.0
+        return Spent((1 + again) * once, self.profile.host + again * self.profile.host_backward)
+
+    def _dtype(self, event: Event) -> str:
+        """The type that an event computes in."""
+        numbers = (n for n in (*event.inputs, *event.outputs, event.written) if n is not None)
+        floating = (d for n in numbers if (d := self.graph.values[n].dtype).startswith(("float", "bfloat")))
+        return self.parameters.precision or next(floating, "float32")
 
     def _backward(self, event: Event) -> int:
         """How many operations like the forward there are in its backward."""
@@ -138,6 +160,10 @@ class Meter:
         wanted = sum(n in self.graph.live for n in event.inputs)
         # A bias is no further product.
         return max(1, min(2, wanted + any(n in self.parameters.trained for n in event.parameters)))
+
+
+def _kind(event: Event) -> Work:
+    return "attention" if "attention" in event.function else "matmul" if event.flops else "other"
 
 
 def _share(cut: Shard | None) -> float:

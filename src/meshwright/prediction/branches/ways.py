@@ -1,7 +1,8 @@
 """What a region of branches costs on G ranks: on one of them, by data, by tensor, or branches beside each other.
 
 Everything is of one forward and backward of a microbatch on the rows of a data rank, without the optimizer. Branch i takes
-cᵢ(g) seconds on g ranks: the fastest of dp × tp with at most g, predicted (work.py) or measured. Branches side by side take
+cᵢ(g) seconds on g ranks: the fastest of dp × tp with at most g, predicted (work.py) or measured; what a job adds on the host
+is beside it (``Profile.job_call``). Branches side by side take
 
     max cᵢ(gᵢ) + fork (backward: one all-reduce of gradients of what they were given) + join (forward: one all-to-all)
 """
@@ -13,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from meshwright.cost.split import best_split, imbalance, monotone
-from meshwright.cost.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
-from meshwright.cost.work import Meter, Spent
 from meshwright.layout import Shard
 from meshwright.mesh import Mesh
+from meshwright.planning.split import best_split, imbalance, monotone
+from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
+from meshwright.prediction.branches.work import Meter, Spent
 from meshwright.regions import Fork, Join, Regions
 from meshwright.submesh import Submesh, Submeshes
 
@@ -149,6 +150,7 @@ class RegionCost:
     ) -> None:
         self.region, self.places, self.meter, self.rows = region, places, meter, rows
         self.cuts, self.given = cuts, tables
+        self.profile = meter.profile
 
     @property
     def ranks(self) -> int:
@@ -208,8 +210,8 @@ class RegionCost:
         rows = self._share(data) if branch.apart else 1.0
         spent = self.meter.cut(positions, cuts, tp, rows) if tp > 1 else self.meter.whole(positions, rows)
         if data > 1:
-            spent += Spent(0.0, all_reduce(self.meter.reduced(positions, cuts), data))
-        return Cell(spent.compute + spent.traffic.seconds(self.meter.hardware), spent, mesh)
+            spent += Spent(traffic=all_reduce(self.meter.reduced(positions, cuts), data, tp))
+        return Cell(spent.seconds(self.profile), spent, mesh)
 
     def _share(self, pieces: int) -> float:
         """Of the rows, what the rank with the most of them has."""
@@ -231,20 +233,22 @@ class RegionCost:
             share, note = 1.0, "what a row gives depends on others: each rank runs all"
         elif self.rows is None or self.rows < ranks:
             note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
-        spent = self.meter.whole(region.positions, share)
-        measured = sum(self._alone) / max(self.meter.whole(region.positions).compute, 1e-30)  # by tables, if any
-        compute = spent.compute * measured + self._view(region.positions)
-        traffic = all_reduce(self.meter.reduced(region.positions, {}), ranks)
-        return self._way(DATA, compute, traffic, imbalance=share * ranks, note=note)
+        spent = self._by_tables(self.meter.whole(region.positions, share)) + self._added(region.positions)
+        spent += Spent(traffic=all_reduce(self.meter.reduced(region.positions, {}), ranks))
+        return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
     def _by_tensor(self) -> Way:
         cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
-        spent = self.meter.cut(self.region.positions, cuts, self.ranks)
-        measured = sum(self._alone) / max(self.meter.whole(self.region.positions).compute, 1e-30)
+        spent = self._by_tables(self.meter.cut(self.region.positions, cuts, self.ranks))
         names = self.meter.names(self.region.positions)
         note = "" if any(n in cuts for n in names) else "no parameter of it can be cut"
-        compute = spent.compute * measured + self._view(self.region.positions)
-        return self._way(TENSOR, compute, spent.traffic, note=note)
+        return self._way(TENSOR, spent + self._added(self.region.positions), note=note)
+
+    def _by_tables(self, spent: Spent) -> Spent:
+        """What was predicted, as much longer as the tables say of the branches on one device, if there are any."""
+        predicted = sum(self.meter.whole(b.positions).seconds(self.profile) for b in self.region.branches)
+        measured = sum(self._alone) / max(predicted, 1e-30)
+        return replace(spent, device=measured * spent.device, host=measured * spent.host)
 
     def _beside(self, name: str, places: Submeshes, cells: Sequence[Cell] | None = None) -> Way:
         """Branches at their places; ``cells``: what each takes there."""
@@ -258,18 +262,24 @@ class RegionCost:
         ranks = []
         for r, moved in enumerate(crossing):
             here = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
-            spent = sum((c.spent for c in here), Spent(0.0, moved))
-            ranks.append(spent)
-        hardware = self.meter.hardware
-        slowest = max(ranks, key=lambda s: s.compute + s.traffic.seconds(hardware))
+            ranks.append(sum((c.spent for c in here), Spent(traffic=moved)))
+        slowest = max(ranks, key=lambda s: s.seconds(self.profile))
         # All wait for the slowest branch, and then for the slowest part of the exchange.
         inner = max(sum(c.seconds for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop)
                     for r in range(self.ranks))  # fmt: skip
-        seconds = inner + max(t.seconds(hardware) for t in crossing)
+        seconds = inner + max(Spent(traffic=t).seconds(self.profile) for t in crossing)
         split = tuple(p.size for p in on)
         traffic = max((s.traffic for s in ranks), key=lambda t: (t.bytes, t.calls))
         return Way(
-            name, self.ranks, seconds, slowest.compute, traffic, self._rho(on), split, _meshes(on), tuple(crossing)
+            name,
+            self.ranks,
+            seconds,
+            slowest.compute(self.profile),
+            traffic,
+            self._rho(on),
+            split,
+            _meshes(on),
+            tuple(crossing),
         )
 
     def _placed(self, branch: Branch, place: Submesh) -> Cell:
@@ -277,13 +287,13 @@ class RegionCost:
         measured = self.given.get((branch.name, place.size))
         return cell if measured is None else Cell(measured, Spent(measured), place.mesh)
 
-    def _view(self, positions: Sequence[int]) -> float:
-        """Seconds that a job adds to these events."""
-        return self.meter.hardware.view * len(positions)
+    def _added(self, positions: Sequence[int]) -> Spent:
+        """What a job adds to these events."""
+        return Spent(host=self.profile.job_call * len(positions))
 
     def _in_job(self, branch: Branch, cell: Cell) -> Cell:
-        added = self._view(branch.positions)
-        return replace(cell, seconds=cell.seconds + added, spent=cell.spent + Spent(added))
+        spent = cell.spent + self._added(branch.positions)
+        return replace(cell, seconds=spent.seconds(self.profile), spent=spent)
 
     def _rho(self, on: Sequence[Submesh]) -> float:
         """max(cᵢ/gᵢ)·G/Σcᵢ; of a rank that has several branches, together."""
@@ -295,9 +305,10 @@ class RegionCost:
         return max(loads) * self.ranks / sum(self._alone)
 
     def _best(self) -> Way:
-        added = [self._view(b.positions) for b in self.region.branches]
-        tables = [[t + more for t in table] for table, more in zip(self.tables, added, strict=True)]
-        split = best_split(tables, self.ranks)
+        in_job = [
+            [self._in_job(b, c).seconds for c in row] for b, row in zip(self.region.branches, self.cells, strict=True)
+        ]
+        split = best_split(in_job, self.ranks)
         cells, all_, start = [], list(self.places.all), 0
         for branch, row, ranks in zip(self.region.branches, self.cells, split, strict=True):
             cell = row[ranks - 1]
@@ -311,9 +322,9 @@ class RegionCost:
         idle = self.ranks - sum(split)
         return replace(way, note=f"{way.note}; {idle} idle".removeprefix("; ")) if idle else way
 
-    def _way(self, name: str, compute: float, traffic: Traffic, *, imbalance: float = 1.0, note: str = "") -> Way:
-        seconds = compute + traffic.seconds(self.meter.hardware)
-        return Way(name, self.ranks, seconds, compute, traffic, imbalance, (), note)
+    def _way(self, name: str, spent: Spent, *, imbalance: float = 1.0, note: str = "") -> Way:
+        seconds, compute = spent.seconds(self.profile), spent.compute(self.profile)
+        return Way(name, self.ranks, seconds, compute, spent.traffic, imbalance, (), note)
 
 
 def _mesh(data: int, tp: int) -> Mesh:

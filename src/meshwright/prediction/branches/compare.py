@@ -8,17 +8,18 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from meshwright.cost.branches import Region, RegionCost, read_regions
-from meshwright.cost.comparison import Compared, Comparison
-from meshwright.cost.work import Meter, Parameters
 from meshwright.deferred import Build
 from meshwright.errors import Findings
 from meshwright.graph import ModelGraph
-from meshwright.hardware import GPU_NODE, Hardware
+from meshwright.hardware.profile import Profile
+from meshwright.hardware.reader import read_profile
 from meshwright.layout import Shard, even_shard
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planned import Planned
+from meshwright.prediction.branches.comparison import Compared, Comparison
+from meshwright.prediction.branches.ways import Region, RegionCost, read_regions
+from meshwright.prediction.branches.work import Meter, Parameters
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
 from meshwright.runtime.rows.batch import copied
@@ -35,7 +36,7 @@ def compare_branches(
     plan: PlanLike,
     *,
     loss: Loss | None = None,
-    hardware: Hardware | None = None,
+    hardware: str | Profile = "h100",
     tables: Tables | None = None,
 ) -> Comparison:
     """Does it pay to run the branches of a plan on different ranks? Against data and tensor parallelism, and one device.
@@ -47,22 +48,22 @@ def compare_branches(
         batch: a sample, of all data ranks together, of which shapes and types count.
         plan: which modules are branches (``on: tp[0:2]``), and the mesh.
         loss: of the model's output; default ``output.loss``.
-        hardware: rates of the devices and links; default ``meshwright.hardware.GPU_NODE``. ``Hardware.measured()`` is
-            this machine.
+        hardware: a profile, its name, or the path of its YAML file, as ``predict`` takes it; ``cpu-local`` is this machine.
         tables: (branch, ranks) → seconds of its forward and backward, measured, in place of what is predicted. A branch is
             called by the modules that it runs in a region, as the table prints it; a glob names several.
 
     Raises:
-        PlanError: with every problem of the plan; where it has no branches beside each other.
+        PlanError: with every problem of the plan or the profile; where it has no branches beside each other.
     """
-    plan, loss, hardware = Plan.parse(plan), loss or output_loss, hardware or GPU_NODE
+    plan, loss = Plan.parse(plan), loss or output_loss
+    profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     recipe = Planned(build, plan, batch, loss, whole_batch=True).recipe
     rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
     piece = take_rows(batch, 0, rows)
     planned = Planned(build, plan, piece, loss)
     graph = planned.graph(lambda model: loss(called(model, copied(piece))))
     regions = _regions(planned, recipe, graph, rows)
-    meter = Meter(graph, hardware, Parameters.of(recipe))
+    meter = Meter(graph, profile, Parameters.of(recipe))
     measured = _named(tables or {}, regions)
     looked_at = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
@@ -76,7 +77,7 @@ def compare_branches(
         return {n: p.tp for n, p in alone.by_name.items() if isinstance(p.tp, Shard)}
 
     costs = [RegionCost(r, recipe.places, meter, rows, cuts, measured) for r in regions]
-    return Comparison(hardware, tuple(
+    return Comparison(profile, tuple(
         Compared(c.region.name, c.ranks, rows, tuple(c.ways), tuple(map(tuple, c.tables)), c.parameter_bytes) for c in costs
     ))  # fmt: skip
 

@@ -1,19 +1,29 @@
 """What crosses between ranks: calls and bytes of collectives, of one rank.
 
-Two counts of bytes: ``bytes`` is what the rank puts in, as a job's ledger counts it (spmd/comm.py); ``wire`` is what crosses
-its link in the busier direction, which is what takes time. An all-reduce of n bytes over r ranks crosses 2(r−1)/r · n, as a
-ring or a tree does (nccl-tests, doc/PERFORMANCE.md).
+Two counts of bytes: ``bytes`` is what the rank puts in, as a job's ledger counts it (spmd/comm.py); a ``Move`` has those of the
+whole tensor, of which ``hardware.collectives`` knows what they take, as it does for every other prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.graph import ModelGraph
-from meshwright.hardware import Hardware
+from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
+from meshwright.hardware.profile import Profile
 from meshwright.regions import Fork, Join, parts, returns
 from meshwright.submesh import Submeshes
+
+
+class Move(NamedTuple):
+    """One collective: its kind; its bytes, as ``collective`` counts them; its ranks, and how far each is from the next."""
+
+    kind: CollectiveKind
+    nbytes: float
+    ranks: int
+    apart: int = 1
 
 
 @dataclass(frozen=True)
@@ -22,29 +32,36 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
-    wire: float = 0.0
+    moves: tuple[Move, ...] = ()
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.wire + other.wire)
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.moves + other.moves)
 
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(times * self.calls, times * self.bytes, times * self.wire)
-
-    def seconds(self, hardware: Hardware) -> float:
-        return self.calls * hardware.latency + self.wire / hardware.link
+    def seconds(self, profile: Profile) -> float:
+        """Of all of them, one after the other."""
+        return sum(
+            collective(profile, kind, nbytes, neighbours(profile, ranks, apart)).seconds
+            for kind, nbytes, ranks, apart in self.moves
+        )
 
 
 NOTHING = Traffic()
 
 
-def all_reduce(size: int, ranks: int) -> Traffic:
+def all_reduce(size: int, ranks: int, apart: int = 1) -> Traffic:
     """Of ``size`` bytes."""
-    return Traffic(1, size, 2 * (ranks - 1) / ranks * size) if ranks > 1 else NOTHING
+    return Traffic(1, size, (Move("all_reduce", size, ranks, apart),)) if ranks > 1 else NOTHING
 
 
 def all_gather(size: int, ranks: int) -> Traffic:
     """Of ``size`` bytes on each rank."""
-    return Traffic(1, size, (ranks - 1) * float(size)) if ranks > 1 else NOTHING
+    return Traffic(1, size, (Move("all_gather", ranks * size, ranks),)) if ranks > 1 else NOTHING
+
+
+def _all_to_all(sent: int, received: int, ranks: int) -> Traffic:
+    """In which this rank sends and receives so many bytes; it takes what one takes in which all have the busier of both."""
+    busier = max(sent, received) * ranks / (ranks - 1) if ranks > 1 else 0.0
+    return Traffic(1, sent, (Move("all_to_all", busier, ranks),))
 
 
 def fork_traffic(
@@ -73,7 +90,9 @@ def fork_traffic(
                     size = value.bytes if r.stop is None else value.bytes // value.shape[0] * (r.stop - r.start)
                     sent[r.sender] += size
                     received[r.receiver] += size
-        swap = [Traffic(bool(back), out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
+        swap = [
+            _all_to_all(out, into, len(line)) if back else NOTHING for out, into in zip(sent, received, strict=True)
+        ]
         totals = [before + moved + t for before, t in zip(totals, swap, strict=True)]
     return totals
 
@@ -91,7 +110,7 @@ def join_traffic(graph: ModelGraph, join: Join, places: Submeshes, rows: int | N
                 received[rank] += size
     if not join.values:
         return [NOTHING for _ in line]
-    return [Traffic(1, out, float(max(out, into))) for out, into in zip(sent, received, strict=True)]
+    return [_all_to_all(out, into, len(line)) for out, into in zip(sent, received, strict=True)]
 
 
 def _takers(number: int, branch: int, join: Join, places: Submeshes) -> set[int]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from meshwright.amounts import duration_text, size_text
-from meshwright.cost.branches import BEST, DATA, GIVEN, ONE, TENSOR, Way
-from meshwright.hardware import Hardware
+from meshwright.hardware.profile import Profile
+from meshwright.hardware.quantity import spell_quantity
+from meshwright.prediction.branches.ways import BEST, DATA, GIVEN, ONE, TENSOR, Way
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Compared:
 class Comparison:
     """Does it pay to run branches beside each other? ``print`` it; or look at ``regions``, ``fastest`` and ``verdict``."""
 
-    hardware: Hardware
+    profile: Profile
     regions: tuple[Compared, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
         """Of each way, over all regions: of those that every region has; with what a job adds to a step."""
-        added = self.hardware.step
+        added = self.profile.job_step
         return {n: sum(r[n].seconds for r in self.regions) + added * (n != ONE) for n in (ONE, DATA, TENSOR, GIVEN, BEST)
                 if all(any(w.name == n for w in r.ways) for r in self.regions)}  # fmt: skip
 
@@ -67,11 +68,12 @@ class Comparison:
         if not self.pays:
             near = min((n for n in seconds if n != ONE), key=seconds.__getitem__)
             calls = sum(r[near].traffic.calls for r in self.regions)
+            moving = sum(r[near].seconds for r in self.regions) - self._compute(near)
             return (
                 f"distributing does not pay: {duration_text(one)} of work on one device, against {_calls(calls)} of "
-                f"{duration_text(self.hardware.latency)} and {duration_text(self._compute(near))} of work in the nearest "
+                f"{duration_text(max(0.0, moving))} and {duration_text(self._compute(near))} of work in the nearest "
                 f"({near})"
-                + (f", and {duration_text(self.hardware.step)} that a job adds" if self.hardware.step else "")
+                + (f", and {duration_text(self.profile.job_step)} that a job adds" if self.profile.job_step else "")
             )
         ways = [r[fastest] for r in self.regions]
         second = min((n for n in seconds if n not in (ONE, fastest, GIVEN, BEST)), key=seconds.__getitem__)
@@ -96,16 +98,15 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        h = self.hardware
+        of = self.profile
+        peak = ", ".join(f"{spell_quantity(rate, 'flop/s')} in {dtype}" for dtype, rate in of.peak.items())
+        host = f"the host takes {duration_text(of.host)} a function"
+        if of.job_call or of.job_step:
+            host += f", to which a job adds {duration_text(of.job_call)}, and {duration_text(of.job_step)} to a step"
         lines = [
-            f"{h.name}: {h.flops / 1e12:.3g} Tflop/s, memory {h.memory / 1e9:.3g} GB/s, links {h.link / 1e9:.3g} GB/s, "
-            f"{duration_text(h.latency)} a collective, {duration_text(h.operation)} an operation"
-            + (
-                f"; a job adds {duration_text(h.view)} to each and {duration_text(h.step)} to a step"
-                if h.view or h.step
-                else ""
-            ),
-            "forward and backward of a microbatch on a data rank, without the optimizer; nothing overlaps",
+            f"{of.name}: at most {peak}; memory {spell_quantity(of.bandwidth, 'B/s')}, links "
+            f"{spell_quantity(of.node.bandwidth, 'B/s')}; {host}",
+            "forward and backward of a microbatch on a data rank, without the optimizer; what is sent hides behind nothing",
         ]
         for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
             several = list(alike)
