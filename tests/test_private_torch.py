@@ -1162,7 +1162,9 @@ def _meshes_alive() -> list[str]:
     _MESHES[:] = [weakref.ref(mesh), weakref.ref(mesh["a"])]
     x = distribute_tensor(torch.ones(4), mesh["a"], [Shard(0)])
     (x + x).redistribute(mesh["a"], [Replicate()])
-    assert worker._caches(sys.modules["torch.distributed.tensor._redistribute"]), "what is to be cleared is found by its class"
+    assert worker._caches(sys.modules["torch.distributed.tensor._redistribute"]), (
+        "what is to be cleared is found by its class"
+    )
     return alive
 
 
