@@ -154,7 +154,7 @@ class Staged:
             again = recomputed(self.models[-1], self.recipe.recompute, random)
             calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
             stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
-            programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes)
+            programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes, stages.switches)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = (
             LabelCounter(self.planned.record, self.models[0], Modes(self.models[0])) if self.microbatches > 1 else None

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch._functorch import apis, eager_transforms, vmap
 from torch.autograd import forward_ad
+from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -160,6 +161,12 @@ CHECKPOINT = Patch(
     "what a checkpoint keeps and runs again is ours to say: local tensors, names, events",
 )
 REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoints of the reentrant kind")
+_IN_PARTS = "a model in parts has some gradients on each rank: what takes one number of all of them is refused"
+_JOB = "the job has gone"
+CLIPPED_NORM = Patch(
+    clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB
+)  # asked by clip_grad_norm_ alone
+FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",

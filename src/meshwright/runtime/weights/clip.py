@@ -15,6 +15,7 @@ from meshwright.private import norms_of, scale_all
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.parameters import Standing, local_tensor
+from meshwright.runtime.weights.partial_gradients import refused
 from meshwright.watch.timer import CommunicationTimer
 
 
@@ -30,6 +31,8 @@ class Clipping:
         self._copies = {line.name: recipe.copies(line) for line in recipe.held_by(groups.rank)}
         self._standing = Standing(model, self._copies)
         self._weights: dict[tuple[int, ...], Tensor] = {}  # copies of some parts → the same on the device
+        if recipe.in_parts:
+            refused(self, Clipping._gradients)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -48,6 +51,11 @@ class Clipping:
         for dtype, those in parts.items():
             scale_all([part for part, _ in those], scale.to(dtype))
         return norm
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of what this rank holds, as they stand on its parameters."""
+        grads = (self._standing[name].grad for name in self._copies)
+        return [grad for grad in grads if grad is not None]
 
     def _parts(self) -> dict[torch.dtype, list[tuple[Tensor, int]]]:
         """What this rank holds of gradients, with the number of ranks that hold the same, by type; of complex numbers, both

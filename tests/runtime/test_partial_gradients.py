@@ -1,0 +1,77 @@
+"""What takes one number of all gradients is refused over parts, of which each rank has gradients of its own."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.spmd.patches import CLIPPED_NORM, FLAT_GRADIENT
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def plain_norm() -> float:
+    torch.manual_seed(0)
+    model = Tower()
+    model(rows()).backward()
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+
+
+def refused_over(job: mw.Job) -> list[str]:
+    """What clipping and LBFGS say."""
+    asked = (
+        lambda: nn.utils.clip_grad_norm_(job.parameters(), 1e-3),
+        lambda: torch.optim.LBFGS(list(job.parameters()), max_iter=1).step(lambda: torch.ones(())),
+    )
+    told = []
+    for ask in asked:
+        try:
+            ask()
+        except mw.PlanError as error:
+            told.append(str(error))
+    return told
+
+
+def refusals(mesh: dict[str, int]) -> Any:
+    """What clipping and LBFGS say over a mesh; the norms of a plain model and of the job beside; whether torch is itself again."""
+    torch.manual_seed(0)
+    job = mw.parallelize(Tower, mw.Plan(mesh=mesh), batch=rows())
+    job.step(rows())
+    norm = float(job.clip_grad_norm_(1e9))
+    told = refused_over(job)
+    norms = plain_norm(), norm
+    del job
+    gc.collect()
+    return told, norms, [patch._changes for patch in (CLIPPED_NORM, FLAT_GRADIENT)]
+
+
+def test_what_takes_one_number_of_all_gradients_is_refused_over_stages(workers: Any) -> None:
+    for told, (plain, over_stages), patches in workers.run(refusals, {"pp": 2}, ranks=2):
+        assert len(told) == 2, told
+        assert "torch.nn.utils.clip_grad_norm_" in told[0] and "job.clip_grad_norm_(max_norm)" in told[0]
+        assert "torch.optim.LBFGS" in told[1] and "each parameter by itself" in told[1]
+        assert plain == pytest.approx(over_stages) == pytest.approx(plain_norm()), "of others' gradients it is as ever"
+        assert patches == [[], []], "as it was, once the job has gone"
+
+
+def test_gradients_of_a_model_in_one_part_are_not_refused(workers: Any) -> None:
+    for told, (plain, over_replicas), _ in workers.run(refusals, {"dp_replicate": 2}, ranks=2):
+        assert told == [] and plain == pytest.approx(over_replicas)
