@@ -104,7 +104,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _distributed_c10d _functorch \
+    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
@@ -137,7 +137,7 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_C _are_functorch_transforms_active _functorch",
     "spmd/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
-        _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
+        _gather_flat_grad _get_total_norm _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys

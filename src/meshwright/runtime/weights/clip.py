@@ -32,7 +32,7 @@ class Clipping:
         self._standing = Standing(model, self._copies)
         self._weights: dict[tuple[int, ...], Tensor] = {}  # copies of some parts → the same on the device
         if recipe.in_parts:
-            refused(self, Clipping._gradients)
+            refused(self, Clipping.gradients)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -52,7 +52,7 @@ class Clipping:
             scale_all([part for part, _ in those], scale.to(dtype))
         return norm
 
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
         """The gradients of what this rank holds, as they stand on its parameters."""
         grads = (self._standing[name].grad for name in self._copies)
         return [grad for grad in grads if grad is not None]
