@@ -137,8 +137,9 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
         waiting += reversed(within._modules.values())
 
 
+BACKWARD_HOOK_TABLES = "_backward_pre_hooks", "_backward_hooks"
 HOOK_TABLES = (
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+    "_forward_pre_hooks", "_forward_hooks", *BACKWARD_HOOK_TABLES,
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
 """The attributes in which a module keeps its hooks, and which of them are called how. There is no public way to ask."""

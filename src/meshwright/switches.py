@@ -9,7 +9,8 @@ What was found out about a forward (how its rows combine, which way it takes) wa
 forward sets itself is no switch: only what differs between the end of a step and the beginning of the next one is.
 
 Planning follows forwards on a model of its own, with shapes alone. If the model that trains was changed between steps, a
-forward is recorded anew with the same changes there (``switched``).
+forward is recorded anew with the same changes there (``switched``). Forward hooks are left out: most of them look at what a
+module gives, on the rank where it runs, and planning would call them once more, on every rank, with values that are none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import HOOK_TABLES
+from meshwright.private import BACKWARD_HOOK_TABLES, HOOK_TABLES
 
 OWN, CHILDREN = "", "_modules"
 """What keeps an attribute of a module itself, and a child of it."""
@@ -67,11 +68,11 @@ NO_SWITCHES: Mapping[Switch, Any] = MappingProxyType({})
 
 @contextmanager
 def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]:
-    """For the time of a block these switches of a model are set. Tensors and children stay the model's own."""
+    """For the time of a block these switches of a model are set. Tensors, children and forward hooks stay the model's own."""
     modules, before = dict(model.named_modules()), list[tuple[dict[Any, Any], dict[Any, Any]]]()
     try:
         for switch, value in switches.items():
-            items = _table(modules.get(switch.module), switch.kept)
+            items = _table(modules.get(switch.module), switch.kept) if _is_recorded(switch) else None
             if items is None or isinstance(value, (Tensor, nn.Module)) or (switch.kept, switch.key) == (OWN, "forward"):
                 continue
             before.append((items, dict(items)))
@@ -84,6 +85,11 @@ def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]
         for items, held in reversed(before):
             items.clear()
             items.update(held)
+
+
+def _is_recorded(switch: Switch) -> bool:
+    """Whether a forward is recorded anew for it."""
+    return switch.kept not in HOOK_TABLES or switch.kept in BACKWARD_HOOK_TABLES
 
 
 def _table(module: nn.Module | None, kept: str) -> dict[Any, Any] | None:
@@ -106,7 +112,8 @@ class Switches:
 
     Attributes:
         told: equal for two steps between which nothing was changed; hashable.
-        path: as ``told``; of a switch that was changed often, a number's sign alone. A forward is recorded anew for each.
+        path: as ``told``, without forward hooks; of a switch that was changed often, a number's sign alone. A forward is
+            recorded anew for each.
         now: what stands at each switch.
         common: ``path`` and ``now`` when they were last the same on all ranks of a copy of the model.
     """
@@ -138,7 +145,7 @@ class Switches:
                 now[switch] = value
                 self._tell(switch, value)
         self.now, self.told = now, frozenset(self._told.items())
-        self.path = frozenset((switch, self._coarse(switch)) for switch in now)
+        self.path = frozenset((switch, self._coarse(switch)) for switch in now if _is_recorded(switch))
         self._tables = list(_tables(self._model))
 
     def agree(self) -> None:
@@ -147,15 +154,16 @@ class Switches:
 
     @property
     def hooked(self) -> tuple[str, ...]:
-        """The modules of which hooks were changed."""
-        return tuple(sorted({switch.module for switch in self.now if switch.kept in HOOK_TABLES}))
+        """The modules of which hooks for the backward were changed."""
+        return tuple(sorted({switch.module for switch in self.now if switch.kept in BACKWARD_HOOK_TABLES}))
 
     def digests(self) -> tuple[int, int]:
-        """Two numbers below 2**32: of the hooks that were changed, and of all that a forward may take another way for. They are
-        equal on ranks on which the same was done."""
+        """Two numbers below 2**32: of the hooks for the backward that were changed, and of all that a forward is recorded anew
+        for. They are equal on ranks on which the same was done."""
         if self._digests[0] is not self.path:
             # The key of a hook is a number of the process's own.
-            places = {s: (s.module, s.kept, "" if s.kept in HOOK_TABLES else str(s.key)) for s in self.now}
+            recorded = filter(_is_recorded, self.now)
+            places = {s: (s.module, s.kept, "" if s.kept in HOOK_TABLES else str(s.key)) for s in recorded}
             hooks = sorted((*at, self.now[s] is GONE) for s, at in places.items() if s.kept in HOOK_TABLES)
             path = sorted((*at, repr(self._coarse(s))) for s, at in places.items())
             numbers = zlib.crc32(repr(hooks).encode()), zlib.crc32(repr(path).encode())

@@ -88,6 +88,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook couples rows": lambda model: model.head.register_forward_hook(lambda m, given, out: out - out.mean(0)),
 }
 COUPLE = [change for change in CHANGES if "couple" in change]
+COMPUTING = "a forward hook", "a hook before", "a hook couples rows"  # forward hooks
 
 
 def train(model: Any, step: Callable[[Tensor], Tensor], change: str) -> list[float]:
@@ -142,12 +143,51 @@ MORE = [{"mesh": "tp=2", "microbatches": 2}, {"mesh": "dp_replicate=2"}]
 
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(p, marks=pytest.mark.proof) for p in MORE)], ids=str)
 def test_what_is_set_between_steps_is_as_on_one_device_or_an_error(plan: dict[str, Any], workers: LocalWorkers) -> None:
-    for found in workers.run(over_devices, list(CHANGES), plan, ranks=2):
-        for change, (losses, error) in zip(CHANGES, found, strict=True):
+    changes = [change for change in CHANGES if plan["mesh"] != "pp=2" or change not in COMPUTING]
+    for found in workers.run(over_devices, changes, plan, ranks=2):
+        for change, (losses, error) in zip(changes, found, strict=True):
             if change in COUPLE:
                 assert "something was set on it" in error and "rows: whole" in error, change
             else:
                 assert losses == pytest.approx(one_device(change), rel=1e-9), change
+
+
+def stopped_by_a_hook(change: str) -> str:
+    job = mw.parallelize(lambda: Model().double(), PLANS[0], batch=rows(0), timeout=5)
+    job.step(rows(0))
+    CHANGES[change](job.module)
+    with pytest.raises(RuntimeError) as error:
+        job.step(rows(1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("change", [COMPUTING[0], *(pytest.param(c, marks=pytest.mark.proof) for c in COMPUTING[1:])])
+def test_a_forward_hook_that_computes_and_comes_late_is_an_error_over_stages(
+    change: str, workers: LocalWorkers
+) -> None:
+    errors = workers.run(stopped_by_a_hook, change, ranks=2)
+    assert any("forward hook that computes with tensors is to be put on before parallelize" in e for e in errors), (
+        errors
+    )
+
+
+def looked_at() -> list[tuple[str, bool]]:
+    job = mw.parallelize(lambda: Model().double(), PLANS[0], batch=rows(0))
+    job.step(rows(0))
+    seen: list[tuple[str, bool]] = []
+    for name in ("blocks.0", "blocks.3"):
+        module = job.module.get_submodule(name)
+        module.register_forward_hook(
+            lambda m, given, out, name=name: seen.append((name, isinstance(out, mw.RemoteTensor)))
+        )
+    job.step(rows(1))
+    return seen
+
+
+def test_a_forward_hook_that_looks_may_come_late_and_is_not_called_by_planning(workers: LocalWorkers) -> None:
+    first, last = workers.run(looked_at, ranks=2)
+    assert ("blocks.0", False) in first and ("blocks.3", False) in last
+    assert ("blocks.0", False) not in last and ("blocks.3", False) not in first
 
 
 def hooked_on_one_rank(plan: dict[str, Any], parameter: bool) -> str:

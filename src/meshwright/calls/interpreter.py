@@ -303,7 +303,8 @@ class StageInterpreter(Tracer):
             expected = "nothing more" if position is None else self.graph.events[position].function
             raise PathError(
                 f"{spelled(path)} runs {name}, where it ran {expected} when it was recorded: a forward that depends on "
-                "values outside its blocks cannot be cut there"
+                "values outside its blocks cannot be cut there. A forward hook that computes with tensors is to be put on "
+                "before parallelize"
             )
         event = self.graph.events[position]
         self._reach(position)
