@@ -223,7 +223,12 @@ def test_plans_that_are_found_are_measured_and_sorted_by_that(file: str) -> None
         assert one["errors"]["seconds"] == pytest.approx(
             one["prediction"]["seconds"]["mean"] / one["measured"]["seconds"]["mean"] - 1
         )
-    text = meshwright(*given).stdout
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("calibrated", "pooled")
+def test_plans_that_are_found_and_measured_are_shown(file: str) -> None:
+    text = meshwright("plan", f"{file}:model", "--devices", "2", "--top", "2", "--measure", "2").stdout
     assert "predicted and measured" in text and "longer, measured" in text
 
 
@@ -382,10 +387,17 @@ def test_the_best_plan_is_shown_written_and_resolves(file: str, tmp_path: Path) 
     assert "why the first" in shown
     assert f"written to {out}" in shown.replace("\n", "")
     meshwright("show", f"{file}:model", "--plan", out)
-    data = json.loads(meshwright(*arguments, "--json", "--top", 2).output)
-    assert len(data["plans"]) == 2
-    assert data["plans"][0]["seconds"] <= data["plans"][1]["seconds"]
-    assert data["plans"][0]["plan"] == out.read_text()
+
+
+@pytest.mark.proof
+def test_the_best_plan_as_data_is_the_one_that_is_written(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "best.yaml"
+    arguments = ("plan", f"{file}:model", "--devices", 4, "--hardware", "h100", "--global-batch", 16, "--top", 2)
+    meshwright(*arguments, "--out", out)
+    plans = json.loads(meshwright(*arguments, "--json").output)["plans"]
+    assert len(plans) == 2
+    assert plans[0]["seconds"] <= plans[1]["seconds"]
+    assert plans[0]["plan"] == out.read_text()
 
 
 def test_mistakes_of_a_search_are_told(file: str) -> None:

@@ -139,11 +139,21 @@ def over_devices(changes: list[str], plan: dict[str, Any]) -> list[tuple[list[fl
 
 PLANS = [{"mesh": "pp=2", "microbatches": 2}, {"mesh": "dp_shard=2"}]
 MORE = [{"mesh": "tp=2", "microbatches": 2}, {"mesh": "dp_replicate=2"}]
+USUAL = [
+    (PLANS[0], ["a block is skipped", "a backward hook", "a configuration couples rows"]),
+    (PLANS[1], ["hooks on all parameters", "a weight couples rows", "a hook couples rows"]),
+]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(p, marks=pytest.mark.proof) for p in MORE)], ids=str)
-def test_what_is_set_between_steps_is_as_on_one_device_or_an_error(plan: dict[str, Any], workers: LocalWorkers) -> None:
-    changes = [change for change in CHANGES if plan["mesh"] != "pp=2" or change not in COMPUTING]
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [*USUAL, *(pytest.param(plan, list(CHANGES), marks=pytest.mark.proof) for plan in (*PLANS, *MORE))],
+    ids=str,
+)
+def test_what_is_set_between_steps_is_as_on_one_device_or_an_error(
+    plan: dict[str, Any], changes: list[str], workers: LocalWorkers
+) -> None:
+    changes = [change for change in changes if plan["mesh"] != "pp=2" or change not in COMPUTING]
     for found in workers.run(over_devices, changes, plan, ranks=2):
         for change, (losses, error) in zip(changes, found, strict=True):
             if change in COUPLE:
@@ -161,7 +171,8 @@ def stopped_by_a_hook(change: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("change", [COMPUTING[0], *(pytest.param(c, marks=pytest.mark.proof) for c in COMPUTING[1:])])
+@pytest.mark.proof  # it waits for a timeout
+@pytest.mark.parametrize("change", COMPUTING)
 def test_a_forward_hook_that_computes_and_comes_late_is_an_error_over_stages(
     change: str, workers: LocalWorkers
 ) -> None:
