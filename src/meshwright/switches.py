@@ -116,6 +116,7 @@ class Switches:
             recorded anew for each.
         now: what stands at each switch.
         common: ``path`` and ``now`` when they were last the same on all ranks of a copy of the model.
+        changed: whether something was ever changed; once ranks have agreed, on any rank of a copy of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,6 +127,7 @@ class Switches:
         self.path: Hashable = None
         self.now: Mapping[Switch, Any] = {}
         self.common: tuple[Hashable, Mapping[Switch, Any]] = None, {}
+        self.changed = False
         self._digests: tuple[Hashable, tuple[int, int]] = None, (0, 0)
         self._tables = list(_tables(model))
 
@@ -139,7 +141,7 @@ class Switches:
         tables = [table for table in self._tables if not table.same()]
         if not tables:
             return
-        now = dict(self.now)
+        now, self.changed = dict(self.now), True
         for table in tables:
             for switch, value in table.differences():
                 now[switch] = value
@@ -148,9 +150,12 @@ class Switches:
         self.path = frozenset((switch, self._coarse(switch)) for switch in now if _is_recorded(switch))
         self._tables = list(_tables(self._model))
 
-    def agree(self) -> None:
-        """What stands there is the same on all ranks of a copy of the model."""
-        self.common = self.path, self.now
+    def agree(self, *, same: bool, changed: bool) -> None:
+        """What ranks of a copy of the model have told each other: whether what a forward is recorded anew for is the ``same``
+        on all; whether something was ever ``changed`` on any."""
+        self.changed = changed
+        if same:
+            self.common = self.path, self.now
 
     @property
     def hooked(self) -> tuple[str, ...]:

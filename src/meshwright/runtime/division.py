@@ -234,6 +234,8 @@ class Division:
                 self._runner.groups.sum([facts, sums])
             sums[0] /= mesh.axis_size("tp") * pieces.copies
         wide, new, frozen, *ways = facts.tolist()
+        if self._divided and not several and self._runner.switches.changed:  # on one rank alone, perhaps
+            (new,) = self._runner.groups.on_any([new])
         if frozen:
             raise UnfrozenError(unfrozen)
         _refuse_uncounted(shares, sums[1])

@@ -53,21 +53,20 @@ class StepAgreement:
         Returns:
             Whether some rank of this copy has; or hooks were changed on some of them alone, and they run one forward in parts.
         """
-        mesh, hosts, digests, told, same, in_step = (
-            self._recipe.mesh, self._groups.hosts, self._switches.digests(), int(notice), True, True
-        )  # fmt: skip
+        mesh, hosts, digests = self._recipe.mesh, self._groups.hosts, self._switches.digests()
+        told, changed, same, in_step = int(notice), int(self._switches.changed), True, True
         for axis in ("tp", "pp"):
             if mesh.axis_size(axis) == 1:
                 continue
-            numbers = [told, *digests, *(-digest for digest in digests)]
-            agreed, (told, hooks, path, *least) = self._random.agree(hosts[axis], torch_too=axis == "tp", told=numbers)
+            numbers = [told, changed, *digests, *(-digest for digest in digests)]
+            agreed, largest = self._random.agree(hosts[axis], torch_too=axis == "tp", told=numbers)
+            told, changed, hooks, path, *least = largest
             in_step &= agreed
             same &= path == -least[1]
             told = max(told, int(self._recipe.in_parts and hooks != -least[0]))
         if not in_step and not self._differed:
             self._differed = max(1, step)
-        if same:
-            self._switches.agree()
+        self._switches.agree(same=same, changed=bool(changed))
         return bool(told)
 
     def tell(self, notice: Notice) -> tuple[str, ...]:
