@@ -1237,8 +1237,7 @@ def test_prediction_world_is_one_rank_of_many_and_gone_afterwards() -> None:
     with rehearsed_world(5, 8):
         assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
         work = dist.isend(torch.zeros(2), 3)
-        assert not work.is_completed()
-        assert is_done(work)
+        assert is_done(work), "(before torch 2.15 its own is_completed says no)"
     assert not dist.is_initialized()
 
 

@@ -130,6 +130,7 @@ class Patch:
 
 _AS_ONE = "to a walk, what torch.func transforms is one event; it runs without hooks on what autograd saves"
 
+
 class _Applied(threading.local):
     """Of one thread: the Function that is applied past all that is put around it, until C has asked for its context; and
     whether a transform was begun for C to ask for a result."""
@@ -193,7 +194,9 @@ class AppliedInC(Patch):
 
     def _asked(self, function: Any) -> Any:
         """``function.setup_context``."""
-        own = next(vars(c)["setup_context"] for c in function.__mro__ if "setup_context" in vars(c)).__get__(None, function)
+        own = next(vars(c)["setup_context"] for c in function.__mro__ if "setup_context" in vars(c)).__get__(
+            None, function
+        )
         if own is not self._base:
             return own
         if self._thread.past is function or transforming():
