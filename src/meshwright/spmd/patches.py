@@ -131,6 +131,12 @@ class Patch:
 _AS_ONE = "to a walk, what torch.func transforms is one event; it runs without hooks on what autograd saves"
 
 
+def _in_c(function: Any) -> Callable[..., Any]:
+    """``function.apply`` of the class of C below all of Python."""
+    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
+    return apply
+
+
 class _Applied(threading.local):
     """Of one thread: the Function that is applied past all that is put around it, until C has asked for its context; and
     whether a transform was begun for C to ask for a result."""
@@ -176,7 +182,7 @@ class AppliedInC(Patch):
 
     def past(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """``function.apply`` as it is without this."""
-        apply = super(torch.autograd.function._SingleLevelFunction, function).apply
+        apply = _in_c(function)
         before, self._thread.past = self._thread.past, function
         try:
             return apply(*args, **kwargs)
@@ -246,8 +252,7 @@ def apply_of(function: Any) -> Callable[..., Any]:
     question whether a transform of ``torch.func`` runs, which takes half of its time."""
     if isinstance(CUSTOM_FUNCTION, AppliedInC):
         return functools.partial(CUSTOM_FUNCTION.past, function)
-    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
-    return apply
+    return _in_c(function)
 
 
 VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
