@@ -121,7 +121,7 @@ USES = {
     "prediction/values.py": "_getframe",  # of sys
     "prediction/tracker.py": "_cdata _op_dispatcher _propagate_tensor_meta_non_cached _schema",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
-        _root_post_backward_final_callback _unsharded_param",
+        _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param",
     "runtime/groups.py": "_set_pg_timeout",
     "deferred/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
     "deferred/log.py": "_neg_view",
@@ -135,9 +135,9 @@ USES = {
     "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "watch/watchdog.py": "_exit",  # of os
     "watch/location.py": "_current_frames",  # of sys
-    "spmd/autograd_functions.py": "_C _are_functorch_transforms_active _functorch",
-    "spmd/patches.py": "_SingleLevelFunction _add_batch_dim _checkpoint_without_reentrant_generator _functorch \
-        _gather_flat_grad _get_total_norm _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
+    "spmd/autograd_functions.py": "_functorch",
+    "spmd/patches.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active _bind_default_args _call_custom_function_call _functorch \
+        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys
@@ -334,27 +334,60 @@ def test_rules_and_fsdp_rest_on_the_two_ways_to_turn_torch_functions_off() -> No
         assert len(mode.functions) == 3
 
 
-def test_custom_functions_get_whole_tensors_through_the_class_that_apply_ends_up_in() -> None:
-    base: Any = torch.autograd.function._SingleLevelFunction
-    kept, seen = Doubled.apply, []
-    assert issubclass(Doubled, base) and "apply" not in vars(base), "the one of C++ is below it"
+class DoubledWithContext(Doubled):
+    """The same of the kind whose context is set up apart, which takes arguments by name and has defaults."""
 
-    def apply(function: Any, *args: Any) -> Any:
-        seen.append((function, args))
-        return super(base, function).apply(*args)
+    @staticmethod
+    def forward(x: Tensor, times: int = 2) -> Tensor:  # type: ignore[override]
+        return times * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.times = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return ctx.times * g, None
+
+
+@pytest.mark.parametrize("function", [Doubled, DoubledWithContext])
+def test_custom_functions_get_whole_tensors_wherever_apply_was_looked_up(function: Any) -> None:
+    kept, seen = function.apply, list[Any]()
+
+    def noting(plain: Any) -> Any:
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append((function, args))
+            return plain(function, *args, **kwargs)
+
+        return apply
+
+    def shifted(plain: Any) -> Any:
+        return lambda function, *args: plain(function, args[0] + 1, *args[1:]) + 10
 
     x = torch.ones(2, requires_grad=True)
-    base.apply = classmethod(apply)
-    try:
-        for call in (Doubled.apply, kept):
+    looked_up = function.setup_context
+    with patches.CUSTOM_FUNCTION.on(noting):
+        for call in (function.apply, kept):
             call(x).sum().backward()
-    finally:
-        del base.apply
-    assert [function for function, _ in seen] == [Doubled, Doubled] and seen[0][1][0] is x
+        if function is DoubledWithContext:
+            assert kept(x, times=5).tolist() == [5, 5]
+            gradient = torch.func.grad(lambda y: kept(y, 3).sum())(torch.ones(2))
+            assert gradient.tolist() == [3, 3] and seen[-1][0] is function, "also within a transform"
+        given = len(seen)
+        with patches.CUSTOM_FUNCTION.on(shifted):
+            assert kept(x).tolist() == [14, 14] and len(seen) == given + 1, "what it gives is what is given"
+            with pytest.raises((IndexError, TypeError)):
+                kept()  # an error of what stands around it
+    assert [function for function, _ in seen[:2]] == [function, function] and seen[0][1][0] is x
     assert x.grad is not None and x.grad.tolist() == [4.0, 4.0]
-    Doubled.apply(x)
-    assert len(seen) == 2, "as it was"
-    # FSDP2's and our own are told by their module's name
+    given = len(seen)
+    assert kept(x).tolist() == function.apply(x).tolist() == [2, 2]
+    assert len(seen) == given and function.setup_context is looked_up, "as it was"
+    assert not torch._C._are_functorch_transforms_active()
+
+
+def test_functions_of_torch_and_of_our_own_are_told_by_the_name_of_their_module() -> None:
+    base: Any = torch.autograd.function._SingleLevelFunction
     functions_of_torch = [c for c in base.__subclasses__()[0].__subclasses__() if "fsdp" in c.__module__]
     assert all(c.__module__.startswith("torch.distributed.") for c in functions_of_torch)
 
@@ -1204,8 +1237,7 @@ def test_prediction_world_is_one_rank_of_many_and_gone_afterwards() -> None:
     with rehearsed_world(5, 8):
         assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
         work = dist.isend(torch.zeros(2), 3)
-        assert not work.is_completed()
-        assert is_done(work)
+        assert is_done(work), "(before torch 2.15 its own is_completed says no)"
     assert not dist.is_initialized()
 
 

@@ -368,8 +368,8 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def is_done(work: Any) -> bool:
-    """Whether a collective has ended. One of a world without other ranks, which ends at once, never says so. Private: torch's
-    backend ``fake`` has no public name for its work."""
+    """Whether a collective has ended. One of a world without other ranks, which ends at once, does not say so in each torch.
+    Private: torch's backend ``fake`` has no public name for its work."""
     return bool(work.is_completed()) or type(work).__name__ == "FakeWork"
 
 

@@ -64,6 +64,7 @@ def test_a_property_of_tensors_is_known_by_name() -> None:
         "_backward_hooks _base _cdata _grad _grad_fn _has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch \
         grad_dtype name retains_grad volatile".split()  # of autograd, and torch's own
     )
+    own |= found & {"_has_grad_dtype_override"}  # torch has it from 2.15 on
     of_tensors = {n for n in found if getattr(Tensor, n).__get__ in table._TENSOR_PROPERTIES}
     facts = {n for n in found if getattr(Tensor, n).__get__ in table._NO_VALUE}
     assert of_tensors == {"T", "mT", "H", "mH", "data", "real", "imag"}
@@ -111,7 +112,9 @@ def test_a_write_in_place_by_its_schemas_is_one_by_its_tags() -> None:
         tagged[name] = tagged.get(name, False) or torch.Tag.inplace in op.tags
     assert sum(tagged.values()) > 100
     differ = {name for name, is_tagged in tagged.items() if is_tagged != table._is_in_place(name, schemas(name))}
-    assert {name for name in differ if not name.startswith("_no_grad_")} == set()  # those are for scripts, without tags
+    without_tags = {name for name in differ if name.startswith("_no_grad_")}  # for scripts
+    without_tags |= differ & {"shallow_copy_data_"}  # what compiled programs of torch 2.15 have for ``.data =``
+    assert differ == without_tags
 
 
 @pytest.mark.parametrize("name", sorted(n for n in dir(Tensor) if n.endswith("_") and not n.endswith("__")))

@@ -205,10 +205,12 @@ def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
-    """Private: a mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timedelta(seconds=timeout), group)
+    """A mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other. Private, where torch has no
+    public function yet."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timedelta(seconds=timeout), group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
 
 
 def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:

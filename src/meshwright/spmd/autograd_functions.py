@@ -108,8 +108,7 @@ def _changing(method: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
     return changed
 
 
-# Whether a transform of torch.func is running.
-transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transforming = patches.transforming
 
 # For the time of a block none is: what it computes is, to them, a tensor from outside.
 outside_transforms = temporarily_clear_interpreter_stack
@@ -212,7 +211,10 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(function: Segment, *args: Any, **kwargs: Any) -> Any:
-            fixed = patches.CHECKPOINT.positional - 1  # before the arguments of the segment
+            if "args" in patches.CHECKPOINT.positional:  # the arguments of the segment, as one
+                again, kept = handler(function, args[0])
+                return make(again, kept, *args[1:], **kwargs)
+            fixed = len(patches.CHECKPOINT.positional) - 1  # before the arguments of the segment
             again, kept = handler(function, args[fixed:])
             return make(again, *args[:fixed], *kept, **kwargs)
 

@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from types import CodeType, FunctionType
@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._functorch import _grad_decrement_nesting, _grad_increment_nesting
 from torch._functorch import apis, eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
@@ -35,6 +37,9 @@ Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function → what is called in its place."""
 
 _LOCK = threading.RLock()
+
+# Whether a transform of torch.func is running.
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 class Line(NamedTuple):
@@ -88,10 +93,10 @@ class Patch:
                     self._end()
 
     @functools.cached_property
-    def positional(self) -> int:
-        """How many arguments the function has that may be given by place."""
-        kinds = [p.kind for p in signature(self._plain).parameters.values()]
-        return sum(kind is kind.POSITIONAL_OR_KEYWORD for kind in kinds)
+    def positional(self) -> list[str]:
+        """The arguments of the function that may be given by place."""
+        parameters = signature(self._plain).parameters
+        return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def _begin(self) -> None:
         self._own = vars(self.place).get(self.name)
@@ -125,22 +130,129 @@ class Patch:
 
 _AS_ONE = "to a walk, what torch.func transforms is one event; it runs without hooks on what autograd saves"
 
-# There is no public hook for what goes round torch functions, so that no function mode sees it:
-CUSTOM_FUNCTION = Patch(
-    torch.autograd.function._SingleLevelFunction,  # where ``Function.apply``, kept by a model, ends up
-    "apply",
-    "custom autograd functions get whole tensors; to a walk, one is one event",
-    of_class=True,
-)
+
+def _in_c(function: Any) -> Callable[..., Any]:
+    """``function.apply`` of the class of C below all of Python."""
+    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
+    return apply
+
+
+class _Applied(threading.local):
+    """Of one thread: the Function that is applied past all that is put around it, until C has asked for its context; and
+    whether a transform was begun for C to ask for a result."""
+
+    past: Any = None
+    begun: bool = False
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        """Nothing is computed."""
+
+
+def _no_context(*_: Any) -> Any:
+    raise NotImplementedError("setup_context is not implemented.")
+
+
+def _refused(function: Any, value: Any) -> None:
+    raise RuntimeError(f"{function.__name__}.setup_context is set within a forward, where it is looked at")
+
+
+class AppliedInC(Patch):
+    """``Function.apply`` of a torch in which it is a method of C, which a model may have kept, bound to its class.
+
+    Each apply asks the class for ``setup_context`` first. If the class has one, it has ``_bind_default_args`` make its
+    arguments, and if a transform of ``torch.func`` runs by then, ``_call_custom_function_call`` gives the result. So while
+    somebody needs it, every class seems to have one, a transform begins where arguments are made, and ends where the result
+    is asked for.
+    """
+
+    def __init__(self, why: str, until: str = FORWARD) -> None:
+        self._place = torch.autograd.function
+        TABLE.append(Line(f"{self._place.__name__}.FunctionMeta.setup_context", why, until))
+        self._changes, self._within = [], ExitStack()
+        self._plain = self._now = self.past
+        self._arguments = Patch(self._place, "_bind_default_args", why, until)
+        self._result = Patch(self._place, "_call_custom_function_call", why, until)
+        self._base = vars(torch.autograd.function._SingleLevelFunction)["setup_context"].__func__
+        self._thread = _Applied()
+        with temporarily_clear_interpreter_stack():
+            _Nothing.apply()  # C keeps what a class without one has, once it has asked
+
+    def past(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """``function.apply`` as it is without this."""
+        apply = _in_c(function)
+        before, self._thread.past = self._thread.past, function
+        try:
+            return apply(*args, **kwargs)
+        finally:
+            self._thread.past = before
+
+    def _begin(self) -> None:
+        for patch, change in ((self._arguments, self._beginning), (self._result, self._given)):
+            self._within.enter_context(patch.on(change))
+        self._place.FunctionMeta.setup_context = property(self._asked, _refused)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        del self._place.FunctionMeta.setup_context  # type: ignore[attr-defined]
+        self._within.close()
+
+    def _asked(self, function: Any) -> Any:
+        """``function.setup_context``."""
+        own = next(vars(c)["setup_context"] for c in function.__mro__ if "setup_context" in vars(c)).__get__(
+            None, function
+        )
+        if own is not self._base:
+            return own
+        if self._thread.past is function or transforming():
+            self._thread.past = None
+            return own
+        return _no_context
+
+    def _beginning(self, bind: Callable[..., Any]) -> Callable[..., Any]:
+        def arguments(forward: Any, args: Any, kwargs: Any) -> Any:
+            past = self._thread.past
+            if transforming() or (past is not None and past.forward == forward):
+                self._thread.past = None
+                return bind(forward, args, kwargs)
+            _grad_increment_nesting()
+            self._thread.begun = True
+            return args, kwargs or {}
+
+        return arguments
+
+    def _given(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def result(function: Any, args: Any, kwargs: Any) -> Any:
+            if not self._thread.begun:
+                return call(function, args, kwargs)
+            self._thread.begun = False
+            _grad_decrement_nesting()
+            return self._now(function, *args, **(kwargs or {}))
+
+        return result
+
+
+def _custom_function() -> Patch:
+    """Where ``Function.apply``, kept by a model, ends up. There is no public hook for what goes round torch functions, so
+    that no function mode sees it."""
+    why = "custom autograd functions get whole tensors; to a walk, one is one event"
+    if isinstance(vars(torch.autograd.Function)["apply"], classmethod):
+        return Patch(torch.autograd.function._SingleLevelFunction, "apply", why, of_class=True)
+    return AppliedInC(why)
+
+
+CUSTOM_FUNCTION = _custom_function()
 BACKWARD = Patch(torch.autograd, "backward", "a backward that runs another is not tried by itself")
 GRADIENTS = Patch(torch.autograd, "grad", "a backward that asks for other gradients is not tried by itself")
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """``function.apply`` of a custom Function, past all that is put around it and past the question whether a transform of
-    ``torch.func`` runs, which takes half of its time."""
-    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
-    return apply
+    """``function.apply`` of a custom Function, past all that is put around it and, where torch asks it in Python, past the
+    question whether a transform of ``torch.func`` runs, which takes half of its time."""
+    if isinstance(CUSTOM_FUNCTION, AppliedInC):
+        return functools.partial(CUSTOM_FUNCTION.past, function)
+    return _in_c(function)
 
 
 VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
@@ -157,7 +269,12 @@ SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", _SCRIPTED)
 SCRIPTED_METHOD = Patch(torch.ScriptMethod, "__call__", _SCRIPTED)
 CHECKPOINT = Patch(
     checkpoint,
-    "_checkpoint_without_reentrant_generator",
+    # In some torch the first is there for others only, and what is checkpointed goes to the second, arguments as a tuple.
+    next(
+        f"_checkpoint_without_reentrant_generator{end}"
+        for end in ("_impl", "")
+        if hasattr(checkpoint, f"_checkpoint_without_reentrant_generator{end}")
+    ),
     "what a checkpoint keeps and runs again is ours to say: local tensors, names, events",
 )
 REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoints of the reentrant kind")

@@ -240,7 +240,7 @@ def _forget_meshes() -> None:
 @functools.cache  # a worker does thousands of tasks, and torch has some hundred modules
 def _caches(module: ModuleType) -> tuple[Any, ...]:
     """The ``functools`` caches of a module and of its classes."""
-    values = list(vars(module).values())
+    values = list(getattr(module, "__dict__", {}).values())  # (torch puts an object without one among its modules)
     values += [v for owner in values if isinstance(owner, type) for v in vars(owner).values()]
     inner = (getattr(value, "__func__", value) if isinstance(value, staticmethod) else value for value in values)
     return tuple(value for value in inner if isinstance(value, functools._lru_cache_wrapper))

@@ -104,6 +104,9 @@ def add_up_unreduced(model: nn.Module) -> None:
     """
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # gradients that autograd adds up in that type
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
+                continue
             for fsdp_param in group.fsdp_params:
                 if fsdp_param.reduce_dtype is not None and hasattr(fsdp_param, "_unsharded_param"):
                     fsdp_param.accumulate_unsharded_grad_if_needed()
@@ -140,7 +143,8 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
         if group.reduce_grads:
             for fsdp_param in group.fsdp_params:
                 act(fsdp_param)
-            _put_in_one_type(group.fsdp_params)
+            if not hasattr(group, "_set_unsharded_grad_dtypes"):  # it reduces several types at once
+                _put_in_one_type(group.fsdp_params)
         return reduce(*args)
 
     set_on(group, "post_backward", post_backward)

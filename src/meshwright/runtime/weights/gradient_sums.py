@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.parameters import Standing, local_tensor
+from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
 
 
 class OwnSums:
@@ -48,7 +48,7 @@ class OwnSums:
                 continue
             p = held[name]
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = zero_gradient(p)
             together.setdefault((self.groups[name], p.grad.dtype), []).append(local_tensor(p.grad))
         # Ranks that share a group meet in it in the order of the recipe: that of the first parameter of each sum.
         for (groups, _), grads in together.items():

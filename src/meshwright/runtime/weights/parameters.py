@@ -156,6 +156,12 @@ def on_device(t: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 
+def zero_gradient(p: Tensor) -> Tensor:
+    """A gradient of zeros of a parameter, of the type that its gradients have: another than its own, if FSDP2 or whoever made
+    it said so (``Tensor.grad_dtype``, which torch has from 2.13 on at the latest)."""
+    return torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
+
+
 @locally
 def local_part(p: DTensor) -> Tensor:
     """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
@@ -185,9 +191,11 @@ def _handing_over(p: DTensor) -> Callable[[Tensor], None]:
             if g is None:
                 return  # a function took the parameter, and gave no gradient by it
             local.grad = None
+            if (kind := getattr(p, "grad_dtype", None)) is not None and kind != g.dtype:
+                g = g.to(kind)  # as autograd does, where FSDP2 has a parameter add up in another type
             before: Any = p.grad
             if before is None:
-                p.grad = like(p, g) if g.requires_grad else wrapped(g.contiguous())
+                p.grad = like(p, g) if g.requires_grad or g.dtype != p.dtype else wrapped(g.contiguous())
             elif torch.is_grad_enabled():
                 p.grad = like(p, local_tensor(before) + g)
             else:

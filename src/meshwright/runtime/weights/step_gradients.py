@@ -25,7 +25,7 @@ from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_on_every_rank
 from meshwright.runtime.weights.gradient_sums import OwnSums
-from meshwright.runtime.weights.parameters import Standing, local_tensor
+from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """The hooks of a parameter, in the order in which they are called."""
@@ -126,7 +126,7 @@ class StepGradients:
                 whole = whole if changed is None else changed
             if held:
                 mine = take_slices(whole, self._recipe.held(line, self._groups.rank))
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = zero_gradient(p) if p.grad is None else p.grad
                 local_tensor(p.grad).copy_(mine)
 
 

@@ -24,6 +24,7 @@ from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.fsdp import before_reduction, parameter_groups, without_gradient
 from meshwright.runtime.weights.gradient_sync import GradientSync
+from meshwright.runtime.weights.parameters import zero_gradient
 
 
 class _End(torch.autograd.Function):
@@ -70,7 +71,7 @@ class Routed:
             self._used.add(id(fsdp_param))
             return
         with without_modes():  # a backward may run under the view, to make activations again
-            p.grad = torch.zeros_like(p)
+            p.grad = zero_gradient(p)
         self._filled.add(id(fsdp_param))
 
     def _begin_unit(self, module: nn.Module, args: tuple[Any, ...]) -> None:
