@@ -278,6 +278,13 @@ class MadeFloat(Placed):
         self.inner.float()
 
 
+class CastToItsType(Placed):
+    """As routers do, whatever the type of the model."""
+
+    def place(self, x):
+        self.inner = self.inner.to(torch.float32)
+
+
 class ClippedByData(Placed):
     def place(self, x):
         self.inner.weight.data = self.inner.weight.data.clamp(-0.1, 0.1)
@@ -319,7 +326,7 @@ def two_steps_in_float32(builds, plan):
 @pytest.mark.parametrize("plan", ["dp_shard=2", "pp=2"])
 def test_a_trial_leaves_parameters_that_the_forward_places_or_writes_as_they_were(plan, workers):
     """A trial that computes in float64 made parameters of float64 of them, moved off their values."""
-    builds = [MovedToDevice, MadeFloat, ClippedByData, ClippedInPlace]
+    builds = [MovedToDevice, MadeFloat, CastToItsType, ClippedByData, ClippedInPlace]
     for furthest in workers.run(two_steps_in_float32, builds, plan, ranks=2):
         assert max(furthest) < 1e-5, furthest
 

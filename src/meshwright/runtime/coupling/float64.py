@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.private import pytree
-from meshwright.runtime.coupling.tensor_table import is_parameter
+from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, writes
@@ -24,7 +24,7 @@ from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, writes
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
-_CONVERSIONS = frozenset([*_CASTS, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
+_CONVERSIONS = frozenset([*_CASTS, Tensor.double, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
 _LOOKUPS = frozenset(["embedding", "embedding_bag"])  # a large table would be converted for the few rows that are read
 
@@ -51,9 +51,12 @@ class Wide(FunctionMode):
     def __init__(self, *, perturbed: bool) -> None:
         super().__init__()
         self._perturbed = perturbed
+        self._converted = TensorTable[Tensor]()  # the parameter that was converted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA and isinstance(args[1], Tensor) and self._converted.of(args[1]) is args[0]:
+            return None  # ``module.to(dtype)`` in a forward: a parameter of whichever type is wide to functions
         if func == SET_DATA and isinstance(args[1], Tensor) and args[0].is_floating_point():
             return func(args[0], args[1].to(args[0].dtype))
         if func == _DTYPE and args[0].dtype in _NARROW and not args[0].is_meta:
@@ -69,9 +72,12 @@ class Wide(FunctionMode):
             return same  # ``module.to(device)`` in a forward leaves its parameters as they are
         try:
             more, named = pytree.tree_map(self._wide, (args, kwargs))
-            return _CASTS.get(func, func)(*more, **named)
+            result = _CASTS.get(func, func)(*more, **named)
         except Exception:
             return self._refused(func, args, kwargs)
+        if func in _CONVERSIONS and is_parameter(args[0]):
+            self._converted.note([result], args[0])
+        return result
 
     def _refused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that does not compute in float64 with what it is given (``grouped_mm``): with that as it is, or rounded.
