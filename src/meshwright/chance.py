@@ -142,6 +142,7 @@ def _numpy_words(way: str) -> Any:
 _DEPTH = 3  # how far into containers and plain objects to look
 _OF_TORCH = frozenset(vars(nn.Module()))
 _Holder = dict[Any, Any] | list[Any]
+_HOLD_NOTHING = frozenset([bool, int, float, str, type(None), torch.Tensor, nn.Parameter])
 
 
 def held_in_modules(model: nn.Module) -> Iterator[tuple[str, _Holder, Any, Any]]:
@@ -155,14 +156,14 @@ def held_in_modules(model: nn.Module) -> Iterator[tuple[str, _Holder, Any, Any]]
 
     def look(name: str, holder: _Holder, depth: int) -> Iterator[tuple[str, _Holder, Any, Any]]:
         for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            if depth == _DEPTH and key in _OF_TORCH:
+            if type(value) in _HOLD_NOTHING or (depth == _DEPTH and key in _OF_TORCH):
                 continue
-            inner = f"{name}.{key}" if name else str(key)
             if isinstance(value, kinds):
-                yield inner, holder, key, value
+                yield f"{name}.{key}" if name else str(key), holder, key, value
             elif depth and (within := _holder(value)) is not None and id(within) not in seen:
                 seen.add(id(within))
-                yield from look(inner, within, depth - 1)
+                if within:
+                    yield from look(f"{name}.{key}" if name else str(key), within, depth - 1)
 
     for path, module in model.named_modules():
         yield from look(path, vars(module), _DEPTH)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.private import pytree
+
 
 class Laid(NamedTuple):
     """All that counts of a plain tensor for what an op gives on meta."""
@@ -22,19 +24,25 @@ class Laid(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
+
+
 def laid(t: Tensor) -> Laid:
     return Laid(tuple(t.size()), t.stride(), t.dtype)
 
 
 def described(x: Any) -> Any:
     """An argument as something that can be compared; with its type, as ``1 == 1.0 == True``. It may not be hashable."""
+    kind = type(x)
+    if kind in _PLAIN:  # most arguments
+        return kind, x
     if isinstance(x, Tensor):
         return laid(x)
     if isinstance(x, dict):
         return dict, tuple((key, described(value)) for key, value in x.items())
-    if type(x) in (list, tuple):
-        return type(x), tuple(map(described, x))
-    return type(x), None if isinstance(x, torch.Generator) else x
+    if kind in (list, tuple):
+        return kind, tuple(map(described, x))
+    return kind, None if isinstance(x, torch.Generator) else x
 
 
 def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
@@ -51,11 +59,36 @@ def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
     """The tensors among what an op takes or gives, which are in lists or tuples at most."""
     tensors: list[Tensor] = []
     for x in arguments:
+        if type(x) in _PLAIN:
+            continue
         if isinstance(x, Tensor):
             tensors.append(x)
         elif isinstance(x, (list, tuple)):
             tensors += [t for t in x if isinstance(t, Tensor)]
     return tensors
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """The tensors in containers, as pytree finds them, in its order; what it takes for a leaf is not looked into."""
+    tensors: list[Tensor] = []
+    _look(value, tensors)
+    return tensors
+
+
+def _look(value: Any, tensors: list[Tensor]) -> None:
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    elif kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
+        for item in value:
+            _look(item, tensors)
+    elif kind is dict:
+        for item in value.values():
+            _look(item, tensors)
+    else:
+        tensors += [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

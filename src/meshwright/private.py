@@ -47,6 +47,15 @@ without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._Disable
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode that thousands of ops meet. Around each call of a mode torch turns Dynamo off and on, which takes as long as many
+    a call does. These modes are on where nothing is compiled (``FunctionMode``), and there is no public way to say so."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def without_any_mode() -> AbstractContextManager[Any]:
     """Torch functions run plainly, and no dispatch mode sees their operations: what is asked of torch on the side."""
     stack = ExitStack()
@@ -374,6 +383,7 @@ def is_done(work: Any) -> bool:
 
 
 __all__ = [
+    "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",

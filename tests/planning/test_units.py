@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.plan import Plan
+from meshwright.planned import Planned
 from meshwright.planning.units import called_modules, repeated_blocks
 
 
@@ -365,3 +367,38 @@ def test_a_parameter_that_a_function_of_the_model_s_own_is_handed_is_sharded():
             ["scale", "up.weight", "up.bias", "down.weight", "down.bias"], "shard"
         )
         assert not recipe.notes
+
+
+class Asking(nn.Module):
+    """Blocks that run if a value of the batch is positive. ``selects``: and whose rows a mask selects, of which a block that
+    does nothing to none of them is left out."""
+
+    def __init__(self, selects: bool):
+        super().__init__()
+        self.layers, self._selects = nn.ModuleList(FeedForward() for _ in range(3)), selects
+        self.last = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, x):
+        if (x.abs() >= 0).all():
+            x = self.layers[0](x)
+        x = self.layers[2](self.layers[1](x))
+        if self._selects:
+            x = x[x[:, 0] > 0]
+        if not self._selects or x.shape[0]:
+            x = self.last[1](self.last[0](x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(("selects", "forwards"), [(False, 2), (True, 3)])
+def test_a_forward_that_selects_nothing_by_masks_is_not_run_for_empty_masks(selects, forwards):
+    ran = []
+
+    def loss(output):
+        ran.append(None)
+        return output
+
+    planned = Planned(lambda: Asking(selects), Plan.from_dict({"mesh": {"dp_shard": 2}}), rows(), loss)
+    units = {unit.name for unit in planned.recipe.units}
+    assert "layers.0" not in units and {"layers.1", "layers.2"} <= units
+    assert ("last.0" in units) is not selects
+    assert len(ran) == forwards

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from meshwright.calls.hook import Forward
 from meshwright.calls.structure import attributes_in, owner_of, tensors_of
+from meshwright.described import tensors_within
 from meshwright.graph import Path, Segment
-from meshwright.private import pytree, storage_of
+from meshwright.private import storage_of
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     custom_functions,
@@ -165,7 +166,7 @@ class Tracer(FunctionMode):
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``torch.func`` made of a function of the model's. Of what follows from the batch alone it is none of ours."""
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_within((args, kwargs))
         ours = any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors)
         if self.closed or not ours or self.thread != threading.get_ident():
             return call(*args, **kwargs)
@@ -192,7 +193,7 @@ class Tracer(FunctionMode):
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
             func = known_as = _MIRRORED[func]
             args = (args[1], args[0])
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_within((args, kwargs))
         if not is_random(known_as) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
             return func(*args, **kwargs)
         frame = self.frames[-1]

@@ -35,7 +35,8 @@ class Style:
 class Cuts:
     """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read.
 
-    ``refused``: parameter name → why it cannot be cut as the plan says.
+    ``refused``: parameter name → why it cannot be cut as the plan says. ``selects``: how many sizes the last run met that
+    follow from values: of what masks select, say.
     """
 
     layouts: Mapping[str, Shard]
@@ -43,6 +44,7 @@ class Cuts:
     ledger: Ledger
     reads: int
     refused: Mapping[str, str]
+    selects: int
 
 
 def dims_of_style(kind: str, rank: int) -> list[int]:
@@ -83,7 +85,7 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
     reasons = {
         n: AS_SAID if n in layouts or (s.forced and s.kind == "replicate") else s.reason for n, s in styles.items()
     }
-    return Cuts(layouts, reasons, Ledger(), 1, refused)
+    return Cuts(layouts, reasons, Ledger(), 1, refused, 1)
 
 
 def _dim_as_said(style: Style, rank: int) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.described import tensors_within
 from meshwright.planning.assumed import META, to_meta
 from meshwright.planning.origins import Origins
 from meshwright.private import autocast_is_on, python_body, pytree, without_any_mode
@@ -101,7 +102,7 @@ class Meeting(FunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if autocast_is_on() and _autocast_types():
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            tensors = tensors_within((args, kwargs))
             if META in {t.device for t in tensors}:
                 return self._autocast(func, name, args, kwargs)
         return self.met(func, name, args, kwargs)
@@ -147,7 +148,7 @@ class Meeting(FunctionMode):
     def _type_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.dtype | None:
         """Asked of torch itself, with small tensors; None if the function takes none such. What has one element in a dim may be
         computed in another way, and type (``einsum``)."""
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_within((args, kwargs))
         key = func, tuple((t.dtype, *(n == 1 for n in t.shape)) for t in tensors), _autocast_types()
         alone = tuple(t for t in args if isinstance(t, Tensor))  # without how many groups of channels there are, say
         ways: list[tuple[tuple[Any, Any], int]] = [((args, kwargs), 2), ((args, kwargs), 1), ((alone, {}), 1)]
@@ -172,7 +173,7 @@ class Meeting(FunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            devices = {t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            devices = {t.device for t in tensors_within((args, kwargs))}
             if META not in devices or len(devices) == 1:
                 raise
         args, kwargs = pytree.tree_map_only(Tensor, to_meta, (args, kwargs))

@@ -39,11 +39,11 @@ from meshwright.described import tensors_among
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, ModelGraph, Path, Span, spelled
 from meshwright.planning.kept import has_memory
-from meshwright.private import TorchDispatchMode, has_backward_hooks, storage_of
+from meshwright.private import DispatchMode, has_backward_hooks, storage_of
 from meshwright.spmd.torch_functions import written_by
 
 
-class Memory(TorchDispatchMode):
+class Memory(DispatchMode):
     """Notes, of each ATen op, the memory that it writes and the memory that it makes.
 
     Attributes:

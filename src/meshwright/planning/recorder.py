@@ -14,6 +14,7 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, kept_in, memory_of
 from meshwright.chance import drawn_from, host_drawn, host_generators
+from meshwright.described import tensors_within
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
@@ -21,7 +22,7 @@ from meshwright.planning.kept import contents
 from meshwright.planning.kept_uses import KeptUses
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.planning.spent import Cost, Spent
-from meshwright.private import pytree, storage_of, without_modes
+from meshwright.private import storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
@@ -178,33 +179,34 @@ class Recorder(Tracer):
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
         self._within.clear()
         result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
-        targets = _written_by(func, args, kwargs)
-        named += (within := self._written_within(place, tick, tensors, targets))
-        inputs += tuple(n for _, n in within)
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        renamed = self._renumber(place, tick, tensors, targets, made)
-        graph.outputs[path, index] = result
-        listens = self._listens(func, inputs, place)
-        took = [*map(id, tensors), *self._within]
-        inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
-        graph.events.append(
-            Event(
-                path=path,
-                index=index,
-                function=name,
-                inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
-                outputs=tuple(map(self.number, made)),
-                written=self.number(targets[0]) if targets else None,
-                parameters=_names_of(took, self._parameters),
-                buffers=_names_of(took, self._buffers),
-                reads=(not made and not targets and not listens) or self._sizes_read() > sizes,
-                mean_loss=loss,
-                line=model_line(),
-                named=named,
-                renamed=renamed,
-                **self._spent_on(func, self.cost.since(cost)),
+        with without_modes():  # what is asked of tensors from here on is asked by us, thousands of times
+            targets = _written_by(func, args, kwargs)
+            named += (within := self._written_within(place, tick, tensors, targets))
+            inputs += tuple(n for _, n in within)
+            made = tensors_within(result)
+            renamed = self._renumber(place, tick, tensors, targets, made)
+            graph.outputs[path, index] = result
+            listens = self._listens(func, inputs, place)
+            took = [*map(id, tensors), *self._within]
+            inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
+            graph.events.append(
+                Event(
+                    path=path,
+                    index=index,
+                    function=name,
+                    inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
+                    outputs=tuple(map(self.number, made)),
+                    written=self.number(targets[0]) if targets else None,
+                    parameters=_names_of(took, self._parameters),
+                    buffers=_names_of(took, self._buffers),
+                    reads=(not made and not targets and not listens) or self._sizes_read() > sizes,
+                    mean_loss=loss,
+                    line=model_line(),
+                    named=named,
+                    renamed=renamed,
+                    **self._spent_on(func, self.cost.since(cost)),
+                )
             )
-        )
         if func in ENGINES:
             graph.differentiated[place] = self._differentiated(func, args, kwargs)
         return result
@@ -328,7 +330,7 @@ class Recorder(Tracer):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function within a custom ``autograd.Function``, or within what ``torch.func`` made: the event takes the parameters
         and values that it uses, of modules that it calls, say."""
-        self._within |= {id(t): self.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self._within |= {id(t): self.number(t) for t in tensors_within((args, kwargs))}
         return func(*args, **kwargs)
 
     def _touch(self, place: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:

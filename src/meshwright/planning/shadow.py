@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,13 @@ from meshwright.planning.assumed import (
     to_meta,
 )
 from meshwright.planning.origins import Origins
-from meshwright.private import TorchDispatchMode, pytree, storage_of
+from meshwright.private import DispatchMode, pytree, storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
 
 Watch = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
-class Shadow(TorchDispatchMode):
+class Shadow(DispatchMode):
     """Lets meta and real tensors meet: where they do, the result is meta; and answers reads of meta values.
 
     Args:
@@ -98,10 +98,11 @@ class Shadow(TorchDispatchMode):
     ) -> Any:
         if self._origins is not None:
             self._origins.begin(func, tensors)
-        facts = op_facts(func)
-        self.effects += facts.draws or not (facts.is_fresh or facts.is_view)
-        self.written |= {name for t in targets if self.memory and (name := self.memory.get(storage_of(t)))}
-        if func in ASSUMED or func in SIZED:
+        kind = _kind_of(func)
+        self.effects += kind.has_effects
+        if targets and self.memory:
+            self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
+        if kind.is_asked:
             self.reads += 1
             if tensors[0].is_meta:
                 self.assumed.append((READS.get(func, str(func)), model_line()))
@@ -109,19 +110,23 @@ class Shadow(TorchDispatchMode):
             if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in CONTRARY:
                 return CONTRARY[func](func, *args, **kwargs)
         if not any(t.is_meta for t in tensors):
-            if _gives_a_size(func):
+            if kind.gives_a_size:
                 self.reads += 1
                 self.known += 1
-            out = func(*self._of_other_sizes(func, args), **kwargs)
+            out = func(*(self._of_other_sizes(func, args) if kind.is_indexed else args), **kwargs)
             if self._origins is not None:
                 self._origins.end(func, args, kwargs, tensors, out)
             return out
-        if func in SIZED:
+        return self._without_values(func, args, kwargs, tensors, kind)
+
+    def _without_values(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], kind: _Kind) -> Any:
+        """What an op gives of which a tensor has no values."""
+        if kind.is_asked and func in SIZED:
             self.sized += func is not aten.masked_select.default or tensors[1].is_meta
             return SIZED[func](self._held, *args, **kwargs)
-        if func in ASSUMED:
+        if kind.is_asked:
             return ASSUMED[func](*args, **kwargs)
-        if func in NO_META:
+        if kind.has_no_meta:
             return NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
@@ -130,11 +135,11 @@ class Shadow(TorchDispatchMode):
             if not (self.contrary or self.fewer or self._fewer_known or self._empty):
                 _refuse_what_lies_outside(func, args)
             args, kwargs = pytree.tree_map_only(Tensor, to_meta, (args, kwargs))
-        if func in (*INDEXED, aten.index_put_.default, aten.index_put.default):
+        if kind.is_indexed:
             gives = func in INDEXED  # something of as many elements
             args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
             args = (args[0], [i for group in args[1] for i in group], *args[2:])
-        out = _by_shapes(func, args, kwargs)
+        out = _by_shapes(func, args, kwargs) if kind.is_fresh else func(*args, **kwargs)
         return out if func is not aten.native_batch_norm.default else (_as_suggested(args[0], out[0]), *out[1:])
 
     def noted(self) -> tuple[int, ...]:
@@ -202,10 +207,37 @@ def _refuse_what_lies_outside(func: Any, args: Any) -> None:
             raise IndexError(f"index {outside} is out of bounds for a dimension with size {size}")
 
 
+class _Kind(NamedTuple):
+    """What ``Shadow`` wants to know of an op, looked up at once: to find an op in a table takes as long as to answer it.
+
+    Attributes:
+        has_effects: whether it does something else than to give tensors, in memory of their own or as views.
+        is_fresh: see ``OpFacts``.
+        is_asked: whether it is one of ``ASSUMED`` or ``SIZED``; ``has_no_meta``: of ``NO_META``.
+        is_indexed: whether it takes positions or masks.
+        gives_a_size: whether it gives a tensor whose size follows from values (``repeat_interleave``), and nothing else is
+            known of it.
+    """
+
+    has_effects: bool
+    is_fresh: bool
+    is_asked: bool
+    has_no_meta: bool
+    is_indexed: bool
+    gives_a_size: bool
+
+
 @lru_cache(maxsize=4096)
-def _gives_a_size(func: Any) -> bool:
-    """Whether an op gives a tensor whose size follows from values (``repeat_interleave``), and nothing else is known of it."""
-    return torch.Tag.dynamic_output_shape in func.tags and func not in (*INDEXED, *SIZED)
+def _kind_of(func: Any) -> _Kind:
+    facts = op_facts(func)
+    return _Kind(
+        has_effects=facts.draws or not (facts.is_fresh or facts.is_view),
+        is_fresh=facts.is_fresh,
+        is_asked=func in ASSUMED or func in SIZED,
+        has_no_meta=func in NO_META,
+        is_indexed=func in (*INDEXED, aten.index_put_.default, aten.index_put.default),
+        gives_a_size=torch.Tag.dynamic_output_shape in func.tags and func not in (*INDEXED, *SIZED),
+    )
 
 
 # --- shapes that were asked before ------------------------------------------------------------------------------------
@@ -216,8 +248,8 @@ class _UnknownError(Exception):
 
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on meta tensors, or what it gave for others of the same shapes."""
-    if not op_facts(func).is_fresh or not all(map(is_plain_meta, tensors_among((*args, *kwargs.values())))):
+    """An op that gives fresh memory, on meta tensors; or what it gave for others of the same shapes."""
+    if not all(map(is_plain_meta, tensors_among((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
         outputs = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.described import nbytes_of, tensors_among
-from meshwright.private import TorchDispatchMode
+from meshwright.private import DispatchMode
 from meshwright.spmd.torch_functions import flops_of, op_facts
 
 
@@ -27,7 +27,7 @@ class Spent:
     drawn_from: tuple[torch.Generator, ...]
 
 
-class Cost(TorchDispatchMode):
+class Cost(DispatchMode):
     """Counts flops (torch's formulas), bytes read and written, and draws of random numbers."""
 
     def __init__(self) -> None:
@@ -47,9 +47,11 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._draws += op_facts(func).draws
-        generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        self._drawn_from += (x for x in generators if x is not torch.default_generator)
+        facts = op_facts(func)
+        self._draws += facts.draws
+        if facts.draws:
+            generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+            self._drawn_from += (x for x in generators if x is not torch.default_generator)
         self._flops += flops_of(func, args, kwargs, out)
         if not func.is_view:
             self._moved += nbytes_of(tensors_among((*args, *kwargs.values(), out)))

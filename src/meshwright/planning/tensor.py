@@ -78,7 +78,8 @@ def infer_cuts(
             dim = next(iter(tried))
         styles, followed = tried[dim]
     planner = followed.planner
-    return Cuts(planner.layouts, planner.reasons(), planner.dispatcher.ledger, followed.reads, planner.refused)
+    ledger = planner.dispatcher.ledger
+    return Cuts(planner.layouts, planner.reasons(), ledger, followed.reads, planner.refused, followed.selects)
 
 
 def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
@@ -92,10 +93,15 @@ def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Followed:
-    """A forward that was followed to its end, with nothing new learnt."""
+    """A forward that was followed to its end, with nothing new learnt.
+
+    Attributes:
+        reads: how many values were read; ``selects``: how many sizes follow from values.
+    """
 
     planner: Planner
     reads: int
+    selects: int
 
 
 def _followed(
@@ -138,5 +144,5 @@ def _followed(
         if uses is not None:
             uses.written |= shadow.written
             uses.differentiates |= meeting.differentiates or planner.differentiates
-        return Followed(planner, shadow.reads)
+        return Followed(planner, shadow.reads, shadow.sized + shadow.measured)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")

@@ -19,7 +19,7 @@ from meshwright.names import few
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
 from meshwright.planning.kept import undisturbed
-from meshwright.planning.meeting import Meeting
+from meshwright.planning.known_shapes import Asked, KnownShapes
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Shadow
@@ -106,16 +106,18 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
     """Units that a forward does not call when every question it asks of values is answered the other way, when masks select
     nothing, or when it draws other random numbers. They matter if data ranks may go different ways."""
-    model, always = draft.model, set(uses.called)
+    model, always, asked = draft.model, set(uses.called), Asked()
     if not draft.routed:
         return set()
     for contrary, way in ((True, None), *((False, way) for way in WAYS if draft.drawn)):
         with drawing(way, model):
-            other, _ = _another(draft, uses, Shadow(contrary=contrary))
+            other, _ = _another(draft, uses, Shadow(contrary=contrary), asked)
         # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
         # rank skips would leave the others waiting.
         always &= other.called.keys()
-    other, ended = _another(draft, uses, Shadow(empty=True))
+    if draft.cuts is not None and not draft.cuts.selects and not draft.drawn:
+        return set(uses.candidates) - always  # the forward selected nothing by masks: it would be the same again
+    other, ended = _another(draft, uses, Shadow(empty=True), asked)
     # With nothing selected, a model that does not ask how much that is may make no sense: what it did not come to is none.
     order = [*uses.called]
     last = len(order) if ended else max((order.index(n) for n in other.called if n in uses.called), default=0)
@@ -123,11 +125,11 @@ def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
     return set(uses.candidates) - always
 
 
-def _another(draft: Draft, uses: Uses, shadow: Shadow) -> tuple[Uses, bool]:
-    """The units that another forward calls, and whether it came to its end."""
+def _another(draft: Draft, uses: Uses, shadow: Shadow, asked: Asked) -> tuple[Uses, bool]:
+    """The units that another forward calls, and whether it came to its end. ``asked``: what functions give."""
     other = Uses(draft.model, uses.candidates)
     try:
-        with torch.no_grad(), shadow, Meeting(), other.watching():
+        with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching():
             undisturbed(draft.model, draft.run)(draft.model)
     except Exception as error:
         if is_ours(error):
