@@ -234,12 +234,12 @@ def _tables(model: nn.Module) -> Iterator[_Table | _NoHooks]:
     for name, module in model.named_modules():
         attributes = vars(module)
         yield _Table(name, OWN, attributes)
-        hooks = {kept: attributes[kept] for kept in HOOK_TABLES}
+        hooks = {kept: attributes[kept] for kept in HOOK_TABLES if kept in attributes}  # what torch.jit traced has none
         if any(hooks.values()):
             yield from (_Table(name, kept, table) for kept, table in hooks.items())
-        else:
+        elif hooks:
             yield _NoHooks(name, hooks)
-        if attributes[CHILDREN]:
+        if attributes.get(CHILDREN):
             yield _Table(name, CHILDREN, attributes[CHILDREN])
         for key, value in attributes.items():
             if key not in _OF_TORCH and (items := items_of(value)) is not None and id(items) not in seen:
