@@ -67,13 +67,18 @@ NO_SWITCHES: Mapping[Switch, Any] = MappingProxyType({})
 
 @contextmanager
 def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]:
-    """For the time of a block these switches of a model are set. Tensors and children stay the model's own."""
+    """For the time of a block these switches of a model are set. Parameters and children stay the model's own; of another
+    tensor the shape is there, as of all tensors of the model that planning has."""
     modules, before = dict(model.named_modules()), list[tuple[dict[Any, Any], dict[Any, Any]]]()
     try:
         for switch, value in switches.items():
             items = _table(modules.get(switch.module), switch.kept)
-            if items is None or isinstance(value, (Tensor, nn.Module)) or (switch.kept, switch.key) == (OWN, "forward"):
+            if items is None or isinstance(value, nn.Module) or (switch.kept, switch.key) == (OWN, "forward"):
                 continue
+            if isinstance(value, Tensor):
+                if type(value) is not Tensor:
+                    continue
+                value = _shape_of(value)
             before.append((items, dict(items)))
             if value is GONE:
                 items.pop(switch.key, None)
@@ -84,6 +89,10 @@ def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]
         for items, held in reversed(before):
             items.clear()
             items.update(held)
+
+
+def _shape_of(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
 def _table(module: nn.Module | None, kept: str) -> dict[Any, Any] | None:
