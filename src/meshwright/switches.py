@@ -68,13 +68,18 @@ NO_SWITCHES: Mapping[Switch, Any] = MappingProxyType({})
 
 @contextmanager
 def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]:
-    """For the time of a block these switches of a model are set. Tensors, children and forward hooks stay the model's own."""
+    """For the time of a block these switches of a model are set. Parameters, children and forward hooks stay the model's own;
+    of another tensor the shape is there, as of all tensors of the model that planning has."""
     modules, before = dict(model.named_modules()), list[tuple[dict[Any, Any], dict[Any, Any]]]()
     try:
         for switch, value in switches.items():
             items = _table(modules.get(switch.module), switch.kept) if _is_recorded(switch) else None
-            if items is None or isinstance(value, (Tensor, nn.Module)) or (switch.kept, switch.key) == (OWN, "forward"):
+            if items is None or isinstance(value, nn.Module) or (switch.kept, switch.key) == (OWN, "forward"):
                 continue
+            if isinstance(value, Tensor):
+                if type(value) is not Tensor:
+                    continue
+                value = _shape_of(value)
             before.append((items, dict(items)))
             if value is GONE:
                 items.pop(switch.key, None)
@@ -90,6 +95,10 @@ def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]
 def _is_recorded(switch: Switch) -> bool:
     """Whether a forward is recorded anew for it."""
     return switch.kept not in HOOK_TABLES or switch.kept in BACKWARD_HOOK_TABLES
+
+
+def _shape_of(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
 def _table(module: nn.Module | None, kept: str) -> dict[Any, Any] | None:

@@ -67,6 +67,19 @@ def write(model: Any) -> None:
     model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def put_on(module: nn.Module) -> None:
+    module.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+
+def another_class(model: Any) -> None:
+    model.blocks[0].up.__class__ = Doubled
+
+
 def adapt(model: Any) -> None:
     model.blocks[1].up = Adapted(model.blocks[1].up)
 
@@ -78,6 +91,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a plain one": lambda model: assign(model.blocks[0].up, nn.Parameter(torch.ones(8, 6, dtype=torch.float64))),
     "data": lambda model: assign_data(model.blocks[0].up.weight),
     "an adapter": adapt,
+    "another class": another_class,
+    "a parameter of a module that had none": lambda model: put_on(model.blocks[1]),
     "parametrized": lambda model: parametrize.register_parametrization(model.blocks[0].up, "weight", Halved()),
 }
 
@@ -146,6 +161,13 @@ def test_what_is_changed_as_on_one_device_trains_so(change: str, mesh: str, work
         ("data", "dp_shard=2", "blocks.0.up.weight", "assigned to its data"),
         ("data", "tp=2", "blocks.0.up.weight", "assigned to its data"),
         ("an adapter", "dp_shard=2", "blocks.1.up.down.weight", "was not there when the job was made"),
+        ("another class", "tp=2", "blocks.0.up", "of another class since the job was made: Linear, now Doubled"),
+        (
+            "a parameter of a module that had none",
+            "dp_shard=2",
+            "blocks.1.scale",
+            "was not there when the job was made",
+        ),
         ("parametrized", "tp=2", "blocks.0.up.parametrizations.weight.original", "was not there when the job was made"),
     ],
 )

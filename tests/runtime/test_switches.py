@@ -37,6 +37,7 @@ class Model(nn.Module):
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, 1)
         self.gain, self.weight, self.skipped = 1.0, 0.0, -1
         self.config = SimpleNamespace(centred=False)
+        self.channels: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         out = x
@@ -47,6 +48,8 @@ class Model(nn.Module):
                 out = out * self.gain
         if self.config.centred:
             out = out - out.mean(0)
+        if self.channels is not None:
+            out = out * self.channels
         loss = self.head(out).square().mean()
         return loss + self.weight * out.mean(0).square().sum() if self.weight else loss
 
@@ -75,6 +78,7 @@ def hook_parameters(model: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a gain": lambda model: put(model, gain=0.5),
+    "a tensor": lambda model: put(model, channels=torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)),
     "a block is skipped": lambda model: put(model, skipped=2),
     "a forward hook": lambda model: model.blocks[1].register_forward_hook(lambda m, given, out: out / 2),
     "a hook before": lambda model: model.blocks[2].register_forward_pre_hook(lambda m, given: (given[0] / 2,)),

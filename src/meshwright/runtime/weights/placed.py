@@ -2,7 +2,7 @@
 
 A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). What is lost unseen is
 another parameter in the place of one: FSDP2 goes on with its own, a gradient of one that no plan knows is reduced by nobody,
-and a DTensor does not take over what is assigned to its ``data``.
+and a DTensor does not take over what is assigned to its ``data``; and another class of a module, whose calls were wrapped.
 """
 
 from __future__ import annotations
@@ -33,19 +33,25 @@ class Placed:
 
     def _note(self) -> None:
         """What stands in the model now is what it is compared with from here on."""
-        modules = list(self._model.modules())
+        self._modules = modules = list(self._model.modules())
+        self._classes = [*map(type, modules)]
         self._children = [m._modules for m in modules]
         self._children_then = [dict(children) for children in self._children]
-        self._tables = [m._parameters for m in modules if m._parameters]
+        self._tables = [m._parameters for m in modules]
         self._tables_then = _contents(self._tables)
         every = {id(p): p for table in self._tables for p in table.values() if p is not None}
         self._storages = [(p, storage_of(p)) for p in every.values() if isinstance(p, DTensor)]
         self._known, self._at = every, {id(table): dict(table) for table in self._tables}
 
     def check(self) -> None:
-        """Raises PlanError with every parameter that was replaced since. FSDP2's are at rest."""
+        """Raises PlanError with every parameter that was replaced since, and every module that got another class. FSDP2's are
+        at rest."""
         same = self._children == self._children_then and _contents(self._tables) == self._tables_then
-        if same and all(storage_of(p) == storage for p, storage in self._storages):
+        if (
+            same
+            and [*map(type, self._modules)] == self._classes
+            and all(storage_of(p) == storage for p, storage in self._storages)
+        ):
             return
         findings = Findings("this step")
         moved = {id(p) for p, storage in self._storages if storage_of(p) != storage}
@@ -53,6 +59,10 @@ class Placed:
             before = self._at.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
                 findings.extend([finding])
+        classes = {id(m): cls for m, cls in zip(self._modules, self._classes, strict=True)}
+        for name, module in self._model.named_modules():
+            if (cls := classes.get(id(module), type(module))) is not type(module):
+                findings.extend([_of_another_class(name, cls, type(module))])
         findings.raise_if_any()
         self._note()
 
@@ -81,6 +91,15 @@ class Placed:
             required="the job's own, which is what is sharded and trained",
             fix="with torch.no_grad(): p.copy_(...); or job.module.load_state_dict(...)",
         )
+
+
+def _of_another_class(name: str, before: type, now: type) -> Finding:
+    return Finding(
+        where=name or "the model",
+        given=f"of another class since the job was made: {before.__name__}, now {now.__name__}",
+        required="its own: calls of a module go to the forward that it had then",
+        fix="give it that class before parallelize; or an attribute that its forward looks at",
+    )
 
 
 def _contents(tables: Sequence[dict[str, nn.Parameter | None]]) -> tuple[list[int], list[str], list[int]]:
