@@ -33,7 +33,7 @@ class Placed:
 
     def _note(self) -> None:
         """What stands in the model now is what it is compared with from here on."""
-        self._modules = modules = list(self._model.modules())
+        self._each = modules = list(self._model.modules())
         self._classes = [*map(type, modules)]
         self._children = [m._modules for m in modules]
         self._children_then = [dict(children) for children in self._children]
@@ -49,7 +49,7 @@ class Placed:
         same = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
             same
-            and [*map(type, self._modules)] == self._classes
+            and [*map(type, self._each)] == self._classes
             and all(storage_of(p) == storage for p, storage in self._storages)
         ):
             return
@@ -59,7 +59,7 @@ class Placed:
             before = self._at.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
                 findings.extend([finding])
-        classes = {id(m): cls for m, cls in zip(self._modules, self._classes, strict=True)}
+        classes = {id(m): cls for m, cls in zip(self._each, self._classes, strict=True)}
         for name, module in self._model.named_modules():
             if (cls := classes.get(id(module), type(module))) is not type(module):
                 findings.extend([_of_another_class(name, cls, type(module))])
@@ -106,7 +106,10 @@ def _contents(tables: Sequence[dict[str, nn.Parameter | None]]) -> tuple[list[in
     """How many parameters each table has, their names, and which objects they are. Every step asks this: three lists of
     the whole model are made and compared without a look at each parameter in Python."""
     objects = chain.from_iterable(table.values() for table in tables)
-    return [*map(len, tables)], [*chain.from_iterable(tables)], [*map(id, objects)]
+    names = chain.from_iterable(
+        table.keys() for table in tables
+    )  # those of torch.jit are no dicts, and know their keys
+    return [*map(len, tables)], [*names], [*map(id, objects)]
 
 
 def _alike(p: Tensor, before: Tensor) -> bool:
