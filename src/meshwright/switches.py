@@ -209,7 +209,7 @@ class _Table:
     def same(self) -> bool:
         """Whether it holds the same objects still, in their order."""
         items, before = self._items, self._before
-        return len(items) == len(before) and all(map(is_, items.values(), before.values()))
+        return items.keys() == before.keys() and all(map(is_, items.values(), before.values()))
 
     def differences(self) -> Iterator[tuple[Switch, Any]]:
         """(where, what stands there now, or ``GONE``) of each item that is not what it was."""

@@ -256,3 +256,13 @@ def test_a_number_that_is_set_before_every_step_is_told_by_its_sign_in_the_end()
     model.gain = -1.0
     switches.look()
     assert switches.path not in paths
+
+
+def test_an_object_that_stands_under_another_name_is_seen() -> None:
+    model = Model()
+    model.config.kept = kept = object()
+    switches = Switches(model)
+    del model.config.kept
+    model.config.other = kept
+    switches.look()
+    assert {s.key for s in switches.now} == {"kept", "other"}
