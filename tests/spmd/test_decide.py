@@ -20,7 +20,7 @@ from torch.nn import functional
 from meshwright.layout import REPLICATE, even_shard
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.decide import ANSWERS, DECIDERS
-from meshwright.spmd.decision import Decision, held
+from meshwright.spmd.decision import Decision, use_local
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.workers.pool import LocalWorkers
@@ -286,7 +286,7 @@ def try_wrong_rules() -> dict[str, list[str]]:
     before = DECIDERS[torch.sin]
 
     def wrong(run: Any, whole: bool = False) -> Any:
-        return lambda call: Decision(run, (held(call.args[0]),), {}, REPLICATE if whole else call.args[0].layout)
+        return lambda call: Decision(run, (use_local(call.args[0]),), {}, REPLICATE if whole else call.args[0].layout)
 
     rules = {
         "wrong value": wrong(lambda x: x * 2),

@@ -65,7 +65,7 @@ class Reading(GlobalTensorMode):
             sources |= _sources(decided.tensors)
             if (prepared := dispatcher.prepared.get(decided.signature)) is not None:
                 return _of_sources(prepared(dispatcher, decided.tensors), sources)
-            args, kwargs = decided.given((decided.args, decided.kwargs))
+            args, kwargs = decided.with_tensors((decided.args, decided.kwargs))
             if isinstance(decided.answer, Body):
                 again = self  # its inner calls are read as well
         with again:
@@ -288,7 +288,7 @@ class Planner:
             tensors[choice.index] = self._taken(p, choice)
             if tensors[choice.index] is p:
                 declined.add(choice.index)
-            args, kwargs = decided.given((decided.args, decided.kwargs))
+            args, kwargs = decided.with_tensors((decided.args, decided.kwargs))
         if isinstance(answer, Decision):
             self._learn_of_moves(answer, tensors)
         elif isinstance(answer.finding, Blocks):
@@ -320,7 +320,7 @@ class Planner:
             if isinstance(use.need, Shard):
                 if use.need != have:
                     self._regathered(x, have, use.need)
-            elif use.need not in (Need.HELD, Need.GIVEN):
+            elif use.need not in (Need.LOCAL, Need.ORIGINAL):
                 self.not_worth([x], _AT_ONCE)
 
     def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:

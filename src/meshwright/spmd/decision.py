@@ -1,10 +1,11 @@
-"""What a decider says of a call: a value, which planning reads and ``Dispatcher`` executes.
+"""How a torch function is computed on sharded tensors: the answer of a decider, as a value.
 
-    Decision   local work: what each operand must be here, the function to run, and the layout that comes out
-    Body       a function in Python, whose inner functions are answered in turn
-    Gather     neither: every argument is gathered, and the function runs whole
+    Decision   run a local function: which layout each operand needs, which function runs, which layout results
+    Body       run a Python function; the torch functions that it calls are decided one by one
+    Gather     neither is known: gather every argument, and run the function on whole tensors
 
-A decider is a pure function of a ``Call``; it looks at layouts, shapes and constants, never at values, and moves nothing.
+A decider is a pure function of a ``Call``. It reads layouts, shapes and constants, never values, and communicates nothing.
+Planning reads the answer; ``Dispatcher`` executes it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from meshwright.spmd.signature import Operand, is_undecided, layout_of, replaced
 
 
 class Need(Enum):
-    """What an operand must be where it is used. (A ``Shard`` is a need as well: this rank's slice.)"""
+    """What the local function needs of an operand. (A ``Shard`` is a need as well: this rank's slice in that layout.)"""
 
-    HELD = "what this rank holds"
-    REPLICATE = "all of it, used by every rank alike"
-    PLAIN = "all of it, in memory as on one device"
-    VARYING = "all of it, used by each rank for its part: gradients are summed over the axis"
-    SUMMAND = "all of it on the first rank, zeros on the others"
-    GIVEN = "the tensor as the model gave it"
+    LOCAL = "the local tensor, in the layout that it has"
+    REPLICATE = "the whole tensor; every rank computes the same with it"
+    PLAIN = "the whole tensor, with the strides that it has on one device"
+    VARYING = "the whole tensor; each rank computes its part with it, so gradients are summed over the axis"
+    SUMMAND = "the whole tensor on the first rank, zeros on the others"
+    ORIGINAL = "the tensor that the model passed"
 
 
 @dataclass(frozen=True)
 class Use:
-    """Stands for an operand among the arguments of the local function."""
+    """Stands for operand number ``index`` among the arguments of the local function."""
 
     index: int
     need: Need | Shard
@@ -41,15 +42,15 @@ class Use:
 
 @dataclass(frozen=True)
 class Choice:
-    """What an undecided parameter may become for this call. Planning takes one, and the call is decided again.
+    """How an undecided parameter may be sharded for this call. Planning takes one choice, and the call is decided again.
 
     Attributes:
-        index: of the operand.
-        column: the dim to cut where it meets whole operands.
-        match: the cut that fits the other operands.
-        row: the dim to cut where a person wants it sharded by row.
-        table: whether it is looked up by rows.
-        follows: whether it takes the match whatever a person wants of weights, as a bias does.
+        index: the number of the operand.
+        column: the dim to shard if the other operands are whole.
+        match: the layout that fits the other operands.
+        row: the dim to shard if the plan wants the parameter sharded by row.
+        table: whether the call looks up rows of the parameter (an embedding).
+        follows: whether the parameter takes ``match`` whatever the plan says of weights, as a bias does.
     """
 
     index: int
@@ -62,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sharded dim of an operand turns out to be fused blocks of these sizes."""
+    """A finding: the sharded dim of an operand consists of fused blocks of these sizes."""
 
     index: int
     sizes: tuple[int, ...]
@@ -70,7 +71,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Units:
-    """The sharded dim of an operand turns out to be that many pieces which may not be broken."""
+    """A finding: the sharded dim of an operand consists of ``count`` pieces (heads, say) that no cut may divide."""
 
     index: int
     count: int
@@ -78,7 +79,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Gather:
-    """The call falls back. ``finding``: how an operand would have to be cut for the call to fit."""
+    """The call falls back: its arguments are gathered. ``finding``: how the operand must be cut to avoid this."""
 
     finding: Blocks | Units | None = None
     choices: tuple[Choice, ...] = ()
@@ -86,7 +87,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Body:
-    """``run`` of the arguments, in which Uses stand for tensors as they are given. ``finding``: why it is not local work."""
+    """Call ``run`` with the arguments; Uses stand for the tensors that the model passed. ``finding``: why no local function
+    computes it."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -99,21 +101,21 @@ Out = Layout | tuple[Layout, ...]
 
 @dataclass(frozen=True)
 class Decision:
-    """Local work.
+    """Run a local function on local tensors.
 
     Attributes:
         run: the local function.
         args, kwargs: its arguments, with a Use for each operand.
-        out: the layout of what comes out; a tuple for several results that differ. ``REPLICATE``: plain tensors.
-        choices: what undecided parameters may become.
-        roles: (operand, in which part a product meets its cut): ``column`` (its own dim of the result), ``row`` (summed
-            over) or ``batch``.
-        itself: the operand that comes out, if a function gives what it is given (and may have written it).
-        writes: whether that operand has been written.
-        follows: (an undecided parameter, which of its dims each dim of the result is; -1 for a new one): the result is still
-            that parameter.
-        kept: whether the decision, and the shape of the first result, hold for every call of the signature.
-        axis: whether ``run`` takes the axis first, as it communicates on the way.
+        out: the layout of the result; a tuple if there are several results in different layouts. ``REPLICATE``: plain tensors.
+        choices: how undecided parameters may be sharded.
+        roles: (operand, role of its sharded dim in a product): ``column`` (a dim of the result), ``row`` (summed over)
+            or ``batch``.
+        itself: the operand that is returned, if the function returns one of its arguments (and may have written it).
+        writes: whether the function writes to that operand.
+        follows: (an undecided parameter, for each dim of the result the dim of the parameter, -1 for a new one): the result
+            is still that parameter.
+        kept: whether the decision, and the shape of the first result, hold for every call with this signature.
+        axis: whether ``run`` takes the axis as its first argument, because it communicates.
     """
 
     run: Callable[..., Any]
@@ -135,10 +137,10 @@ Answer = Decision | Body | Gather
 
 @dataclass(frozen=True)
 class Decided:
-    """A call with the decision on it; in its arguments Uses stand for tensors.
+    """A call and the decider's answer. In ``args`` and ``kwargs``, Uses stand for ``tensors``.
 
     Attributes:
-        signature: of the call; empty if it is not known.
+        signature: the signature of the call; empty if it is not known.
     """
 
     answer: Answer
@@ -147,38 +149,38 @@ class Decided:
     kwargs: dict[str, Any]
     signature: tuple[Any, ...] = ()
 
-    def given(self, value: Any) -> Any:
+    def with_tensors(self, value: Any) -> Any:
         """``value`` with the tensors of the call in place of Uses."""
         return replaced(value, lambda x: self.tensors[x.index] if type(x) is Use else x)
 
 
-def need(x: Any, what: Need | Shard) -> Any:
-    """A Use of an operand; anything else as it is."""
-    return Use(x.index, what) if isinstance(x, Operand) else x
+def use_as(x: Any, need: Need | Shard) -> Any:
+    """A Use of an operand with this need; ``x`` unchanged if it is no operand."""
+    return Use(x.index, need) if isinstance(x, Operand) else x
 
 
-def held(x: Any) -> Any:
-    return need(x, Need.HELD)
+def use_local(x: Any) -> Any:
+    return use_as(x, Need.LOCAL)
 
 
-def whole(x: Any) -> Any:
-    return need(x, Need.REPLICATE)
+def use_replicated(x: Any) -> Any:
+    return use_as(x, Need.REPLICATE)
 
 
-def plain(x: Any) -> Any:
-    return need(x, Need.PLAIN)
+def use_plain(x: Any) -> Any:
+    return use_as(x, Need.PLAIN)
 
 
-def varying(x: Any) -> Any:
-    return need(x, Need.VARYING)
+def use_varying(x: Any) -> Any:
+    return use_as(x, Need.VARYING)
 
 
-def given(x: Any) -> Any:
-    return need(x, Need.GIVEN)
+def use_original(x: Any) -> Any:
+    return use_as(x, Need.ORIGINAL)
 
 
 def matching(x: Any, layout: Shard) -> tuple[Choice, ...]:
-    """An undecided parameter may be cut as it is needed."""
+    """The choice that an undecided parameter takes ``layout``; nothing for another operand."""
     return (Choice(x.index, match=layout, follows=True),) if is_undecided(x) else ()
 
 

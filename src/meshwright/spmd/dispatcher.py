@@ -121,7 +121,7 @@ class Dispatcher(Mover):
             if not isinstance(x, Tensor):
                 return x
             tensors.append(x)
-            return Use(len(tensors) - 1, Need.GIVEN)
+            return Use(len(tensors) - 1, Need.ORIGINAL)
 
         form = replaced(args, numbered), replaced(kwargs, numbered)
         answer: Answer = GATHER
@@ -147,14 +147,14 @@ class Dispatcher(Mover):
 
     def _execute(self, func: Any, decided: Decided) -> Any:
         answer, tensors = decided.answer, decided.tensors
-        asked_args, asked_kwargs = decided.given((decided.args, decided.kwargs))
+        asked_args, asked_kwargs = decided.with_tensors((decided.args, decided.kwargs))
         args, kwargs = ordered(func, asked_args, asked_kwargs)
         if isinstance(answer, Gather):
             return self.fallback(func, args, kwargs)
         if isinstance(answer, Body):
             self._running.add(func)
             try:
-                return answer.run(*decided.given(answer.args), **decided.given(answer.kwargs))
+                return answer.run(*decided.with_tensors(answer.args), **decided.with_tensors(answer.kwargs))
             finally:
                 self._running.discard(func)
         if answer.follows is not None:

@@ -49,7 +49,7 @@ def brought(dispatcher: Dispatcher, t: Tensor, need: Need | Shard) -> Any:
         return t if type(t) is Tensor and not t.requires_grad else dispatcher.varying(t)
     if isinstance(need, Shard):
         return dispatcher.cut(t, need)
-    if need is Need.HELD:
+    if need is Need.LOCAL:
         return t._mw_local if isinstance(t, GlobalTensor) else t
     if need is Need.REPLICATE:
         return dispatcher.whole(t)
@@ -114,7 +114,7 @@ class Prepared:
         self.args = list(decision.args)
         # Most operands are arguments themselves; some stand in lists, or have names.
         self.slots = [
-            (at, x.index, None if x.need is Need.HELD else x.need) for at, x in enumerate(self.args) if type(x) is Use
+            (at, x.index, None if x.need is Need.LOCAL else x.need) for at, x in enumerate(self.args) if type(x) is Use
         ]
         # How many arguments at the beginning are what is held of the first tensors, if the rest are constants; or None.
         self.first: int | None = None

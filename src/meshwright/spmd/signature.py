@@ -1,11 +1,12 @@
-"""The signature of a call: all that a decision about it may depend on.
+"""The signature of a call: everything that a decision about the call may depend on.
 
-    the torch function; whether autocast is on, and to which types
-    of each tensor its ``Spec``: layout, shape, type, device, and how it lies in memory, on one device and here
+    the torch function; whether autocast is on, and to which types it casts
+    for each tensor its ``Spec``: layout, shape, dtype, device, and its strides, on one device and on this rank
     the constants: numbers, sizes, slices, types …, alone and in lists
 
-Never a value of a tensor. Calls of one signature share one decision, which ``Dispatcher`` keeps. A call is decided anew
-each time if a constant has no hash, or if a tensor remembers more than its Spec does (see ``tensor.spec_of``).
+A signature never contains a value of a tensor. Calls with the same signature share one decision, which ``Dispatcher`` keeps.
+A call is decided anew each time if a constant has no hash, or if a tensor knows more than its Spec says
+(see ``tensor.spec_of``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshwright.spmd.tensor import GlobalTensor, Spec
 
 @dataclass(frozen=True)
 class Undecided:
-    """Planning only: the layout of a parameter that is to be decided. Every rank holds all of it."""
+    """Planning only: the layout of a parameter that is not decided yet. Every rank holds the whole parameter."""
 
     def __str__(self) -> str:
         return "undecided"
@@ -39,7 +40,7 @@ class Operand:
 
     Attributes:
         index: its number among the tensors of the call.
-        layout: ``REPLICATE`` for tensors that are no global tensors.
+        layout: the layout over the axis; ``REPLICATE`` for a tensor that is not a ``GlobalTensor``.
         parameter: whether it is a parameter of the model.
     """
 
@@ -65,8 +66,8 @@ class Call:
     """A call to be decided, with Operands in place of tensors.
 
     Attributes:
-        rank: this rank's place on the axis.
-        ranks: how many ranks the axis has.
+        rank: this rank's coordinate on the axis.
+        ranks: the size of the axis.
     """
 
     func: Callable[..., Any]
@@ -81,12 +82,12 @@ class Call:
 
     @property
     def operands(self) -> list[Operand]:
-        """The tensors that are arguments themselves, not within lists."""
+        """The tensors that are arguments themselves; those within lists are left out."""
         return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Operand)]
 
 
 def layout_of(x: Any) -> Any:
-    """The layout of an operand; ``REPLICATE`` for what is no tensor."""
+    """The layout of an operand; ``REPLICATE`` for anything that is not an operand."""
     return x.layout if isinstance(x, Operand) else REPLICATE
 
 
@@ -95,25 +96,25 @@ def is_undecided(x: Any) -> bool:
 
 
 class ReadsValue(Exception):
-    """A number that decides on the call is a tensor: the call is decided with its value."""
+    """The decision depends on a number that is a tensor: decide again, with the number in its place."""
 
 
 def number(x: Any) -> int:
-    """A size or a position as a number; raises ``ReadsValue`` for a tensor."""
+    """A size or an index as a number; raises ``ReadsValue`` for a tensor."""
     if isinstance(x, Operand):
         raise ReadsValue
     return int(x)
 
 
 def passed_on(value: Any) -> list[Operand]:
-    """The operands in what a decider gave as constants: it did not look for tensors there."""
+    """The operands that a decider left among its constants, because it did not expect tensors there."""
     operands: list[Operand] = []
     replaced(value, lambda x: operands.append(x) if isinstance(x, Operand) else None)
     return operands
 
 
 def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call, with a number for each tensor that is one integer, but the first argument."""
+    """The arguments of a call, with a number in place of each tensor that is one integer; the first argument is unchanged."""
     return (*args[:1], *replaced(args[1:], _value)), replaced(kwargs, _value)
 
 
@@ -127,7 +128,7 @@ def is_number(x: Tensor | Operand) -> bool:
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` of everything in its nested tuples, lists, dicts and slices."""
+    """``value`` with ``change`` applied to every leaf of its nested tuples, lists, dicts and slices."""
     kind = type(value)
     if kind is tuple or kind is torch.Size:
         return tuple([replaced(v, change) for v in value])
@@ -142,14 +143,14 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 # --- the key ----------------------------------------------------------------------------------------------------------
 
-# Constants that, with their type, are equal only if they mean the same.
+# Types of constants that are interchangeable if their type and their value are equal.
 _CONSTANTS = frozenset(
     [bool, str, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
 
 
 class _Never:
-    """A part of a key that is equal to nothing: such a call is decided anew."""
+    """A part of a key that equals nothing, not even itself: a call with this part is decided anew each time."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -163,10 +164,10 @@ Local = Callable[[Tensor], "Tensor | None"]
 
 
 def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local | None) -> tuple[Any, Any, Any]:
-    """(the work of the first global tensor or None, the parts of the key, the tensors of the call).
+    """(dispatcher of the first global tensor or None, the parts of the signature, the tensors of the call).
 
     Args:
-        local: a parameter → what this rank holds of it, which stands in its place; None for other tensors.
+        local: a parameter → its local part, which replaces it in the call; another tensor → None.
     """
     dispatcher: Any = None
     parts: list[Any] = [func, _autocast()] if autocast_is_on() else [func]
@@ -200,7 +201,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local 
 
 
 def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Local | None, dispatcher: Any) -> Any:
-    """One argument, of any kind; the work of the first global tensor."""
+    """Adds one argument to ``parts`` and ``tensors``. Returns the dispatcher of the first global tensor so far, or None."""
     if kind is GlobalTensor:
         parts.append(x._mw_spec)
         tensors.append(x)
@@ -242,9 +243,9 @@ def _read(x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Lo
 def _read_several(
     x: Any, kind: type, parts: list[Any], tensors: list[Tensor], local: Local | None, dispatcher: Any
 ) -> Any:
-    """A tuple or a list: sizes, most often."""
+    """Adds a tuple or a list: most often, sizes."""
     if len(x) > _MANY and type(x[0]) in _NUMBERS:
-        parts.append(NEVER)  # data, not sizes: too much to keep
+        parts.append(NEVER)  # data, not sizes: too long to keep in a signature
         return dispatcher
     parts += (kind, len(x))
     for y in x:
@@ -256,7 +257,7 @@ def _read_several(
 
 
 def _read_plain(x: Tensor, parts: list[Any]) -> None:
-    """A tensor that is no global tensor: its Spec is not kept with it."""
+    """Adds a tensor that is not a ``GlobalTensor`` and so keeps no Spec."""
     if x.layout is _STRIDED:
         parts += (x.shape, x.dtype, x.is_cpu, x.is_contiguous() or x.stride())
     else:
@@ -264,6 +265,6 @@ def _read_plain(x: Tensor, parts: list[Any]) -> None:
 
 
 def _autocast() -> Any:
-    """To which types autocast casts, by device; a decision for another device than these is not kept."""
+    """The types to which autocast casts, by device. If it is on for another device alone, the decision is not kept."""
     enabled = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     return tuple(enabled) or NEVER

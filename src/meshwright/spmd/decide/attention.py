@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshwright.layout import Shard
 from meshwright.spmd.decide.random import attention_with_dropout
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decision import GATHER, Answer, Body, Decision, given, need, varying
+from meshwright.spmd.decision import GATHER, Answer, Body, Decision, use_as, use_original, use_varying
 from meshwright.spmd.signature import Call, Operand
 
 
@@ -23,11 +23,11 @@ def attention(call: Call) -> Answer:
     if q.dim() > k.dim() or k.dim() != v.dim() or q.dim() < 3:
         return GATHER
     if names.pop("enable_gqa", False) and q.shape[-3] != k.shape[-3]:
-        return Body(_of_groups, (*map(given, (q, k, v)), q.shape[-3] // k.shape[-3], given(mask)), names)
+        return Body(_of_groups, (*map(use_original, (q, k, v)), q.shape[-3] // k.shape[-3], use_original(mask)), names)
     target = _target([q, k, v])
     if target is None:
         return GATHER
-    uses = [need(x, target) if x.shape[target.dim] != 1 else varying(x) for x in (q, k, v)]
+    uses = [use_as(x, target) if x.shape[target.dim] != 1 else use_varying(x) for x in (q, k, v)]
     use = _mask(mask, target, q.dim())
     if names.get("dropout_p", 0.0) > 0 and q.device.type != "meta":
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
@@ -54,4 +54,4 @@ def _mask(mask: Operand | None, target: Shard, rank: int) -> Any:
     if mask is None:
         return None
     dim = target.dim - (rank - mask.dim())
-    return varying(mask) if dim < 0 or mask.shape[dim] == 1 else need(mask, target.on(dim))
+    return use_varying(mask) if dim < 0 or mask.shape[dim] == 1 else use_as(mask, target.on(dim))

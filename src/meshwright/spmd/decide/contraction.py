@@ -30,11 +30,11 @@ from meshwright.spmd.decision import (
     Decision,
     Need,
     Use,
-    given,
     matching,
-    need,
-    varying,
-    whole,
+    use_as,
+    use_original,
+    use_replicated,
+    use_varying,
 )
 from meshwright.spmd.signature import Call, Operand, is_undecided
 
@@ -67,9 +67,9 @@ def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels)
     choices = tuple(c for i in range(len(operands)) if (c := _choice(i, operands, labels, out)) is not None)
     label, pieces = _cut_label(operands, labels, out)
     if label is None:
-        return Product([whole(x) for x in operands], REPLICATE, choices)
+        return Product([use_replicated(x) for x in operands], REPLICATE, choices)
     uses = [
-        need(x, Shard(list(names).index(label), pieces)) if label in names else varying(x)
+        use_as(x, Shard(list(names).index(label), pieces)) if label in names else use_varying(x)
         for x, names in zip(operands, labels, strict=True)
     ]
     roles = [
@@ -131,12 +131,12 @@ def linear(call: Call) -> Answer:
 def local_bias(bias: Any, layout: Layout, dim: int) -> tuple[Any, tuple[Choice, ...]]:
     """A bias over one dim of a product, to be added to a local one: cut like it; to a partial sum by one rank only."""
     if isinstance(layout, Partial):
-        return need(bias, Need.SUMMAND), ()
+        return use_as(bias, Need.SUMMAND), ()
     if not isinstance(layout, Shard):
-        return whole(bias), ()
+        return use_replicated(bias), ()
     if layout.dim != dim:
-        return varying(bias), ()
-    return need(bias, layout.on(0)), matching(bias, layout.on(0))
+        return use_varying(bias), ()
+    return use_as(bias, layout.on(0)), matching(bias, layout.on(0))
 
 
 @decider("addmm", "baddbmm", "addbmm", "addmv")
@@ -247,7 +247,7 @@ def einsum(call: Call) -> Answer:
     else:
         target = [*dots, *sorted(n for n in set(every) - set(dots) if every.count(n) == 1)]
     if len(operands) == 1 and len(target) == len(labels[0] or ()):
-        return Body(Tensor.permute, (given(operands[0]), [(labels[0] or []).index(name) for name in target]), {})
+        return Body(Tensor.permute, (use_original(operands[0]), [(labels[0] or []).index(name) for name in target]), {})
     if _sizes_differ(labels, operands) or _another_way(labels, operands, target):
         return GATHER
     product = contract(operands, labels, target)  # type: ignore[arg-type]

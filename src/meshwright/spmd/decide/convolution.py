@@ -10,7 +10,7 @@ from meshwright.layout import Shard
 from meshwright.spmd.decide.contraction import contract, local_bias
 from meshwright.spmd.decide.pointwise import of_each
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, held, matching, need, varying
+from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, matching, use_as, use_local, use_varying
 from meshwright.spmd.signature import Call, Operand, layout_of
 
 
@@ -42,7 +42,9 @@ def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, na
     """Channels cut between groups: each rank has some groups whole. Rows of the batch cut: local."""
     layout, run = x.layout, getattr(functional, call.name)
     if isinstance(layout, Shard) and layout.dim < channel:
-        return Decision(run, (held(x), varying(weight), varying(bias)), {"groups": groups, **names}, layout)
+        return Decision(
+            run, (use_local(x), use_varying(weight), use_varying(bias)), {"groups": groups, **names}, layout
+        )
     if not isinstance(layout, Shard) or layout.parts != 1:
         return GATHER
     width = x.shape[channel] // groups
@@ -54,7 +56,7 @@ def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, na
     of_result = Shard(channel, (tuple(n * outputs for n in counts),))
     if 0 in counts:  # the same answer on every rank
         return GATHER
-    args = (held(x), need(weight, of_weight), need(bias, of_result.on(0)))
+    args = (use_local(x), use_as(weight, of_weight), use_as(bias, of_result.on(0)))
     choices = (*matching(weight, of_weight), *matching(bias, of_result.on(0)))
     return Decision(run, args, {"groups": counts[call.rank], **names}, of_result, choices=choices)
 
@@ -73,7 +75,7 @@ def over_space(call: Call) -> Answer:
         return GATHER
     if layout.dim >= x.dim() - _space(call, x) or len(call.operands) > 1:
         return GATHER
-    return of_each(call, held, layout)
+    return of_each(call, use_local, layout)
 
 
 def _space(call: Call, x: Operand) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.layout import PARTIAL, REPLICATE, Partial, Shard
 from meshwright.spmd.decide.pointwise import Aligner, of_each
 from meshwright.spmd.decide.registry import decider
-from meshwright.spmd.decision import GATHER, Answer, Blocks, Body, Decision, Gather, given, held
+from meshwright.spmd.decision import GATHER, Answer, Blocks, Body, Decision, Gather, use_local, use_original
 from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of, number, replaced
 
 
@@ -38,7 +38,7 @@ def tensor_split(call: Call) -> Answer:
     if any(isinstance(piece, Gather) for piece in taken):
         return next(piece for piece in taken if isinstance(piece, Gather))
     out = tuple(_out(x, piece) for piece in taken if isinstance(piece, Taken))
-    return Decision(_pieces, (held(x), [piece.index for piece in taken if isinstance(piece, Taken)]), {}, out)
+    return Decision(_pieces, (use_local(x), [piece.index for piece in taken if isinstance(piece, Taken)]), {}, out)
 
 
 def _pieces(local: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -51,14 +51,14 @@ def split(call: Call) -> Answer:
     dim = (more[1] if len(more) > 1 else call.kwargs.get("dim", 0)) % x.dim()
     layout, n = x.layout, x.shape[dim]
     if not isinstance(layout, Shard) or layout.dim != dim:
-        return of_each(call, held, layout if isinstance(layout, (Shard, Partial)) else REPLICATE)
+        return of_each(call, use_local, layout if isinstance(layout, (Shard, Partial)) else REPLICATE)
     size = -(-n // more[0]) if "chunk" in call.name else more[0]
     sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(number, size))
     pieces = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in pieces):
         return Gather(Blocks(x.index, tuple(sizes)))
     cuts = tuple(f[1] for f in pieces if f is not None)
-    return Decision(Tensor.split, (held(x), [c.local(call.rank) for c in cuts], dim), {}, cuts)
+    return Decision(Tensor.split, (use_local(x), [c.local(call.rank) for c in cuts], dim), {}, cuts)
 
 
 def _between(layout: Shard, start: int, stop: int) -> tuple[int, Shard] | None:
@@ -80,11 +80,11 @@ def unbind(call: Call) -> Answer:
     dim %= x.dim()
     layout = x.layout
     if is_undecided(x):
-        return Body(_selected, (given(x), dim), {})
+        return Body(_selected, (use_original(x), dim), {})
     if isinstance(layout, Shard) and layout.dim == dim:
         return Gather(Blocks(x.index, (1,) * x.shape[dim]))
     out = layout.on(layout.dim - (dim < layout.dim)) if isinstance(layout, Shard) else layout
-    return Decision(torch.unbind, (held(x), dim), {}, out)
+    return Decision(torch.unbind, (use_local(x), dim), {}, out)
 
 
 def _selected(x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def _selected(x: Tensor, dim: int) -> tuple[Tensor, ...]:
 
 @decider("__iter__")
 def iterate(call: Call) -> Answer:
-    return Body(_iterator, (given(call.args[0]),), {})
+    return Body(_iterator, (use_original(call.args[0]),), {})
 
 
 def _iterator(x: Tensor) -> Iterator[Tensor]:
@@ -145,7 +145,7 @@ def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
         return taken
     # How many elements a mask takes, no signature says.
     kept = not any(isinstance(i, Operand) and i.dtype in _MASKS for i in index)
-    args = (held(x), replaced(taken.index, held))
+    args = (use_local(x), replaced(taken.index, use_local))
     if is_undecided(x) and taken.full:
         follows = (x.index, tuple(-1 if d is None else d for d in taken.dims))
         return Decision(Tensor.__getitem__, args, {}, follows=follows)
@@ -271,7 +271,7 @@ def setitem(call: Call) -> Answer:
     if isinstance(taken, Gather) or taken.layout is None:
         return taken if isinstance(taken, Gather) else GATHER
     align = Aligner(taken.layout, len(taken.dims))
-    args = (held(x), taken.index, align(value))
+    args = (use_local(x), taken.index, align(value))
     return Decision(_set_item, args, {}, choices=tuple(align.choices), itself=x.index, writes=True)
 
 
@@ -295,4 +295,4 @@ def index_select(call: Call) -> Answer:
     if isinstance(layout, Shard) and layout.dim == dim % x.dim():
         return GATHER
     out = layout if isinstance(layout, (Shard, Partial)) else REPLICATE
-    return Decision(torch.index_select, (held(x), dim, held(index)), {}, out)
+    return Decision(torch.index_select, (use_local(x), dim, use_local(index)), {}, out)

@@ -19,7 +19,7 @@ from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.reduction import exponentials
 from meshwright.spmd.decide.registry import decider, named
 from meshwright.spmd.decide.types import result_type, wide
-from meshwright.spmd.decision import GATHER, Answer, Body, Decision, given, held, need, whole
+from meshwright.spmd.decision import GATHER, Answer, Body, Decision, use_as, use_local, use_original, use_replicated
 from meshwright.spmd.signature import Call, Operand, layout_of
 
 ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
@@ -38,17 +38,19 @@ def cross_entropy(call: Call) -> Answer:
         if layout.parts != 1 or weight is not None or names["label_smoothing"]:
             return GATHER
         start = sum(layout.pieces[0][: call.rank])
-        return Decision(_of_vocabulary, (held(x), whole(target), start, ignore, reduction, dtype), {}, axis=True)
+        return Decision(
+            _of_vocabulary, (use_local(x), use_replicated(target), start, ignore, reduction, dtype), {}, axis=True
+        )
     dim = layout.dim if layout.dim == 0 else layout.dim - 1
-    options = {"ignore_index": ignore, "label_smoothing": names["label_smoothing"], "weight": whole(weight)}
+    options = {"ignore_index": ignore, "label_smoothing": names["label_smoothing"], "weight": use_replicated(weight)}
     if reduction == "none":
         return Decision(
             functional.cross_entropy,
-            (held(x), need(target, layout.on(dim))),
+            (use_local(x), use_as(target, layout.on(dim))),
             {**options, "reduction": "none"},
             layout.on(dim),
         )
-    args = (held(x), whole(target), layout.on(dim), reduction, dtype)
+    args = (use_local(x), use_replicated(target), layout.on(dim), reduction, dtype)
     if dtype == wide(dtype):
         return Decision(_of_rows, args, options, PARTIAL, axis=True)
     return Decision(_of_rows_rounded, args, options, REPLICATE, axis=True)
@@ -150,11 +152,11 @@ def elementwise(call: Call) -> Answer:
     if reduction != "none":
         return Body(
             _reduced_losses,
-            (func, reduction, *map(given, args)),
-            {**options, **{k: given(v) for k, v in tensors.items()}},
+            (func, reduction, *map(use_original, args)),
+            {**options, **{k: use_original(v) for k, v in tensors.items()}},
         )
-    named_uses = {k: need(v, cuts[0]) for k, v in tensors.items()}
-    uses = tuple(need(a, cuts[0]) for a in args)
+    named_uses = {k: use_as(v, cuts[0]) for k, v in tensors.items()}
+    uses = tuple(use_as(a, cuts[0]) for a in args)
     return Decision(func, uses, {**options, **named_uses, "reduction": "none"}, cuts[0])
 
 

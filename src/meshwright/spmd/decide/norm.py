@@ -8,7 +8,7 @@ from meshwright.layout import Shard
 from meshwright.spmd.decide.pointwise import Aligner, cut_of_result, of_each, rank_of
 from meshwright.spmd.decide.reduction import after_reduction
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, held, matching, need, varying
+from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, matching, use_as, use_local, use_varying
 from meshwright.spmd.signature import Call, layout_of
 
 
@@ -18,7 +18,7 @@ def layer_norm(call: Call) -> Answer:
     layout = layout_of(x)
     if not isinstance(layout, Shard) or layout.dim >= x.dim() - len(shape) or call.name.startswith("native"):
         return GATHER
-    return of_each(call, lambda y: held(y) if y is x else varying(y), layout)
+    return of_each(call, lambda y: use_local(y) if y is x else use_varying(y), layout)
 
 
 @decider("group_norm")
@@ -30,7 +30,7 @@ def group_norm(call: Call) -> Answer:
         return GATHER
     weight, bias, eps = names.get("weight"), names.get("bias"), names.get("eps", 1e-5)
     if layout.dim == 0:
-        args = (held(x), groups, varying(weight), varying(bias), eps)
+        args = (use_local(x), groups, use_varying(weight), use_varying(bias), eps)
         return Decision(functional.group_norm, args, {}, layout)
     if layout.dim != 1:
         return GATHER
@@ -38,7 +38,7 @@ def group_norm(call: Call) -> Answer:
     if layout.parts > 1 or any(n % width for n in layout.pieces[0]):
         return Gather(Units(x.index, groups))
     cut = layout.on(0)
-    args = (held(x), layout.local(call.rank) // width, need(weight, cut), need(bias, cut), eps)
+    args = (use_local(x), layout.local(call.rank) // width, use_as(weight, cut), use_as(bias, cut), eps)
     return Decision(functional.group_norm, args, {}, layout, choices=(*matching(weight, cut), *matching(bias, cut)))
 
 
@@ -49,7 +49,7 @@ def normalize(call: Call) -> Answer:
     layout = layout_of(x)
     if not isinstance(layout, Shard) or not isinstance(dim, int) or layout.dim == dim % x.dim() or names.get("out"):
         return GATHER
-    args = (held(x), names.get("p", 2.0), dim, names.get("eps", 1e-12))
+    args = (use_local(x), names.get("p", 2.0), dim, names.get("eps", 1e-12))
     return Decision(functional.normalize, args, {}, layout)
 
 

@@ -23,13 +23,13 @@ from meshwright.spmd.decision import (
     Body,
     Choice,
     Decision,
-    given,
-    held,
     matching,
-    need,
-    plain,
-    varying,
-    whole,
+    use_as,
+    use_local,
+    use_original,
+    use_plain,
+    use_replicated,
+    use_varying,
 )
 from meshwright.spmd.signature import Call, Operand, is_undecided
 from meshwright.spmd.tensor import GlobalTensor, lies
@@ -89,16 +89,16 @@ def pointwise(call: Call) -> Answer:
         return GATHER  # the numbers of elements
     tensors = call.operands
     if any(isinstance(t.layout, Partial) for t in tensors) and _linear(call):
-        return of_each(call, held, PARTIAL)
+        return of_each(call, use_local, PARTIAL)
     target = cut_of_result(tensors, func)
     if target is None:
         if func in _COPYING and (parameter := _copied_parameter(call)) is not None:
             return parameter
-        return of_each(call, plain, REPLICATE)
+        return of_each(call, use_plain, REPLICATE)
     if func in _FROM_THE_FRONT:
         if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
             return GATHER  # the real and the imaginary parts are on different ranks
-        return of_each(call, held, target)
+        return of_each(call, use_local, target)
     align = Aligner(target, rank_of(tensors))
     return of_each(call, align, target, align.choices)
 
@@ -117,18 +117,18 @@ def _moved(call: Call) -> Answer:
         # Of the other tensor only dtype and device count, not its shape or layout.
         named = {**dict(zip(("non_blocking", "copy"), args[2:], strict=False)), **kwargs}
         named.pop("other", None)
-        return Body(Tensor.to, (given(x),), {"dtype": other.dtype, "device": other.device, **named})
+        return Body(Tensor.to, (use_original(x),), {"dtype": other.dtype, "device": other.device, **named})
     if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
         named = {k: v for k, v in kwargs.items() if k != "memory_format"}
-        return Body(_converted, (func, memory_format, given(x), *args[1:]), named)
+        return Body(_converted, (func, memory_format, use_original(x), *args[1:]), named)
     if isinstance(x.layout, Shard):
-        return of_each(call, held, x.layout)
+        return of_each(call, use_local, x.layout)
     tried = like_here(func, x, *args[1:], **kwargs)
     if tried is None:
-        return of_each(call, held, REPLICATE)  # ``type()`` says a type's name
+        return of_each(call, use_local, REPLICATE)  # ``type()`` says a type's name
     if tried == (x.dtype, x.device) and not kwargs.get("copy"):
-        return replace(of_each(call, held, REPLICATE), itself=x.index)
-    return _copied_parameter(call) or of_each(call, plain, REPLICATE)
+        return replace(of_each(call, use_local, REPLICATE), itself=x.index)
+    return _copied_parameter(call) or of_each(call, use_plain, REPLICATE)
 
 
 def _converted(func: Any, memory_format: torch.memory_format, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -150,9 +150,9 @@ def _contiguous(call: Call) -> Answer:
     """The tensor itself, if its memory on one device is in that order; else a copy."""
     x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
     if memory_format and memory_format[0] != torch.contiguous_format:
-        return Body(_laid, (given(x), *memory_format), {})
+        return Body(_laid, (use_original(x), *memory_format), {})
     if x.spec.usual:
-        return Decision(_identity, (held(x),), {}, itself=x.index)
+        return Decision(_identity, (use_local(x),), {}, itself=x.index)
     copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
     assert isinstance(copied, Decision)
     return replace(copied, kwargs={"memory_format": torch.contiguous_format})
@@ -186,10 +186,10 @@ class Aligner:
             return x
         dim = self.target.dim - (self.rank - x.dim())
         if dim < 0 or x.shape[dim] == 1 != self.target.size:
-            return varying(x)
+            return use_varying(x)
         layout = self.target.on(dim)
         self.choices += matching(x, layout)
-        return need(x, layout)
+        return use_as(x, layout)
 
 
 def cut_of_result(tensors: Sequence[Operand], func: Any) -> Shard | None:
@@ -232,7 +232,7 @@ def _copied_parameter(call: Call) -> Decision | None:
     x: Any = call.args[0] if call.args else None
     if not is_undecided(x):
         return None
-    decision = of_each(call, whole, REPLICATE)
+    decision = of_each(call, use_replicated, REPLICATE)
     return replace(decision, follows=(x.index, tuple(range(x.dim()))))
 
 
@@ -244,13 +244,13 @@ def _in_place(call: Call) -> Answer:
     if isinstance(layout, Partial):
         if not _linear(call):
             return GATHER
-        decision = of_each(call, held, layout)
+        decision = of_each(call, use_local, layout)
     elif isinstance(layout, Shard):
         align = Aligner(layout, target.dim())
-        decision = of_each(call, lambda x: held(x) if x is target else align(x), layout)
+        decision = of_each(call, lambda x: use_local(x) if x is target else align(x), layout)
         choices = align.choices
     else:
-        decision = of_each(call, lambda x: held(x) if x is target else whole(x), layout)
+        decision = of_each(call, lambda x: use_local(x) if x is target else use_replicated(x), layout)
     return replace(decision, choices=tuple(choices), itself=target.index, writes=True)
 
 
@@ -258,7 +258,7 @@ def _in_place(call: Call) -> Answer:
 def requires_grad_(call: Call) -> Answer:
     """Of a parameter it is the parameter that is asked, so that no decision is kept."""
     x = call.args[0]
-    return replace(of_each(call, held, REPLICATE), itself=x.index, kept=False)
+    return replace(of_each(call, use_local, REPLICATE), itself=x.index, kept=False)
 
 
 @decider("copy_", "fill_", "zero_")
@@ -289,7 +289,7 @@ _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the 
 def new(call: Call) -> Answer:
     """A fresh tensor of a given shape: whole. The value to fill it with may be the global tensor, and not the tensor."""
     x = call.args[0]
-    return of_each(call, lambda y: held(y) if y is x else whole(y), REPLICATE)
+    return of_each(call, lambda y: use_local(y) if y is x else use_replicated(y), REPLICATE)
 
 
 ELEMENTWISE.update(func for func, its_decider in DECIDERS.items() if its_decider is pointwise)

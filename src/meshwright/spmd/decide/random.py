@@ -18,7 +18,7 @@ from meshwright.spmd.alias import contiguous, reach
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.registry import decider, named
 from meshwright.spmd.decide.types import as_autocast, wide
-from meshwright.spmd.decision import GATHER, Answer, Decision, held, whole
+from meshwright.spmd.decision import GATHER, Answer, Decision, use_local, use_replicated
 from meshwright.spmd.signature import Call, Operand, layout_of
 
 
@@ -30,12 +30,12 @@ def dropout(call: Call) -> Answer:
     if not isinstance(layout, (Shard, Partial)):
         return GATHER
     if not names["training"] or p == 0:
-        return Decision(_same, (held(x),), {}, itself=x.index)
+        return Decision(_same, (use_local(x),), {}, itself=x.index)
     if call.name != "dropout" or (isinstance(layout, Partial) and inplace):
         return GATHER
     if isinstance(layout, Partial):
-        return Decision(_dropped, (whole(x), _lying(x), p), {})
-    args, itself = (held(x), _lying(x), p, layout, inplace), x.index if inplace else None
+        return Decision(_dropped, (use_replicated(x), _lying(x), p), {})
+    args, itself = (use_local(x), _lying(x), p, layout, inplace), x.index if inplace else None
     return Decision(_dropped_slice, args, {}, layout, itself=itself, writes=inplace, axis=True)
 
 
@@ -139,8 +139,8 @@ def draw(call: Call) -> Answer:
     layout = layout_of(x)
     if not isinstance(layout, Shard):
         return GATHER
-    more, named_ones = tuple(map(whole, call.args[1:])), {k: whole(v) for k, v in call.kwargs.items()}
-    args = (held(x), call.func, _lying(x), layout, *more)
+    more, named_ones = tuple(map(use_replicated, call.args[1:])), {k: use_replicated(v) for k, v in call.kwargs.items()}
+    args = (use_local(x), call.func, _lying(x), layout, *more)
     if call.name.endswith("_like"):
         return Decision(_drawn, args, named_ones, layout, axis=True)
     return Decision(_draw_into, args, named_ones, layout, itself=x.index, writes=True, axis=True)

@@ -16,7 +16,7 @@ from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.pointwise import of_each
 from meshwright.spmd.decide.registry import decider, named
 from meshwright.spmd.decide.types import result_type, wide
-from meshwright.spmd.decision import GATHER, Answer, Decision, held
+from meshwright.spmd.decision import GATHER, Answer, Decision, use_local
 from meshwright.spmd.signature import Call, Operand, layout_of
 
 
@@ -37,19 +37,19 @@ def total(call: Call) -> Answer:
     x = names.pop("input")
     layout = layout_of(x)
     if isinstance(layout, Partial):
-        return GATHER if call.name == "nansum" else Decision(func, (held(x),), names, PARTIAL)
+        return GATHER if call.name == "nansum" else Decision(func, (use_local(x),), names, PARTIAL)
     if not isinstance(layout, Shard):
         return GATHER
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
     keepdim = bool(names.get("keepdim", False))
     if layout.dim not in dims:
-        return Decision(func, (held(x),), names, after_reduction(layout, dims, keepdim))
+        return Decision(func, (use_local(x),), names, after_reduction(layout, dims, keepdim))
     count = prod(x.shape[d] for d in dims) if call.name == "mean" else None
     dtype = result_type(func, x, dtype=names.get("dtype"))
     add_up = torch.sum if call.name == "mean" else func
     if dtype == wide(dtype):
-        return Decision(_added_up, (held(x), add_up, dims, keepdim, dtype, count), {}, PARTIAL)
-    return Decision(_added_up_and_rounded, (held(x), add_up, dims, keepdim, dtype, count), {}, axis=True)
+        return Decision(_added_up, (use_local(x), add_up, dims, keepdim, dtype, count), {}, PARTIAL)
+    return Decision(_added_up_and_rounded, (use_local(x), add_up, dims, keepdim, dtype, count), {}, axis=True)
 
 
 def _added_up(x: Tensor, add_up: Any, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int | None) -> Tensor:
@@ -84,7 +84,7 @@ def over_dims(call: Call) -> Answer:
     dims = dims_of(names.get("dim", names.get("axis")), x.dim())
     if layout.dim in dims:
         return GATHER
-    return of_each(call, held, after_reduction(layout, dims, bool(names.get("keepdim", False))))
+    return of_each(call, use_local, after_reduction(layout, dims, bool(names.get("keepdim", False))))
 
 
 @decider("cumsum", "cumprod", "sort", "argsort", "topk", "logcumsumexp", "cummax", "cummin", "glu")
@@ -96,7 +96,7 @@ def along_one_dim(call: Call) -> Answer:
     dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", -1)
     if not isinstance(layout, Shard) or isinstance(dim, str) or layout.dim == dim % x.dim():
         return GATHER
-    return of_each(call, held, layout)
+    return of_each(call, use_local, layout)
 
 
 @decider("softmax", "log_softmax", "_softmax", "_log_softmax")
@@ -110,9 +110,9 @@ def softmax(call: Call) -> Answer:
         return GATHER
     dim %= x.dim()
     if layout.dim != dim:
-        return Decision(func, (held(x),), names, layout)
+        return Decision(func, (use_local(x),), names, layout)
     dtype = result_type(func, x, **names)
-    return Decision(_softmax_of_cut, (held(x), dim, dtype, "log_softmax" in call.name), {}, layout, axis=True)
+    return Decision(_softmax_of_cut, (use_local(x), dim, dtype, "log_softmax" in call.name), {}, layout, axis=True)
 
 
 def _softmax_of_cut(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarithm: bool) -> Tensor:
@@ -141,4 +141,4 @@ def one_hot(call: Call) -> Answer:
     layout = layout_of(call.args[0])
     if not isinstance(layout, Shard) or classes == -1:
         return GATHER
-    return of_each(call, held, layout)
+    return of_each(call, use_local, layout)

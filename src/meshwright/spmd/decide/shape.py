@@ -21,11 +21,11 @@ from meshwright.spmd.decision import (
     Decision,
     Gather,
     Units,
-    given,
-    held,
     is_cut,
-    need,
-    whole,
+    use_as,
+    use_local,
+    use_original,
+    use_replicated,
 )
 from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of, number
 from meshwright.spmd.tensor import GlobalTensor
@@ -33,7 +33,7 @@ from meshwright.spmd.tensor import GlobalTensor
 
 def moved(x: Operand, dims: Sequence[int | None], run: Callable[..., Tensor], *args: Any) -> Answer:
     """``run`` of what is held of ``x``, which permutes, adds or drops dims: ``dims[i]`` is the dim of ``x`` that dim i was."""
-    layout, use = x.layout, (held(x), *args)
+    layout, use = x.layout, (use_local(x), *args)
     if isinstance(layout, Shard):
         if (
             layout.dim not in dims
@@ -94,7 +94,7 @@ def _matrix_t(call: Call) -> Answer:
 @decider("adjoint")
 def adjoint(call: Call) -> Answer:
     x = call.args[0]
-    return Body(_conjugate_transpose, (given(x),), {}) if x.dim() > 1 else GATHER
+    return Body(_conjugate_transpose, (use_original(x),), {}) if x.dim() > 1 else GATHER
 
 
 def _conjugate_transpose(x: Tensor) -> Tensor:
@@ -134,14 +134,14 @@ def reshape(call: Call) -> Answer:
         return GATHER
     layout = x.layout
     if is_undecided(x) and (dims := _same_dims(x, shape)) is not None:
-        return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, follows=(x.index, dims))
+        return Decision(Tensor.reshape, (use_local(x), tuple(shape)), {}, follows=(x.index, dims))
     if not isinstance(layout, Shard):
         return moved(x, [None] * len(shape), Tensor.reshape, tuple(shape))
     regrouped = regroup(layout, tuple(x.shape), shape)
     if regrouped is None:
         return Gather(_finding(x, layout, shape))
     shape[regrouped.dim] = regrouped.local(call.rank)
-    return Decision(Tensor.reshape, (held(x), tuple(shape)), {}, regrouped)
+    return Decision(Tensor.reshape, (use_local(x), tuple(shape)), {}, regrouped)
 
 
 def _same_dims(x: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -204,13 +204,13 @@ def expand(call: Call) -> Answer:
     if layout.size == 1 and sizes[layout.dim + added] != 1:
         return GATHER
     sizes[layout.dim + added] = -1
-    return Decision(Tensor.expand, (held(x), tuple(sizes)), {}, layout.on(layout.dim + added))
+    return Decision(Tensor.expand, (use_local(x), tuple(sizes)), {}, layout.on(layout.dim + added))
 
 
 @decider("broadcast_tensors")
 def broadcast_tensors(call: Call) -> Answer:
     tensors = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], (tuple, list)) else call.args
-    return Body(_expanded_alike, tuple(map(given, tensors)), {})
+    return Body(_expanded_alike, tuple(map(use_original, tensors)), {})
 
 
 def _expanded_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -224,8 +224,8 @@ def as_strided(call: Call) -> Answer:
     names = named("input size stride storage_offset", call.args, call.kwargs)
     x, size, stride, first = names["input"], names["size"], names["stride"], names.get("storage_offset")
     if isinstance(x.layout, Partial):
-        return Decision(Tensor.as_strided, (held(x), size, stride, first), {}, PARTIAL)
-    return Body(_strided, (given(x), size, stride, first), {})
+        return Decision(Tensor.as_strided, (use_local(x), size, stride, first), {}, PARTIAL)
+    return Body(_strided, (use_original(x), size, stride, first), {})
 
 
 def _strided(x: GlobalTensor, size: Sequence[int], stride: Sequence[int], first: int | None) -> Any:
@@ -253,7 +253,7 @@ def repeat(call: Call) -> Answer:
     if not isinstance(layout, Shard):
         return moved(x, [None] * len(times), Tensor.repeat, tuple(times))
     dim = layout.dim + added
-    return Decision(Tensor.repeat, (held(x), tuple(times)), {}, Shard(dim, layout.pieces * times[dim]))
+    return Decision(Tensor.repeat, (use_local(x), tuple(times)), {}, Shard(dim, layout.pieces * times[dim]))
 
 
 @decider("repeat_interleave")
@@ -267,7 +267,7 @@ def repeat_interleave(call: Call) -> Answer:
         return moved(x, [None] * x.dim(), Tensor.repeat_interleave, times, dim)
     if layout.dim == dim:
         layout = Shard(dim, tuple(tuple(n * times for n in piece) for piece in layout.pieces))
-    return Decision(Tensor.repeat_interleave, (held(x), times, dim), {}, layout)
+    return Decision(Tensor.repeat_interleave, (use_local(x), times, dim), {}, layout)
 
 
 @decider("cat", "concat", "concatenate")
@@ -276,21 +276,21 @@ def cat(call: Call) -> Answer:
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     # Torch skips empty vectors, whatever the rank of the others; their type counts.
     kept = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
-    skipped = [whole(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
+    skipped = [use_replicated(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
     if isinstance(dim, str) or not kept:
         return GATHER
     dim %= kept[0].dim()
     if all(isinstance(t.layout, Partial) for t in kept):
-        return Decision(torch.cat, ([*skipped, *map(held, kept)], dim), {}, PARTIAL)
+        return Decision(torch.cat, ([*skipped, *map(use_local, kept)], dim), {}, PARTIAL)
     cuts = [(t.layout, t.numel()) for t in kept if isinstance(t.layout, Shard)]
     if not cuts:
-        return Decision(torch.cat, ([*skipped, *map(whole, kept)], dim), {}, REPLICATE)
+        return Decision(torch.cat, ([*skipped, *map(use_replicated, kept)], dim), {}, REPLICATE)
     target = max(cuts, key=lambda pair: pair[1])[0]
     if target.dim != dim:
-        return Decision(torch.cat, ([*skipped, *(need(t, target) for t in kept)], dim), {}, target)
+        return Decision(torch.cat, ([*skipped, *(use_as(t, target) for t in kept)], dim), {}, target)
     if all(is_cut(t) and t.layout.dim == dim for t in kept):
         pieces = tuple(piece for t in kept for piece in t.layout.pieces)
-        return Decision(torch.cat, ([*skipped, *map(held, kept)], dim), {}, Shard(dim, pieces))
+        return Decision(torch.cat, ([*skipped, *map(use_local, kept)], dim), {}, Shard(dim, pieces))
     return GATHER
 
 
@@ -298,7 +298,7 @@ def cat(call: Call) -> Answer:
 def stack(call: Call) -> Answer:
     tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
-    return Body(_stacked, ([*map(given, tensors)], dim), {})
+    return Body(_stacked, ([*map(use_original, tensors)], dim), {})
 
 
 def _stacked(tensors: list[Tensor], dim: int) -> Tensor:
@@ -311,7 +311,7 @@ def along_dims(call: Call) -> Answer:
     x, args, kwargs = call.args[0], call.args, call.kwargs
     layout = layout_of(x)
     if isinstance(layout, Partial):
-        return of_each(call, held, PARTIAL)
+        return of_each(call, use_local, PARTIAL)
     if not isinstance(layout, Shard):
         return GATHER
     if call.name == "flip":
@@ -323,7 +323,7 @@ def along_dims(call: Call) -> Answer:
         dims = [-2, -1]
     if layout.dim in [d % x.dim() for d in dims]:
         return GATHER
-    return of_each(call, held, layout)
+    return of_each(call, use_local, layout)
 
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:

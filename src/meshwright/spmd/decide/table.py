@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from meshwright.layout import PARTIAL, Shard
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decision import GATHER, Answer, Choice, Decision, held, varying, whole
+from meshwright.spmd.decision import GATHER, Answer, Choice, Decision, use_local, use_replicated, use_varying
 from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of
 
 
@@ -29,15 +29,17 @@ def embedding(call: Call) -> Answer:
     choices = (Choice(weight.index, table=True),) if is_undecided(weight) else ()
     if not isinstance(layout, Shard):
         if not isinstance(index.layout, Shard):
-            return Decision(run, (whole(index), whole(weight), padding), {}, choices=choices)
-        return Decision(run, (held(index), varying(weight), padding), {}, index.layout, choices=choices)
+            return Decision(run, (use_replicated(index), use_replicated(weight), padding), {}, choices=choices)
+        return Decision(run, (use_local(index), use_varying(weight), padding), {}, index.layout, choices=choices)
     if layout.dim == 1:
         roles = ((weight.index, "column"),)
-        return Decision(run, (whole(index), held(weight), padding), {}, layout.on(index.dim()), roles=roles)
+        return Decision(
+            run, (use_replicated(index), use_local(weight), padding), {}, layout.on(index.dim()), roles=roles
+        )
     if layout.parts != 1:
         return GATHER
     start = sum(layout.pieces[0][: call.rank])
-    args = (whole(index), held(weight), start, padding)
+    args = (use_replicated(index), use_local(weight), start, padding)
     return Decision(_rows, args, {}, PARTIAL, roles=((weight.index, "row"),))
 
 
