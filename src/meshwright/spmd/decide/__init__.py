@@ -1,4 +1,4 @@
-"""One decider per torch function, by family. Importing this package fills the table."""
+"""One decider for each torch function, by family. Importing this package fills the tables of ``registry``."""
 
 from meshwright.spmd.decide import (  # noqa: F401  (each registers its deciders)
     attention,

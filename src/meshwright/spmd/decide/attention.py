@@ -1,4 +1,4 @@
-"""Scaled dot product attention: local where heads or rows of the batch are cut."""
+"""Scaled dot product attention: runs on local tensors if heads or rows of the batch are sharded."""
 
 from __future__ import annotations
 
@@ -28,29 +28,34 @@ def attention(call: Call) -> Answer:
     if target is None:
         return GATHER
     uses = [use_as(x, target) if x.shape[target.dim] != 1 else use_varying(x) for x in (q, k, v)]
-    use = _mask(mask, target, q.dim())
+    mask_use = _mask(mask, target, q.dim())
     if names.get("dropout_p", 0.0) > 0 and q.device.type != "meta":
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
         shape = (*lead, q.shape[-2], k.shape[-2])
-        return Decision(attention_with_dropout, (*uses, use, shape, target), names, target, axis=True)
-    return Decision(functional.scaled_dot_product_attention, (*uses, use), names, target)
+        return Decision(attention_with_dropout, (*uses, mask_use, shape, target), names, target, axis=True)
+    return Decision(functional.scaled_dot_product_attention, (*uses, mask_use), names, target)
 
 
 def _of_groups(q: Tensor, k: Tensor, v: Tensor, times: int, mask: Tensor | None, **options: Any) -> Tensor:
-    """Attention in which ``times`` heads share a key and a value."""
+    """Grouped-query attention: ``times`` heads of the query share one head of key and value."""
     k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
     return functional.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
 def _target(tensors: Sequence[Operand]) -> Shard | None:
-    """The cut of a head or batch dim that the largest sharded operand has."""
-    candidates = [(x.numel(), -i, x.layout) for i, x in enumerate(tensors) if isinstance(x.layout, Shard)]
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # a sharded dim of size 1 may be spread
-    fits = [entry for entry in candidates if entry[2].dim < len(lead) and entry[2].size == lead[entry[2].dim]]
-    return max(fits, key=lambda e: e[:2])[2] if fits else None
+    """The layout of the result: that of the largest operand that is sharded along a head or batch dim; None if none is."""
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
+    fits: list[tuple[int, Shard]] = []
+    for x in tensors:
+        layout = x.layout
+        # A sharded dim of size 1 may broadcast.
+        if isinstance(layout, Shard) and layout.dim < len(lead) and layout.size == lead[layout.dim]:
+            fits.append((x.numel(), layout))
+    return max(fits, key=lambda fit: fit[0])[1] if fits else None
 
 
 def _mask(mask: Operand | None, target: Shard, rank: int) -> Any:
+    """The Use of the mask, whose dims are aligned to the right with the ``rank`` dims of the result."""
     if mask is None:
         return None
     dim = target.dim - (rank - mask.dim())

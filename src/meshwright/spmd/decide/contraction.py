@@ -1,12 +1,12 @@
 """Products that sum over shared dims: linear, matmul, bmm, addmm, einsum … by one rule, ``contract``.
 
-Every operand's dims have labels, as in einsum. Work is cut along one label:
+Every operand's dims have labels, as in einsum. The product is sharded along one label:
 
-    the label is in the result            the result is cut there; operands without it enter the sharded work whole
-    the label is summed over              the result is a partial sum
+    the label is in the result     the result is sharded along it; operands without the label are used whole
+    the label is summed over       the result is a partial sum
 
-So a weight sharded by column (its output dim) wants a whole input and gives a sharded output; one sharded by row (its
-input dim) wants an input cut the same way and gives a partial sum (Megatron-LM, arXiv 1909.08053).
+So a weight sharded by column (its output dim) needs a whole input and gives a sharded output. A weight sharded by row (its
+input dim) needs an input that is sharded the same way and gives a partial sum (Megatron-LM, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ Labels = Sequence[Any]
 
 @dataclass(frozen=True)
 class Product:
-    """What operands of a product must be, and what comes out.
+    """How a product is computed on local tensors.
 
     Attributes:
-        uses: one for each operand.
-        out: the layout of the result; ``REPLICATE`` if nothing is cut.
+        uses: the Use of each operand.
+        out: the layout of the result; ``REPLICATE`` if no operand is sharded.
+        choices, roles: as in ``Decision``.
     """
 
     uses: list[Any]
@@ -58,12 +59,12 @@ class Product:
     def decision(
         self, run: Callable[..., Any], *more: Any, choices: tuple[Choice, ...] = (), **kwargs: Any
     ) -> Decision:
-        """``run`` of the operands and ``more`` arguments."""
+        """The Decision to call ``run`` with the operands, then ``more`` arguments."""
         return Decision(run, (*self.uses, *more), kwargs, self.out, choices=self.choices + choices, roles=self.roles)
 
 
 def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Product:
-    """A product cut along one label."""
+    """A product, sharded along one label. ``labels``: the labels of each operand's dims; ``out``: those of the result."""
     choices = tuple(c for i in range(len(operands)) if (c := _choice(i, operands, labels, out)) is not None)
     label, pieces = _cut_label(operands, labels, out)
     if label is None:
@@ -81,7 +82,7 @@ def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels)
 
 
 def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Choice | None:
-    """How an undecided parameter among the operands may be cut to fit the others."""
+    """How operand ``i`` may be sharded to fit the others, if it is an undecided parameter; else None."""
     p, mine = operands[i], list(labels[i])
     if not is_undecided(p):
         return None
@@ -102,8 +103,11 @@ def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: 
 
 
 def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
-    """The label to cut along: a parameter's cut first (weights do not move), then a summed label that all operands
-    are cut along, then the largest operand's."""
+    """(the label to shard along, its pieces), or (None, None).
+
+    First comes the label along which a parameter is sharded (weights do not move), then a summed label along which all its
+    operands are sharded alike, then that of the largest operand.
+    """
     candidates = []
     for x, names in zip(operands, labels, strict=True):
         layout = x.layout
@@ -113,7 +117,7 @@ def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Label
         holders = [y.layout for y, other in zip(operands, labels, strict=True) if label in other and y is not x]
         agreed = label not in out and all(isinstance(h, Shard) and h.pieces == layout.pieces for h in holders)
         candidates.append(((x.parameter, agreed, x.numel()), label, layout.pieces))
-    return max(candidates, key=lambda entry: entry[0])[1:] if candidates else (None, None)
+    return max(candidates, key=lambda candidate: candidate[0])[1:] if candidates else (None, None)
 
 
 @decider("linear")
@@ -124,12 +128,15 @@ def linear(call: Call) -> Answer:
     ends = ["o", "i"] if weight.dim() == 2 else ["i"]
     out = [*lead, *ends[:-1]]
     product = contract([x, weight], [[*lead, "i"], ends], out)
-    use, choices = local_bias(bias, product.out, len(out) - 1)  # in one kernel with the product, as on one device
-    return product.decision(torch.nn.functional.linear, use, choices=choices)
+    bias_use, choices = local_bias(bias, product.out, len(out) - 1)  # in one kernel with the product, as on one device
+    return product.decision(torch.nn.functional.linear, bias_use, choices=choices)
 
 
 def local_bias(bias: Any, layout: Layout, dim: int) -> tuple[Any, tuple[Choice, ...]]:
-    """A bias over one dim of a product, to be added to a local one: cut like it; to a partial sum by one rank only."""
+    """(Use, choices) of a bias over dim ``dim`` of a product with this layout, which is added to the local product.
+
+    The bias is sharded like that dim. To a partial sum, one rank alone adds it.
+    """
     if isinstance(layout, Partial):
         return use_as(bias, Need.SUMMAND), ()
     if not isinstance(layout, Shard):
@@ -148,13 +155,13 @@ def addmm(call: Call) -> Answer:
     base, x, weight = names.pop("input"), names.pop(first), names.pop(second)
     lead = ["b"] if first == "batch1" else []
     product = contract([x, weight], [[*lead, 0, "i"], [*lead, "i", "o"]], [*lead, 0, "o"])
-    use, choices = _local_base(base, product.out, len(lead) + 2)
+    base_use, choices = _local_base(base, product.out, len(lead) + 2)
     decision = product.decision(call.func, choices=choices, **names)
-    return replace(decision, args=(use, *decision.args))
+    return replace(decision, args=(base_use, *decision.args))
 
 
 def _local_base(base: Any, layout: Layout, rank: int) -> tuple[Any, tuple[Choice, ...]]:
-    """What is added to a product of ``rank`` dims, to be added to a local one: as ``local_bias``, of any shape."""
+    """``local_bias`` for a tensor of any shape that is added to a product of ``rank`` dims."""
     if not isinstance(layout, Shard):
         return local_bias(base, layout, rank - 1)
     align = Aligner(layout, rank)
@@ -173,7 +180,7 @@ def matmul(call: Call) -> Answer:
     lead = max(_batch(a, b), _batch(b, a), key=len)
     merged = [n if (n := _named(left, right, k)) is not None else k for k in lead]
     out = [*merged, *(["m"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
-    # The very function: autocast casts a matmul, and leaves a dot as it is.
+    # The function that was called: autocast casts the operands of a matmul, and not those of a dot.
     run = torch.matmul if call.name == "__rmatmul__" else call.func
     product = contract([a, b], [left, right], out)
     copied = [_is_copied(x, use, call.rank) for x, use in zip((a, b), product.uses, strict=True)]
@@ -181,8 +188,11 @@ def matmul(call: Call) -> Answer:
 
 
 def _is_copied(x: Operand, use: Any, rank: int) -> bool:
-    """Whether torch copies an operand to make one batch dim of several, on one device and not here: a permuted one of which
-    this rank has a single head, say. A copy is what it saves for its backward: the model may write to the operand."""
+    """Whether torch copies this operand on one device, and would not copy its local tensor.
+
+    To merge several batch dims into one, torch copies an operand whose strides do not allow it. A permuted operand of which
+    this rank has a single head needs no copy. But backward saves the copy, and the model may write to the operand later.
+    """
     if x.dim() < 4 or not isinstance(use, Use) or not isinstance(use.need, Shard):
         return False
     strides = x.spec.strides if isinstance(x.layout, Shard) else x.spec.lies
@@ -192,12 +202,14 @@ def _is_copied(x: Operand, use: Any, rank: int) -> bool:
 
 
 def _is_one(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether dims are one in memory."""
+    """Whether dims can be merged into one without a copy."""
     dims = [(size, step) for size, step in zip(sizes, strides, strict=False) if size > 1]
     return all(outer == inner * size for (_, outer), (size, inner) in pairwise(dims))
 
 
 def _of_copies(run: Callable[..., Any], copied: Sequence[bool]) -> Callable[..., Any]:
+    """``run``, called with copies of those operands for which ``copied`` is true."""
+
     def of_copies(*operands: Tensor) -> Any:
         return run(*(x.clone() if copy else x for x, copy in zip(operands, copied, strict=True)))
 
@@ -205,23 +217,23 @@ def _of_copies(run: Callable[..., Any], copied: Sequence[bool]) -> Callable[...,
 
 
 def _batch(x: Operand, other: Operand) -> list[Any]:
-    """Labels of batch dims, counted from the right; a dim of size 1 that broadcasts has a label of its own."""
+    """Labels of the batch dims of ``x``, numbered from the right; a dim of size 1 that broadcasts has a label of its own."""
     count = max(x.dim() - 2, 0)
     labels: list[Any] = []
-    for place in range(count, 0, -1):
-        mine = x.shape[x.dim() - 2 - place]
-        theirs = other.shape[other.dim() - 2 - place] if other.dim() - 2 >= place else mine
-        labels.append(("one", id(x), place) if mine == 1 != theirs else ("batch", place))
+    for number in range(count, 0, -1):
+        size = x.shape[x.dim() - 2 - number]
+        other_size = other.shape[other.dim() - 2 - number] if other.dim() - 2 >= number else size
+        labels.append(("one", id(x), number) if size == 1 != other_size else ("batch", number))
     return labels
 
 
 def _spread(label: Any) -> bool:
-    """Whether a label is that of a batch dim of size 1 that broadcasts."""
+    """Whether a label belongs to a batch dim of size 1 that broadcasts."""
     return isinstance(label, tuple) and label[0] == "one"
 
 
 def _named(left: Labels, right: Labels, label: Any) -> Any:
-    """The label that a batch dim has in the result: the one that does not broadcast."""
+    """The label in the result for the label of a batch dim, which may broadcast; None for another label."""
     return ("batch", label[-1]) if isinstance(label, tuple) else None
 
 
@@ -255,17 +267,17 @@ def einsum(call: Call) -> Answer:
 
 
 def _in_order(equation: str, operands: Sequence[Operand]) -> Callable[..., Tensor]:
-    """An einsum that contracts pairs in the order in which one device does.
+    """``torch.einsum`` that contracts pairs of operands in the same order as one device.
 
-    Torch takes the cheapest order for the sizes that it is given, and local sizes have another: a step would round
-    otherwise, and save for its backward what one device does not save, which the model may then write to.
+    Torch picks the cheapest order for the sizes that it sees, and local sizes may lead to another order. Then rounding would
+    differ, and backward would save other tensors, to which the model may write.
     """
     settings = torch.backends.opt_einsum
     if len(operands) <= 2 or not settings.enabled or not settings.is_available():
         return torch.einsum
     shapes = [tuple(x.shape) for x in operands]
     pairs = settings.get_opt_einsum().contract_path(equation, *shapes, shapes=True, optimize=settings.strategy)[0]
-    path = [place for pair in pairs for place in pair]
+    path = [operand for pair in pairs for operand in pair]
 
     def contracted(equation: str, *local: Tensor) -> Tensor:
         result: Tensor = torch.ops.aten.einsum.default(equation, local, path=path)
@@ -275,6 +287,7 @@ def _in_order(equation: str, operands: Sequence[Operand]) -> Callable[..., Tenso
 
 
 def _terms(term: str, rank: int) -> list[Any] | None:
+    """The labels of an operand with ``rank`` dims, by its term of an equation (``"...ij"``); None if it has other signs."""
     named = term.replace("...", "")
     if not named.isalpha() and named:
         return None
@@ -284,9 +297,9 @@ def _terms(term: str, rank: int) -> list[Any] | None:
 
 
 def _another_way(labels: list[Any], operands: list[Any], out: Labels) -> bool:
-    """Whether some rank's einsum might take another way than the whole one, which ends in another type.
+    """Whether einsum on some rank may compute by another function than on one device, and so in another dtype.
 
-    Torch multiplies and adds up where a summed dim has size 1, and calls ``bmm`` elsewhere: autocast casts the second.
+    If a summed dim has size 1, torch multiplies and adds up; else it calls ``bmm``, whose operands autocast casts.
     """
     if not any(x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) for x in operands):
         return False
@@ -296,7 +309,7 @@ def _another_way(labels: list[Any], operands: list[Any], out: Labels) -> bool:
 
 
 def _sizes_differ(labels: list[Any], operands: list[Any]) -> bool:
-    """Whether a label stands for dims that broadcast: then it is not one dim."""
+    """Whether a label stands for dims of different sizes, because they broadcast."""
     sizes: dict[Any, int] = {}
     for names, x in zip(labels, operands, strict=True):
         for name, size in zip(names, x.shape, strict=True):

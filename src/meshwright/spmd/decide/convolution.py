@@ -1,4 +1,4 @@
-"""Convolutions cut over channels: by output channel (column), by input channel (row), or by group."""
+"""Convolutions sharded over channels: by output channel (column), by input channel (row), or by group."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def convolution(call: Call) -> Answer:
     x, weight, bias, groups = names.pop("input"), names.pop("weight"), names.pop("bias", None), names.pop("groups", 1)
     if any(isinstance(t.layout, Shard) and 0 in t.layout.locals for t in (x, weight)):
         return GATHER  # torch refuses a convolution without channels, or gives it another shape
-    space = weight.dim() - 2
-    lead = list(range(x.dim() - space - 1))
+    spatial_dims = weight.dim() - 2
+    lead = list(range(x.dim() - spatial_dims - 1))
     if isinstance(x.layout, Shard) and x.layout.dim > len(lead):
-        return GATHER  # space is cut: borders would have to be exchanged
+        return GATHER  # a spatial dim is sharded: ranks would have to exchange borders
     if isinstance(weight.layout, Shard) and weight.layout.dim > 1:
-        return GATHER  # so would they where the kernel is
+        return GATHER  # a spatial dim of the kernel is sharded
     if groups != 1:
         return _grouped(call, x, weight, bias, groups, names, len(lead))
-    spots = [f"s{i}" for i in range(space)]
+    spatial = [f"s{i}" for i in range(spatial_dims)]
     ends = ["i", "o"] if transposed else ["o", "i"]
-    labels: list[list[Any]] = [[*lead, "i", *spots], [*ends, *(f"k{i}" for i in range(space))]]
-    product = contract([x, weight], labels, [*lead, "o", *spots])
-    use, choices = local_bias(bias, product.out, len(lead))
-    return product.decision(getattr(functional, call.name), use, choices=choices, groups=1, **names)
+    labels: list[list[Any]] = [[*lead, "i", *spatial], [*ends, *(f"k{i}" for i in range(spatial_dims))]]
+    product = contract([x, weight], labels, [*lead, "o", *spatial])
+    bias_use, choices = local_bias(bias, product.out, len(lead))
+    return product.decision(getattr(functional, call.name), bias_use, choices=choices, groups=1, **names)
 
 
 def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, names: Any, channel: int) -> Answer:
-    """Channels cut between groups: each rank has some groups whole. Rows of the batch cut: local."""
+    """A convolution with groups: each rank needs whole groups of channels, or rows of the batch. ``channel``: their dim."""
     layout, run = x.layout, getattr(functional, call.name)
     if isinstance(layout, Shard) and layout.dim < channel:
         return Decision(
@@ -50,11 +50,11 @@ def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, na
     width = x.shape[channel] // groups
     if any(n % width for n in layout.pieces[0]):
         return Gather(Units(x.index, groups))
-    counts = tuple(n // width for n in layout.pieces[0])  # groups that each rank has
+    counts = tuple(n // width for n in layout.pieces[0])  # groups on each rank
     of_weight = Shard(0, (tuple(n * (weight.shape[0] // groups) for n in counts),))
     outputs = weight.shape[1] if "transpose" in call.name else weight.shape[0] // groups
     of_result = Shard(channel, (tuple(n * outputs for n in counts),))
-    if 0 in counts:  # the same answer on every rank
+    if 0 in counts:  # every rank must decide alike
         return GATHER
     args = (use_local(x), use_as(weight, of_weight), use_as(bias, of_result.on(0)))
     choices = (*matching(weight, of_weight), *matching(bias, of_result.on(0)))
@@ -65,13 +65,13 @@ def _grouped(call: Call, x: Operand, weight: Operand, bias: Any, groups: int, na
       "adaptive_max_pool1d", "adaptive_max_pool2d", "lp_pool2d", "interpolate", "upsample", "pad", "pixel_shuffle",
       "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "instance_norm", "local_response_norm")  # fmt: skip
 def over_space(call: Call) -> Answer:
-    """Functions of the last dims alone: local where rows or channels are cut."""
+    """Functions that work on the last dims alone: they run on local tensors if rows or channels are sharded."""
     args, kwargs, name = call.args, call.kwargs, call.name
     x = args[0] if args else kwargs.get("input")
     layout = layout_of(x)
     if not isinstance(x, Operand) or not isinstance(layout, Shard) or name in _MIXES:
         return GATHER
-    if 0 in layout.locals:  # most refuse a tensor without elements; the same answer on every rank
+    if 0 in layout.locals:  # most refuse a tensor without elements; every rank must decide alike
         return GATHER
     if layout.dim >= x.dim() - _space(call, x) or len(call.operands) > 1:
         return GATHER
@@ -79,10 +79,10 @@ def over_space(call: Call) -> Answer:
 
 
 def _space(call: Call, x: Operand) -> int:
-    """How many of the last dims a function works on."""
+    """The number of last dims on which a function works."""
     if call.name == "pad":
         return len(call.args[1] if len(call.args) > 1 else call.kwargs["pad"]) // 2
     return next((int(c) for c in call.name if c.isdigit()), x.dim() - 2)
 
 
-_MIXES = {"instance_norm", "local_response_norm", "pixel_shuffle"}
+_MIXES = {"instance_norm", "local_response_norm", "pixel_shuffle"}  # these mix channels

@@ -1,4 +1,4 @@
-"""Slices and pieces: local where the sharded dim is taken whole, or at the borders of its fused blocks."""
+"""Indexing and splitting: runs on local tensors if the sharded dim is taken whole, or cut at borders of its fused blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of, nu
 
 @decider("tensor_split", "hsplit", "vsplit", "dsplit")
 def tensor_split(call: Call) -> Answer:
-    """By borders, or into so many pieces, of which the first have one more."""
-    x, more = call.args[0], [*call.args[1:], *call.kwargs.values()]
-    if isinstance(more[0], Operand):
+    """Splits at given borders, or into a number of pieces, of which the first ones are larger by one."""
+    x, options = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    if isinstance(options[0], Operand):
         return GATHER
     if call.name == "tensor_split":
-        dim = (more[1] if len(more) > 1 else 0) % x.dim()
+        dim = (options[1] if len(options) > 1 else 0) % x.dim()
     else:
         dim = {"vsplit": 0, "hsplit": min(1, x.dim() - 1), "dsplit": 2}[call.name]
     n = x.shape[dim]
-    if isinstance(more[0], int):
-        count = more[0]
+    if isinstance(options[0], int):
+        count = options[0]
         borders = list(accumulate([n // count + (i < n % count) for i in range(count)], initial=0))
     else:
-        borders = [0, *(slice(b).indices(n)[1] for b in more[0]), n]
+        borders = [0, *(slice(b).indices(n)[1] for b in options[0]), n]
     indices = [(slice(None),) * dim + (slice(start, max(start, stop)),) for start, stop in pairwise(borders)]
     taken = [_follow(call, x, index) for index in indices]
     if any(isinstance(piece, Gather) for piece in taken):
@@ -47,12 +47,12 @@ def _pieces(local: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
 
 @decider("split", "chunk", "unsafe_split", "unsafe_chunk", "split_with_sizes")
 def split(call: Call) -> Answer:
-    x, more = call.args[0], [*call.args[1:], *call.kwargs.values()]
-    dim = (more[1] if len(more) > 1 else call.kwargs.get("dim", 0)) % x.dim()
+    x, options = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    dim = (options[1] if len(options) > 1 else call.kwargs.get("dim", 0)) % x.dim()
     layout, n = x.layout, x.shape[dim]
     if not isinstance(layout, Shard) or layout.dim != dim:
         return of_each(call, use_local, layout if isinstance(layout, (Shard, Partial)) else REPLICATE)
-    size = -(-n // more[0]) if "chunk" in call.name else more[0]
+    size = -(-n // options[0]) if "chunk" in call.name else options[0]
     sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(number, size))
     pieces = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in pieces):
@@ -62,11 +62,11 @@ def split(call: Call) -> Answer:
 
 
 def _between(layout: Shard, start: int, stop: int) -> tuple[int, Shard] | None:
-    """The fused blocks that lie in [start, stop), if that is what the range holds: the first one's number, the cut."""
+    """(number of the first fused block in [start, stop), the layout of these blocks); None if the range cuts a block."""
     base, inside, covered = 0, [], 0
-    for place, block in enumerate(layout.blocks):
+    for i, block in enumerate(layout.blocks):
         if start <= base and base + block <= stop:
-            inside.append(place)
+            inside.append(i)
             covered += block
         base += block
     if not inside or covered != stop - start:
@@ -124,13 +124,13 @@ def getitem(call: Call) -> Answer:
 
 @dataclass(frozen=True)
 class Taken:
-    """What an index takes of a tensor.
+    """The result of an index into a tensor.
 
     Attributes:
-        index: of the local tensor.
-        dims: the dim of the tensor that each dim of the result was; None for a new one.
-        full: whether each of these is taken from beginning to end.
-        layout: the cut of the result; None if the tensor is not cut.
+        index: the index into the local tensor.
+        dims: for each dim of the result the dim of the tensor that it comes from; None for a new one.
+        full: whether each of these dims is taken from beginning to end.
+        layout: the layout of the result; None if the tensor is not sharded.
     """
 
     index: tuple[Any, ...]
@@ -143,7 +143,7 @@ def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
     taken = _follow(call, x, index)
     if isinstance(taken, Gather):
         return taken
-    # How many elements a mask takes, no signature says.
+    # The number of elements that a mask selects follows from its values, which no signature contains.
     kept = not any(isinstance(i, Operand) and i.dtype in _MASKS for i in index)
     args = (use_local(x), replaced(taken.index, use_local))
     if is_undecided(x) and taken.full:
@@ -160,7 +160,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
-    """What an index takes of ``x``, if this rank's part of it is in the local tensor."""
+    """The result of indexing ``x``, if this rank's part of the result lies in its local tensor; else Gather."""
     if not all(_is_plain(item) for item in index):
         return GATHER
     index = _explicit(index, x.dim())
@@ -168,12 +168,12 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
     if any(layout_of(index[i]) != REPLICATE for i in arrays) or (arrays and arrays[-1] - arrays[0] + 1 != len(arrays)):
         return GATHER
     if layout_of(x) == REPLICATE and not is_undecided(x):
-        return GATHER  # a plain tensor, indexed by what is cut
+        return GATHER  # a plain tensor, indexed by a sharded one
     layout = x.layout
     dims: list[int | None] = []
     local: list[Any] = []
     dim, full, of_result = 0, True, None
-    for place, item in enumerate(index):
+    for position, item in enumerate(index):
         used = _dims_used(item)
         if isinstance(item, slice):
             item = slice(*(None if i is None else number(i) for i in (item.start, item.stop, item.step)))
@@ -184,8 +184,8 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
                 return Gather(_finding(x, layout, item))
             item, of_result = _local_slice(layout, taken, call.rank), taken[1].on(len(dims))
         local.append(item)
-        if place in arrays:
-            if place == arrays[0]:
+        if position in arrays:
+            if position == arrays[0]:
                 dims += [None] * _array_rank(index, arrays)
         elif item is None:
             dims.append(None)
@@ -196,7 +196,7 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether an index is of the kinds followed here; not so booleans by themselves, arrays of NumPy, nested lists."""
+    """Whether ``_follow`` knows this kind of index. It does not know single booleans, NumPy arrays and nested lists."""
     if isinstance(item, list):
         return all(isinstance(i, (int, bool)) for i in item)
     if isinstance(item, Operand):
@@ -210,11 +210,13 @@ def _is_plain(item: Any) -> bool:
 
 
 def _array_rank(index: tuple[Any, ...], arrays: list[int]) -> int:
+    """How many dims the index arrays, at positions ``arrays`` of an index, give the result."""
     items = [index[i] if isinstance(index[i], Operand) else torch.as_tensor(index[i]) for i in arrays]
     return max(1 if t.dtype in _MASKS else t.dim() for t in items)
 
 
 def _dims_used(item: Any) -> int:
+    """How many dims of the tensor one item of an index takes."""
     if item is None or isinstance(item, bool):
         return 0
     if isinstance(item, Operand) and item.dtype in _MASKS:
@@ -223,7 +225,7 @@ def _dims_used(item: Any) -> int:
 
 
 def _explicit(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """The index with its ellipsis written out, a full slice for each dim it does not name."""
+    """The index without an ellipsis: with a full slice for each dim that it does not name."""
     used = sum(_dims_used(i) for i in index if i is not Ellipsis)
     rest = (slice(None),) * (rank - used)
     at = next((i for i, item in enumerate(index) if item is Ellipsis), None)
@@ -231,7 +233,7 @@ def _explicit(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
 
 
 def _on_cut(layout: Shard, item: Any) -> tuple[int, Shard] | None:
-    """What a slice of the sharded dim leaves, where it falls on borders of fused blocks: as ``_between``."""
+    """The fused blocks that a slice of the sharded dim takes, as ``_between`` gives them; None if it cuts a block."""
     if not isinstance(item, slice):
         return None
     start, stop, step = item.indices(layout.size)
@@ -241,13 +243,14 @@ def _on_cut(layout: Shard, item: Any) -> tuple[int, Shard] | None:
 
 
 def _local_slice(layout: Shard, taken: tuple[int, Shard], rank: int) -> slice:
+    """The slice of a rank's local tensor that holds its part of the blocks ``taken`` (a result of ``_on_cut``)."""
     first, part = taken
     start = sum(piece[rank] for piece in layout.pieces[:first])
     return slice(start, start + part.local(rank))
 
 
 def _finding(x: Operand, layout: Shard, item: Any) -> Blocks | None:
-    """The borders that a slice asks for."""
+    """The fused blocks that the sharded dim would need for this item of an index to be local; None if no blocks help."""
     if isinstance(item, int) and layout.size <= 8:
         return Blocks(x.index, (1,) * layout.size)
     if not isinstance(item, slice):
@@ -276,18 +279,18 @@ def setitem(call: Call) -> Answer:
 
 
 def _set_item(local: Tensor, index: Any, value: Any) -> None:
-    place = local[index]
+    target = local[index]
     if isinstance(value, Tensor):
-        while value.dim() > place.dim() and value.shape[0] == 1:
-            value = value.squeeze(0)  # dims of size 1 in front count for nothing here, other than in copy_
-        place.copy_(value)
+        while value.dim() > target.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)  # ``x[i] = value`` ignores leading dims of size 1; ``copy_`` does not
+        target.copy_(value)
     else:
-        place.fill_(value)
+        target.fill_(value)
 
 
 @decider("index_select", "index_copy", "index_add", "index_fill")
 def index_select(call: Call) -> Answer:
-    """Local where rows are picked by a whole index along a dim that is not cut."""
+    """Runs on the local tensor if the index is whole and selects along a dim that is not sharded."""
     if call.name != "index_select" or len(call.args) < 3 or layout_of(call.args[2]) != REPLICATE:
         return GATHER
     x, dim, index = call.args[:3]

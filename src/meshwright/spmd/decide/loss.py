@@ -1,7 +1,7 @@
-"""Losses on cut predictions.
+"""Losses of sharded predictions.
 
-Cross entropy with the logits cut over the classes never gathers them: the maximum, the sum of exponentials and the
-target's logit are each one all-reduce of a number a row (Megatron-LM, arXiv 1909.08053, section 3).
+Cross entropy never gathers logits that are sharded over the classes. The maximum, the sum of exponentials and the logit of
+the target are one all-reduce each, of one number a row (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.spmd.signature import Call, Operand, layout_of
 ORDER = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
-@decider("cross_entropy")  # not of torch._C._nn.cross_entropy_loss: other arguments
+@decider("cross_entropy")  # not for torch._C._nn.cross_entropy_loss, whose arguments differ
 def cross_entropy(call: Call) -> Answer:
     names = named(ORDER, call.args, call.kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
     x, target, weight, reduction = names["input"], names["target"], names.get("weight"), names["reduction"]
@@ -61,7 +61,7 @@ def _result_type(func: Any, x: Operand) -> torch.dtype:
 
 
 def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: the number (or the weights) of the labels that count."""
+    """The divisor of a mean: the number of the labels that are not ignored, or the sum of their class weights."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
@@ -77,13 +77,13 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
 def _of_vocabulary(
     axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int, reduction: str, dtype: torch.dtype
 ) -> Tensor:
-    """The loss of logits of which this rank has the classes from ``start``."""
+    """Cross entropy of logits that are sharded over the classes; ``x`` has this rank's, from class ``start``."""
     losses = vocabulary_losses(axis, x, target, start, ignore_index)
     return _reduced(losses, reduction, _denominator(target, None, ignore_index)).to(dtype)
 
 
 def vocabulary_losses(axis: Axis, x: Tensor, target: Tensor, start: int, ignore_index: int) -> Tensor:
-    """The loss of each row, in the wide type; ``x``: this rank's classes, at dim 1 of shape (rows, classes, …)."""
+    """The loss of each row, in the accumulation type. ``x``: logits of this rank's classes, (rows, classes, …)."""
     shifted, sums = exponentials(axis, x, 1)
     local = target.unsqueeze(1) - start
     mine = (local >= 0) & (local < x.size(1))
@@ -106,9 +106,10 @@ def _of_rows(
     weight: Any,
     **options: Any,
 ) -> Tensor:
-    """This rank's summand of the loss of logits that are cut over rows (or over a dim after the classes), in the wide type.
+    """This rank's summand of the loss, in the accumulation type, if logits are sharded over rows or over a dim after the
+    classes.
 
-    ``target``, ``weight``: whole; ``cut``: the cut of the target.
+    ``target``, ``weight``: whole tensors; ``cut``: the layout in which the target is to be taken.
     """
     count = _denominator(target, weight, options["ignore_index"])
     target = cut.take(target, axis.rank)
@@ -120,7 +121,7 @@ def _of_rows(
 def _of_rows_rounded(
     axis: Axis, x: Tensor, target: Tensor, cut: Shard, reduction: str, dtype: Any, **options: Any
 ) -> Tensor:
-    """The same, whole: it is rounded once."""
+    """The whole loss, by the arguments of ``_of_rows``: the summands are added up, then rounded once."""
     return redistribute.all_reduce(_of_rows(axis, x, target, cut, reduction, dtype, **options), axis).to(dtype)
 
 
@@ -132,18 +133,18 @@ poisson_nll_loss
 
 @decider(*_ELEMENTWISE)
 def elementwise(call: Call) -> Answer:
-    """Losses of each element: the elements as a pointwise function, then the mean or sum over all."""
+    """Elementwise losses: first an elementwise function, then the mean or the sum over all elements."""
     func, args, kwargs = call.func, call.args, call.kwargs
     options = {k: v for k, v in kwargs.items() if not isinstance(v, Operand)}
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, Operand)}
     reduction = options.pop("reduction", "mean")
     old_style = options.get("size_average") is not None or options.get("reduce") is not None
     if not isinstance(func, FunctionType):
-        return GATHER  # a builtin: its reduction is a number
+        return GATHER  # a builtin function, whose reduction is a number
     if old_style or len(args) > 2 or not all(isinstance(a, Operand) for a in args) or reduction == "batchmean":
         return GATHER
     if "weight" in tensors and not call.name.startswith("binary"):
-        return GATHER  # their mean is over the weights
+        return GATHER  # their mean divides by the weights
     if len({tuple(t.shape) for t in call.operands}) > 1:
         return GATHER
     cuts = [t.layout for t in call.operands if isinstance(t.layout, Shard)]
@@ -161,5 +162,5 @@ def elementwise(call: Call) -> Answer:
 
 
 def _reduced_losses(func: Any, reduction: str, *args: Any, **options: Any) -> Tensor:
-    each: Tensor = func(*args, **options, reduction="none")
-    return each.mean() if reduction == "mean" else each.sum()
+    losses: Tensor = func(*args, **options, reduction="none")
+    return losses.mean() if reduction == "mean" else losses.sum()

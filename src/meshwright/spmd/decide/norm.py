@@ -1,4 +1,4 @@
-"""Normalisation: local where the normalised dims are not cut; scales and shifts enter whole, or are cut alike."""
+"""Normalisation: runs on local tensors if the normalised dims are not sharded. Weight and bias are whole, or sharded alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layer_norm(call: Call) -> Answer:
 
 @decider("group_norm")
 def group_norm(call: Call) -> Answer:
-    """Over channels (dim 1): cut where no group is broken."""
+    """Group norm: runs on local tensors if rows are sharded, or channels (dim 1) at borders of groups."""
     names = named("input num_groups weight bias eps", call.args, call.kwargs)
     x, groups, layout = names["input"], names["num_groups"], layout_of(names["input"])
     if not isinstance(layout, Shard):

@@ -1,7 +1,7 @@
-"""Functions of each element, with broadcasting: local wherever one operand is cut.
+"""Elementwise functions, with broadcasting: they run on local tensors if one operand is sharded.
 
-The other operands are brought to the same cut: those that have the sharded dim take their slice, those that broadcast over
-it enter the sharded work whole. Sums stay lazy: partial ± partial is partial, and so is partial times a number.
+The other operands take the same layout: an operand that has the sharded dim is sliced, and one that broadcasts over it is
+used whole. Sums stay lazy: partial ± partial is partial, and so is partial times a number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __rxor__
 _IN_PLACE = "iadd isub imul itruediv ifloordiv ipow iand ior ixor imod".split()
 _NAMES = [*_UNARY, *_BINARY, *(f"__{n}__" for n in _IN_PLACE)]
 
-# view_as_real, view_as_complex and as_real pairs change the number of dims at the end: the sharded dim keeps its number.
+# These add or drop the last dim: the sharded dim keeps its number, counted from the front.
 _FROM_THE_FRONT = {f for n in ("view_as_real", "view_as_complex") for f in functions(n)}
 
 _ADDITIVE = {
@@ -82,11 +82,11 @@ def pointwise(call: Call) -> Answer:
     if writes(func, args, kwargs):
         return _in_place(call)
     if func in _MOVING:
-        return _moved(call)
+        return _cast(call)
     if func in _CONTIGUOUS:
         return _contiguous(call)
     if func in _WHERE and len(args) + len(kwargs) == 1:
-        return GATHER  # the numbers of elements
+        return GATHER  # ``where(condition)`` returns indices, which are global
     tensors = call.operands
     if any(isinstance(t.layout, Partial) for t in tensors) and _linear(call):
         return of_each(call, use_local, PARTIAL)
@@ -97,24 +97,24 @@ def pointwise(call: Call) -> Answer:
         return of_each(call, use_plain, REPLICATE)
     if func in _FROM_THE_FRONT:
         if target.dim == args[0].dim() - 1 and func.__name__ == "view_as_complex":
-            return GATHER  # the real and the imaginary parts are on different ranks
+            return GATHER  # the real and the imaginary parts may be on different ranks
         return of_each(call, use_local, target)
     align = Aligner(target, rank_of(tensors))
     return of_each(call, align, target, align.choices)
 
 
 def of_each(call: Call, change: Callable[[Any], Any], out: Layout, choices: Sequence[Choice] = ()) -> Decision:
-    """The function itself, of ``change`` of each argument."""
+    """The Decision to call the function itself, with ``change`` applied to each argument."""
     args, kwargs = tuple(map(change, call.args)), {k: change(v) for k, v in call.kwargs.items()}
     return Decision(call.func, args, kwargs, out, choices=tuple(choices))
 
 
-def _moved(call: Call) -> Answer:
-    """Another type, device or order of memory: the tensor itself, if it is so already."""
+def _cast(call: Call) -> Answer:
+    """``to`` and its kin: another dtype, device or memory format; the tensor itself if there is nothing to change."""
     func, args, kwargs = call.func, call.args, call.kwargs
     x = args[0]
     if isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Operand):
-        # Of the other tensor only dtype and device count, not its shape or layout.
+        # Only dtype and device of the other tensor count, not its shape or layout.
         named = {**dict(zip(("non_blocking", "copy"), args[2:], strict=False)), **kwargs}
         named.pop("other", None)
         return Body(Tensor.to, (use_original(x),), {"dtype": other.dtype, "device": other.device, **named})
@@ -125,21 +125,24 @@ def _moved(call: Call) -> Answer:
         return of_each(call, use_local, x.layout)
     tried = like_here(func, x, *args[1:], **kwargs)
     if tried is None:
-        return of_each(call, use_local, REPLICATE)  # ``type()`` says a type's name
+        return of_each(call, use_local, REPLICATE)  # ``type()`` without arguments returns a name
     if tried == (x.dtype, x.device) and not kwargs.get("copy"):
         return replace(of_each(call, use_local, REPLICATE), itself=x.index)
     return _copied_parameter(call) or of_each(call, use_plain, REPLICATE)
 
 
 def _converted(func: Any, memory_format: torch.memory_format, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Another type or device, and order of memory. ``to`` copies a tensor of that type and device less often than
-    ``contiguous`` does: a transposed tensor counts as ``torch.contiguous_format``, as its strides are no other format's."""
-    found: Tensor = func(x, *args, **kwargs)
-    if found is x:
+    """A cast with a memory format.
+
+    If dtype and device stay, ``to`` copies less often than ``contiguous``: to it, a transposed tensor has
+    ``torch.contiguous_format``, because its strides fit no other format.
+    """
+    converted: Tensor = func(x, *args, **kwargs)
+    if converted is x:
         places = placed(Tensor.to, (lies(x),), (("memory_format", memory_format),))
         if places is not None and places[0].itself:
             return x
-    return _laid(found, memory_format)
+    return _laid(converted, memory_format)
 
 
 def _laid(x: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -147,7 +150,7 @@ def _laid(x: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def _contiguous(call: Call) -> Answer:
-    """The tensor itself, if its memory on one device is in that order; else a copy."""
+    """``contiguous``: the tensor itself if it is contiguous on one device; else a copy."""
     x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
     if memory_format and memory_format[0] != torch.contiguous_format:
         return Body(_laid, (use_original(x), *memory_format), {})
@@ -172,9 +175,9 @@ _MOVING = {
 
 
 class Aligner:
-    """What each operand of an elementwise function must be for a result with the cut ``target``, which has ``rank`` dims.
+    """Gives the Use of each operand of an elementwise function whose result has ``rank`` dims and the layout ``target``.
 
-    ``choices``: of the undecided parameters that it was asked for.
+    ``choices``: the choices for the undecided parameters among the operands so far.
     """
 
     def __init__(self, target: Shard, rank: int) -> None:
@@ -193,14 +196,14 @@ class Aligner:
 
 
 def cut_of_result(tensors: Sequence[Operand], func: Any) -> Shard | None:
-    """The cut of the result: that of the largest sharded operand, as a dim of the broadcast shape."""
+    """The layout of the result: that of the largest sharded operand, for the broadcast shape; None if none is sharded."""
     rank, best, size = rank_of(tensors), None, -1
     for x in tensors:
         layout = x.layout
         if isinstance(layout, Shard) and x.numel() > size:
             dim = layout.dim + (0 if func in _FROM_THE_FRONT else rank - x.dim())
             if layout.size == 1 and torch.broadcast_shapes(*[t.shape for t in tensors])[dim] != 1:
-                continue  # it is spread over a dim of the others
+                continue  # the sharded dim broadcasts over a dim of the others
             best, size = layout.on(dim), x.numel()
     return best
 
@@ -210,14 +213,14 @@ def rank_of(tensors: Sequence[Operand]) -> int:
     return max(t.dim() for t in tensors)
 
 
-# Other functions that give, of a sum, the sum of what they give of each summand, and that can alias.
+# Other linear functions whose result may alias their argument: f(a + b) = f(a) + f(b).
 _LINEAR_ALIASES = {
     f for n in "conj resolve_conj resolve_neg view_as_real view_as_complex".split() for f in functions(n)
 } | {getattr(Tensor, n).__get__ for n in ("real", "imag")}
 
 
 def _linear(call: Call) -> bool:
-    """Whether the result, for partial operands, is the sum over ranks of what each computes from its summands."""
+    """Whether each rank's result, computed from its summands of partial operands, is its summand of the result."""
     func, args, tensors = call.func, call.args, call.operands
     if func in _COPYING or func in _LINEAR_ALIASES:
         return True
@@ -237,7 +240,7 @@ def _copied_parameter(call: Call) -> Decision | None:
 
 
 def _in_place(call: Call) -> Answer:
-    """The written tensor keeps its layout: the others come to it."""
+    """A write to the first argument, which keeps its layout: the other operands take it."""
     target = call.args[0]
     layout = target.layout
     choices: Sequence[Choice] = ()
@@ -256,7 +259,7 @@ def _in_place(call: Call) -> Answer:
 
 @decider("requires_grad_")
 def requires_grad_(call: Call) -> Answer:
-    """Of a parameter it is the parameter that is asked, so that no decision is kept."""
+    """Not kept: for a parameter the call must reach the parameter itself."""
     x = call.args[0]
     return replace(of_each(call, use_local, REPLICATE), itself=x.index, kept=False)
 
@@ -266,20 +269,20 @@ def copy_(call: Call) -> Answer:
     return _in_place(call)
 
 
-def _of_view(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Facts of memory: those of one device, which the global tensor knows."""
+def _from_wrapper(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Facts of memory: as on one device, which the global tensor knows."""
     return getattr(GlobalTensor, func.__name__)(*args, **kwargs)
 
 
-def _of_local(work: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _from_local(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Facts of autograd, in which the wrapper and the local tensor differ."""
     return func(args[0]._mw_local, *args[1:], **kwargs)
 
 
 for _name in ("requires_grad", "is_leaf", "grad_fn", "_version", "output_nr"):
-    ANSWERS[getattr(Tensor, _name).__get__] = _of_local
+    ANSWERS[getattr(Tensor, _name).__get__] = _from_local
 for _name in ("stride", "is_contiguous", "storage_offset", "data_ptr"):
-    ANSWERS[getattr(Tensor, _name)] = _of_view
+    ANSWERS[getattr(Tensor, _name)] = _from_wrapper
 for _name in ("real", "imag", "data"):
     DECIDERS[getattr(Tensor, _name).__get__] = pointwise
 _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the class, not of a tensor)
@@ -287,7 +290,8 @@ _COPYING.add(getattr(Tensor, "data").__get__)  # noqa: B009  (a property of the 
 
 @decider("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(call: Call) -> Answer:
-    """A fresh tensor of a given shape: whole. The value to fill it with may be the global tensor, and not the tensor."""
+    """A new tensor of a given shape, on every rank. Of the first argument only dtype and device count; the fill value may be
+    a global tensor too."""
     x = call.args[0]
     return of_each(call, lambda y: use_local(y) if y is x else use_replicated(y), REPLICATE)
 

@@ -1,5 +1,8 @@
-"""Random functions: ranks that hold the same whole tensor draw the same numbers; ranks that hold a cut draw slices of
-one whole draw, so that the result is that of one device, and the trunk's stream stays in step on every rank."""
+"""Random functions: the numbers are those of one device.
+
+For a whole tensor every rank draws the same numbers. For a sharded tensor every rank draws for the whole tensor and keeps
+its slice. So the generators of all ranks advance alike.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def dropout(call: Call) -> Answer:
     if call.name != "dropout" or (isinstance(layout, Partial) and inplace):
         return GATHER
     if isinstance(layout, Partial):
-        return Decision(_dropped, (use_replicated(x), _lying(x), p), {})
-    args, itself = (use_local(x), _lying(x), p, layout, inplace), x.index if inplace else None
+        return Decision(_dropped, (use_replicated(x), _geometry(x), p), {})
+    args, itself = (use_local(x), _geometry(x), p, layout, inplace), x.index if inplace else None
     return Decision(_dropped_slice, args, {}, layout, itself=itself, writes=inplace, axis=True)
 
 
@@ -43,30 +46,30 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-Lying = tuple[tuple[int, ...], tuple[int, ...]]
+Geometry = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a whole tensor on one device."""
 
 
-def _lying(x: Operand) -> Lying:
-    """How the whole of an operand lies on one device: torch draws in the order of memory."""
+def _geometry(x: Operand) -> Geometry:
+    """(shape, strides) of the whole operand on one device: torch draws in the order of memory."""
     shape = tuple(x.shape)
     return shape, (x.spec.strides or contiguous(shape)) if isinstance(x.layout, Shard) else x.spec.lies
 
 
-def _memory(lying: Lying, x: Tensor) -> Tensor:
+def _memory(geometry: Geometry, x: Tensor) -> Tensor:
     """Memory for a whole tensor, of the type and device of ``x``."""
-    memory = x.new_empty(reach(*lying))
-    return memory.as_strided(*lying)
+    memory = x.new_empty(reach(*geometry))
+    return memory.as_strided(*geometry)
 
 
-def _dropped(x: Tensor, lying: Lying, p: float) -> Tensor:
-    """A whole tensor."""
-    return x * functional.dropout(_memory(lying, x).fill_(1), p)
+def _dropped(x: Tensor, geometry: Geometry, p: float) -> Tensor:
+    """Dropout of a whole tensor."""
+    return x * functional.dropout(_memory(geometry, x).fill_(1), p)
 
 
-def _dropped_slice(axis: Axis, x: Tensor, lying: Lying, p: float, layout: Shard, inplace: bool) -> Tensor:
-    """This rank's slice of a tensor, with its slice of the mask that one device draws."""
-    mask = redistribute.keep_slice(functional.dropout(_memory(lying, x).fill_(1), p), axis, layout)
+def _dropped_slice(axis: Axis, x: Tensor, geometry: Geometry, p: float, layout: Shard, inplace: bool) -> Tensor:
+    """Dropout of this rank's slice of a tensor, by its slice of the mask that one device draws."""
+    mask = redistribute.keep_slice(functional.dropout(_memory(geometry, x).fill_(1), p), axis, layout)
     return x.mul_(mask) if inplace else x * mask
 
 
@@ -80,14 +83,15 @@ def attention_with_dropout(
     layout: Shard,
     **options: Any,
 ) -> Tensor:
-    """This rank's slice of ``scaled_dot_product_attention`` with dropout; ``layout`` cuts the dim of heads or of rows.
+    """This rank's slice of ``scaled_dot_product_attention`` with dropout; heads or rows are sharded by ``layout``.
 
-    A CPU computes such an attention step by step, and draws one mask for all weights: so here, of which each rank takes its
-    slice. The kernels of a GPU draw within: there each rank draws from a stream of its own.
+    On a CPU torch computes attention with dropout step by step and draws one mask for all weights. This function does the
+    same, and each rank keeps its slice of the mask. On a GPU the kernel draws: there each rank has a stream of its own.
 
     Args:
-        mask: of this rank's slice.
-        shape: of all weights, on all ranks: (…, queries, keys).
+        query, key, value: this rank's slices, (…, tokens, width).
+        mask: this rank's slice of the attention mask.
+        shape: the shape of the attention weights of all ranks, (…, queries, keys).
         options: ``dropout_p``, ``is_causal``, ``scale``.
     """
     if query.device.type != "cpu":
@@ -103,7 +107,7 @@ def attention_with_dropout(
 def _attention_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The weights of this rank's slice before dropout, and the values: both in the type in which torch computes them."""
+    """(attention weights before dropout, values) of this rank's slice, both in the dtype in which torch computes them."""
     q, k, v = (t.to(wide(t.dtype)) for t in (query, key, value))
     scale = options.get("scale")
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
@@ -112,15 +116,16 @@ def _attention_weights(
         mask = query.new_ones(shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries to which no key is shown get zeros
+    hidden = (scores == -torch.inf).all(-1, keepdim=True)  # queries whose keys are all masked get zeros
     return scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0), v
 
 
 @contextmanager
 def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
-    """A stream of random numbers for this rank alone; the host's common stream moves on by one draw on every rank.
+    """While on, this rank draws from a stream of its own. The common stream of the host advances by one draw on every rank.
 
-    The seed is drawn on the host: to read one of the device's the host would wait for it, in every layer."""
+    The seed is drawn on the host: to read a number of the device, the host would wait for it, in every layer.
+    """
     if device.type == "meta":
         yield
         return
@@ -134,23 +139,26 @@ def own_stream(axis: Axis, device: torch.device) -> Iterator[None]:
 @decider("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "exponential_", "random_",
       "log_normal_", "cauchy_", "geometric_")  # fmt: skip
 def draw(call: Call) -> Answer:
-    """A draw of the whole shape, of which a sharded tensor takes its slice."""
+    """Draws for the whole shape; a sharded tensor takes its slice."""
     x = call.args[0]
     layout = layout_of(x)
     if not isinstance(layout, Shard):
         return GATHER
-    more, named_ones = tuple(map(use_replicated, call.args[1:])), {k: use_replicated(v) for k, v in call.kwargs.items()}
-    args = (use_local(x), call.func, _lying(x), layout, *more)
+    other_args, keywords = (
+        tuple(map(use_replicated, call.args[1:])),
+        {k: use_replicated(v) for k, v in call.kwargs.items()},
+    )
+    args = (use_local(x), call.func, _geometry(x), layout, *other_args)
     if call.name.endswith("_like"):
-        return Decision(_drawn, args, named_ones, layout, axis=True)
-    return Decision(_draw_into, args, named_ones, layout, itself=x.index, writes=True, axis=True)
+        return Decision(_drawn, args, keywords, layout, axis=True)
+    return Decision(_draw_into, args, keywords, layout, itself=x.index, writes=True, axis=True)
 
 
-def _drawn(axis: Axis, x: Tensor, func: Any, lying: Lying, layout: Shard, *args: Any, **kwargs: Any) -> Tensor:
-    """This rank's slice of what ``func`` draws for the whole of ``x``."""
-    return redistribute.keep_slice(func(_memory(lying, x), *args, **kwargs), axis, layout)
+def _drawn(axis: Axis, x: Tensor, func: Any, geometry: Geometry, layout: Shard, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's slice of the numbers that ``func`` draws for the whole tensor."""
+    return redistribute.keep_slice(func(_memory(geometry, x), *args, **kwargs), axis, layout)
 
 
-def _draw_into(axis: Axis, x: Tensor, func: Any, lying: Lying, layout: Shard, *args: Any, **kwargs: Any) -> None:
-    # With gradients, if they are on: what has been drawn does not depend on what was there.
-    x.copy_(_drawn(axis, x, func, lying, layout, *args, **kwargs))
+def _draw_into(axis: Axis, x: Tensor, func: Any, geometry: Geometry, layout: Shard, *args: Any, **kwargs: Any) -> None:
+    # Part of the graph if gradients are on: the drawn numbers do not depend on the old values.
+    x.copy_(_drawn(axis, x, func, geometry, layout, *args, **kwargs))

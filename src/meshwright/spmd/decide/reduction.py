@@ -1,4 +1,4 @@
-"""Functions over dims: local where the sharded dim is not reduced; a sum or mean over it gives a lazy partial sum."""
+"""Reductions: they run on local tensors if the sharded dim is not reduced; a sum or mean over it gives a lazy partial sum."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from meshwright.spmd.signature import Call, Operand, layout_of
 
 
 def dims_of(dim: Any, rank: int) -> list[int]:
-    """The dims an argument names; all of them for None or ()."""
+    """The dims that an argument names, from 0 to ``rank - 1``; all of them for None or ()."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(rank))
     return [d % max(rank, 1) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
 
 
 def after_reduction(layout: Shard, dims: Sequence[int], keepdim: bool) -> Shard:
+    """The layout of the result of a reduction over ``dims``, which do not include the sharded dim."""
     return layout if keepdim else layout.on(layout.dim - sum(d < layout.dim for d in dims))
 
 
@@ -53,26 +54,25 @@ def total(call: Call) -> Answer:
 
 
 def _added_up(x: Tensor, add_up: Any, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int | None) -> Tensor:
-    """A summand of a sum over ``dims``, or of a mean of ``count`` elements, in the wide type."""
+    """This rank's summand of a sum over ``dims``, or of a mean of ``count`` elements, in the accumulation type."""
     local: Tensor = add_up(x, dims, keepdim, dtype=wide(dtype))
-    return (
-        local if count is None else local / count
-    )  # before it is rounded: in float16 a sum may be infinite, its mean not
+    # Divided before it is rounded: in float16 a sum may be infinite although the mean is not.
+    return local if count is None else local / count
 
 
 def _added_up_and_rounded(
     axis: Axis, x: Tensor, add_up: Any, dims: Any, keepdim: bool, dtype: Any, count: Any
 ) -> Tensor:
-    """The same, whole: it is rounded once."""
+    """The whole sum or mean, by the arguments of ``_added_up``: the summands are added up, then rounded once."""
     return redistribute.all_reduce(_added_up(x, add_up, dims, keepdim, dtype, count), axis).to(dtype)
 
 
 @decider("amax", "amin", "prod", "all", "any", "argmax", "argmin", "var", "std", "logsumexp", "norm", "max", "min",
       "median", "count_nonzero", "vector_norm", "var_mean", "std_mean")  # fmt: skip
 def over_dims(call: Call) -> Answer:
-    """Local where the sharded dim is not reduced."""
+    """Other reductions: they run on local tensors if the sharded dim is not reduced."""
     name, args = call.name, call.args
-    order = "input p dim keepdim" if "norm" in name else "input dim keepdim"  # of torch.linalg as well
+    order = "input p dim keepdim" if "norm" in name else "input dim keepdim"  # torch.linalg's norms too
     if name in ("var", "std", "var_mean", "std_mean") and len(args) > 2:
         order = "input dim unbiased keepdim"
     names = named(order, args, call.kwargs)
@@ -89,11 +89,11 @@ def over_dims(call: Call) -> Answer:
 
 @decider("cumsum", "cumprod", "sort", "argsort", "topk", "logcumsumexp", "cummax", "cummin", "glu")
 def along_one_dim(call: Call) -> Answer:
-    """Local where the sharded dim is not the one worked along."""
-    place = 2 if call.name == "topk" else 1
+    """Functions along one dim: they run on local tensors if another dim is sharded."""
+    position = 2 if call.name == "topk" else 1  # of the argument ``dim``
     x = call.args[0]
     layout = layout_of(x)
-    dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", -1)
+    dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
     if not isinstance(layout, Shard) or isinstance(dim, str) or layout.dim == dim % x.dim():
         return GATHER
     return of_each(call, use_local, layout)
@@ -116,22 +116,23 @@ def softmax(call: Call) -> Answer:
 
 
 def _softmax_of_cut(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarithm: bool) -> Tensor:
-    """Over a sharded dim, in ``dtype``."""
+    """Softmax, or its logarithm, over the sharded dim: this rank's slice, in ``dtype``."""
     shifted, sums = exponentials(axis, x.to(dtype), dim)
     sums = redistribute.copy_in(sums, axis)
     return (shifted - sums.log() if logarithm else shifted.exp() / sums).to(dtype)
 
 
 def exponentials(axis: Axis, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Over a sharded dim: the values less their maximum (cut), and the sum of their exponentials (whole); in the wide type."""
+    """Over a sharded dim: (this rank's values minus the global maximum, the global sum of their exponentials), both in the
+    accumulation type."""
     local = local.to(wide(local.dtype))
     floor = torch.finfo(local.dtype).min
     if local.size(dim):
-        top = local.detach().amax(dim, keepdim=True)
+        maximum = local.detach().amax(dim, keepdim=True)
     else:
-        top = local.new_full([1 if d == dim else n for d, n in enumerate(local.shape)], floor)
-    top = axis.all_reduce(top, "max")
-    shifted = local - top.clamp(min=floor)
+        maximum = local.new_full([1 if d == dim else n for d, n in enumerate(local.shape)], floor)
+    maximum = axis.all_reduce(maximum, "max")
+    shifted = local - maximum.clamp(min=floor)
     return shifted, redistribute.all_reduce(shifted.exp().sum(dim, keepdim=True), axis)
 
 

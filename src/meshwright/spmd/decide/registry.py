@@ -1,10 +1,11 @@
-"""The tables: how each torch function is answered. (What it is known to do: ``torch_functions``.)
+"""The tables of torch functions: which decider, or which direct answer, each function has.
 
-    DECIDERS   torch function → decider: a call's signature → what is to be done (``decision``)
-    ANSWERS    torch function → ``answer(work, func, args, kwargs)``, where there is nothing to decide: facts of memory and of
-               autograd, in which the wrapper and the local tensor differ, and backwards within a forward
+    DECIDERS   torch function → decider: a ``Call`` → a ``Decision``, ``Body`` or ``Gather`` (see ``decision``)
+    ANSWERS    torch function → ``answer(dispatcher, func, args, kwargs)``, if there is nothing to decide: facts of memory and
+               of autograd, in which the wrapper and the local tensor differ; and a backward within a forward
 
 One decider serves a function under all its names (``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``Tensor.add_`` …).
+What torch itself says of its functions is in ``torch_functions``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ AnswerTo = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 ANSWERS: dict[Any, AnswerTo] = {}
 Decider = Callable[[Call], Answer]
 DECIDERS: dict[Any, Decider] = {}
-ELEMENTWISE: set[Any] = set()  # functions of each element, with broadcasting
+ELEMENTWISE: set[Any] = set()  # elementwise functions, with broadcasting
 
 
 def answer(*names: str) -> Callable[[AnswerTo], AnswerTo]:
-    """Registers what answers the functions of these names."""
+    """Registers the function that answers the torch functions with these names."""
 
     def register(fn: AnswerTo) -> AnswerTo:
         for name in names:
@@ -37,7 +38,7 @@ def answer(*names: str) -> Callable[[AnswerTo], AnswerTo]:
 
 
 def decider(*names: str) -> Callable[[Decider], Decider]:
-    """Registers a decider for the functions of these names."""
+    """Registers a decider for the torch functions with these names."""
 
     def register(fn: Decider) -> Decider:
         for name in names:
@@ -49,12 +50,12 @@ def decider(*names: str) -> Callable[[Decider], Decider]:
 
 
 def named(order: str, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The arguments of a call by name; ``order``: the names of those that may be given by place."""
+    """The arguments of a call by name. ``order``: the names of the positional arguments, separated by spaces."""
     return {**defaults, **dict(zip(order.split(), args, strict=False)), **kwargs}
 
 
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-_ORDER: dict[str, dict[str, Any]] = {  # of the arguments after the tensor, with defaults; ... where there is none
+_ORDER: dict[str, dict[str, Any]] = {  # arguments after the tensor, in order, with their defaults; ... : no default
     "select": {"dim": ..., "index": ...},
     "narrow": {"dim": ..., "start": ..., "length": ...},
     "movedim": {"source": ..., "destination": ...},
@@ -69,9 +70,9 @@ _ORDER: dict[str, dict[str, Any]] = {  # of the arguments after the tensor, with
 
 
 def ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as rules expect them: the tensor first, NumPy's words translated, keywords in their order.
+    """The arguments as deciders expect them: the tensor first, NumPy's names replaced by torch's, keywords in order.
 
-    Builtin functions hand over what the caller wrote; those written in Python have put it in order already.
+    A builtin function gets the arguments as the caller wrote them. A function written in Python has ordered them already.
     """
     if isinstance(func, types.FunctionType) or not kwargs or (func not in DECIDERS and func not in ANSWERS):
         return args, kwargs

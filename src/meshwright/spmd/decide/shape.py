@@ -1,4 +1,4 @@
-"""Functions that move dims about and compute nothing: local, with the sharded dim followed to its new place."""
+"""Functions that move dims and compute nothing: they run on local tensors, and the layout follows the sharded dim."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from meshwright.spmd.tensor import GlobalTensor
 
 
 def moved(x: Operand, dims: Sequence[int | None], run: Callable[..., Tensor], *args: Any) -> Answer:
-    """``run`` of what is held of ``x``, which permutes, adds or drops dims: ``dims[i]`` is the dim of ``x`` that dim i was."""
+    """The Decision to call ``run`` with the local tensor of ``x``. It permutes, adds or drops dims: dim i of the result is
+    dim ``dims[i]`` of ``x``, or a new one (None)."""
     layout, use = x.layout, (use_local(x), *args)
     if isinstance(layout, Shard):
-        if (
-            layout.dim not in dims
-        ):  # a sharded dim of size 1 is dropped: the ranks that hold nothing of it need the rest
+        if layout.dim not in dims:  # a sharded dim of size 1 is dropped: only one rank holds its element
             return GATHER
         return Decision(run, use, {}, layout.on(list(dims).index(layout.dim)))
     if isinstance(layout, Partial):
@@ -121,9 +120,9 @@ def squeeze(call: Call) -> Answer:
     x = call.args[0]
     named_dims = [*call.args[1:], *call.kwargs.values()]
     chosen = [d % x.dim() for d in _sizes((named_dims[0],))] if named_dims else list(range(x.dim()))
-    gone = [d for d in chosen if x.shape[d] == 1]  # of the whole shape: a slice of size 1 stays
+    gone = [d for d in chosen if x.shape[d] == 1]  # by the global shape: a dim whose local size is 1 stays
     if isinstance(x.layout, Shard) and x.layout.dim in gone:
-        return GATHER  # one rank has it all
+        return GATHER  # one rank holds the whole tensor
     return moved(x, [d for d in range(x.dim()) if d not in gone], Tensor.squeeze, tuple(gone))
 
 
@@ -145,15 +144,16 @@ def reshape(call: Call) -> Answer:
 
 
 def _same_dims(x: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """A parameter reshaped is still that parameter if only dims of size 1 came or went."""
+    """For each dim of ``shape`` the dim of parameter ``x``, -1 for a new one, if a reshape only adds or drops dims of size 1;
+    else None."""
     if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
         return None
-    left = iter([d for d, n in enumerate(x.shape) if n != 1])
-    return tuple(-1 if n == 1 else next(left) for n in shape)
+    dims = iter([d for d, n in enumerate(x.shape) if n != 1])
+    return tuple(-1 if n == 1 else next(dims) for n in shape)
 
 
 def _target_shape(call: Call) -> list[int] | None:
-    """The global shape a reshape asks for; None where it is a view of another dtype."""
+    """The global shape that a reshape asks for; None if it is a view in another dtype."""
     x, rest, name = call.args[0], [*call.args[1:], *call.kwargs.values()], call.name
     if name in ("view_as", "reshape_as"):
         return list(rest[0].shape)
@@ -171,6 +171,7 @@ def _target_shape(call: Call) -> list[int] | None:
 
 
 def _filled(sizes: list[int], total: int) -> list[int]:
+    """The sizes, with a number in place of -1."""
     if -1 in sizes:
         known = prod(s for s in sizes if s != -1)
         sizes = [total // max(known, 1) if s == -1 else s for s in sizes]
@@ -178,7 +179,7 @@ def _filled(sizes: list[int], total: int) -> list[int]:
 
 
 def _finding(x: Operand, layout: Shard, shape: list[int]) -> Blocks | Units | None:
-    """Why a reshape did not fit: pieces that may not be broken, or fused blocks."""
+    """Why a reshape is not local: the sharded dim consists of pieces that no cut may divide, or of fused blocks."""
     group = reshape_group(layout.dim, tuple(x.shape), shape)
     if group is None:
         return None
@@ -195,9 +196,7 @@ def _finding(x: Operand, layout: Shard, shape: list[int]) -> Blocks | Units | No
 @decider("expand", "expand_as", "broadcast_to")
 def expand(call: Call) -> Answer:
     x, rest = call.args[0], [*call.args[1:], *call.kwargs.values()]
-    sizes = (
-        list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)
-    )  # of the other tensor only its shape counts
+    sizes = list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)
     layout, added = x.layout, len(sizes) - x.dim()
     if not isinstance(layout, Shard):
         return moved(x, [None] * len(sizes), Tensor.expand, tuple(sizes))
@@ -220,29 +219,29 @@ def _expanded_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @decider("as_strided")
 def as_strided(call: Call) -> Answer:
-    """By the strides of one device: of the whole tensor, whose own elements are all that there is."""
+    """By the strides of one device. Only elements of the whole tensor itself can be reached, not others of its storage."""
     names = named("input size stride storage_offset", call.args, call.kwargs)
-    x, size, stride, first = names["input"], names["size"], names["stride"], names.get("storage_offset")
+    x, size, stride, offset = names["input"], names["size"], names["stride"], names.get("storage_offset")
     if isinstance(x.layout, Partial):
-        return Decision(Tensor.as_strided, (use_local(x), size, stride, first), {}, PARTIAL)
-    return Body(_strided, (use_original(x), size, stride, first), {})
+        return Decision(Tensor.as_strided, (use_local(x), size, stride, offset), {}, PARTIAL)
+    return Body(_strided, (use_original(x), size, stride, offset), {})
 
 
-def _strided(x: GlobalTensor, size: Sequence[int], stride: Sequence[int], first: int | None) -> Any:
-    first = 0 if first is None else first - x.storage_offset()
-    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+def _strided(x: GlobalTensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Any:
+    offset = 0 if offset is None else offset - x.storage_offset()
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     dense = order(tuple(x.shape), x.stride()) is not None and last < x.numel()
-    itself = first == 0 and (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride())
-    if first < 0 or not (dense or itself or 0 in size):
-        raise NotImplementedError("as_strided of a tensor that is cut, to elements that are not its own")
-    return x._mw_dispatcher.fallback(_strided_from, (x, size, stride, first), {})
+    itself = offset == 0 and (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride())
+    if offset < 0 or not (dense or itself or 0 in size):
+        raise NotImplementedError("as_strided of a sharded tensor reaches elements that are not its own")
+    return x._mw_dispatcher.fallback(_strided_from, (x, size, stride, offset), {})
 
 
-def _strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> Tensor:
-    return x.as_strided(size, stride, x.storage_offset() + first)
+def _strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
-_strided_from.__name__ = "as_strided"  # as a fallback is counted
+_strided_from.__name__ = "as_strided"  # the name by which the ledger counts the fallback
 
 
 @decider("repeat", "tile")
@@ -274,23 +273,23 @@ def repeat_interleave(call: Call) -> Answer:
 def cat(call: Call) -> Answer:
     tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
-    # Torch skips empty vectors, whatever the rank of the others; their type counts.
-    kept = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
-    skipped = [use_replicated(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
-    if isinstance(dim, str) or not kept:
+    # Torch skips empty vectors, whatever the number of dims of the others; but their dtype counts.
+    nonempty = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
+    empty = [use_replicated(t) for t in tensors if t.dim() == 1 and t.shape[0] == 0]
+    if isinstance(dim, str) or not nonempty:
         return GATHER
-    dim %= kept[0].dim()
-    if all(isinstance(t.layout, Partial) for t in kept):
-        return Decision(torch.cat, ([*skipped, *map(use_local, kept)], dim), {}, PARTIAL)
-    cuts = [(t.layout, t.numel()) for t in kept if isinstance(t.layout, Shard)]
+    dim %= nonempty[0].dim()
+    if all(isinstance(t.layout, Partial) for t in nonempty):
+        return Decision(torch.cat, ([*empty, *map(use_local, nonempty)], dim), {}, PARTIAL)
+    cuts = [(t.layout, t.numel()) for t in nonempty if isinstance(t.layout, Shard)]
     if not cuts:
-        return Decision(torch.cat, ([*skipped, *map(use_replicated, kept)], dim), {}, REPLICATE)
+        return Decision(torch.cat, ([*empty, *map(use_replicated, nonempty)], dim), {}, REPLICATE)
     target = max(cuts, key=lambda pair: pair[1])[0]
     if target.dim != dim:
-        return Decision(torch.cat, ([*skipped, *(use_as(t, target) for t in kept)], dim), {}, target)
-    if all(is_cut(t) and t.layout.dim == dim for t in kept):
-        pieces = tuple(piece for t in kept for piece in t.layout.pieces)
-        return Decision(torch.cat, ([*skipped, *map(use_local, kept)], dim), {}, Shard(dim, pieces))
+        return Decision(torch.cat, ([*empty, *(use_as(t, target) for t in nonempty)], dim), {}, target)
+    if all(is_cut(t) and t.layout.dim == dim for t in nonempty):
+        pieces = tuple(piece for t in nonempty for piece in t.layout.pieces)
+        return Decision(torch.cat, ([*empty, *map(use_local, nonempty)], dim), {}, Shard(dim, pieces))
     return GATHER
 
 
@@ -307,7 +306,7 @@ def _stacked(tensors: list[Tensor], dim: int) -> Tensor:
 
 @decider("flip", "roll", "tril", "triu")
 def along_dims(call: Call) -> Answer:
-    """Local where the sharded dim is not among the dims these work on."""
+    """These run on local tensors if they do not work on the sharded dim."""
     x, args, kwargs = call.args[0], call.args, call.kwargs
     layout = layout_of(x)
     if isinstance(layout, Partial):
@@ -327,7 +326,7 @@ def along_dims(call: Call) -> Answer:
 
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:
-    """Sizes given as separate arguments or as one sequence."""
+    """Sizes that are passed as separate arguments or as one sequence."""
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)):
         return [number(s) for s in sizes[0]]
     return [number(s) for s in sizes]

@@ -1,4 +1,4 @@
-"""Tables looked up by index: sharded by rows (the vocabulary), a partial sum comes out; sharded by columns, a cut."""
+"""Embeddings. If the table is sharded by rows (the vocabulary), the result is a partial sum; if by columns, it is sharded."""
 
 from __future__ import annotations
 
@@ -44,10 +44,16 @@ def embedding(call: Call) -> Answer:
 
 
 def _rows(index: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
-    """This rank's rows, from ``start``, where the index names one; zeros elsewhere."""
+    """The rows of the table that ``index`` names, if this rank holds them; zeros for the others.
+
+    Args:
+        index: indices into the whole table, of any shape.
+        weight: this rank's rows of the table, from row ``start``.
+        padding: the row that gets no gradient.
+    """
     local = index - start
     mine = (local >= 0) & (local < weight.size(0))
-    if not weight.size(0):  # a row to look at: torch refuses a table without rows
+    if not weight.size(0):  # torch refuses a table without rows
         weight = torch.cat([weight, weight.new_zeros(1, weight.size(1))])
     local = torch.where(mine, local, torch.zeros_like(local))
     rows = functional.embedding(local, weight)

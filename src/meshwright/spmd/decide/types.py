@@ -1,15 +1,15 @@
-"""Types: what a rule takes apart must come out in the type of the whole function, and be as exact.
+"""Dtypes of functions that a decision computes in several steps: the result's, and the one to accumulate in.
 
-    result        what the whole function gives, for its argument's type, ``dtype=`` and autocast   ``result_type``
-    accumulation  torch adds up and exponentiates half types in float32 and rounds once, at the end ``wide``
+    result type        the dtype of the whole function's result, by argument, ``dtype=`` and autocast       ``result_type``
+    accumulation type  torch adds up and exponentiates half types in float32, and rounds once, at the end   ``wide``
 
-So a rule that does a function's work in several steps computes them in the wide type, collectives among them, and rounds
-to the result's type at the end. Where a rule runs the function itself on local tensors, torch sees to both: autocast
-decides per function, and locals have the type and the number of dims of the whole, by which operands are promoted.
+So a decision that computes a function in several steps does all of them in the accumulation type, collectives included, and
+rounds to the result type at the end. If the function itself runs on local tensors, torch sees to both: autocast decides per
+function, and operands are promoted by dtype and number of dims, which a local tensor shares with the whole.
 
-Not promised: sums of *products* (a linear sharded by row, a convolution cut by input channels) are partial sums in the
-product's own type. Each rank's summand is rounded to that type before they are added, as in Megatron-LM; one device
-rounds the whole sum once.
+Not promised: sums of *products* (a linear sharded by row, a convolution sharded by input channels) are partial sums in the
+dtype of the product. Each rank's summand is rounded to that dtype before the summands are added, as in Megatron-LM. One
+device rounds the whole sum once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which torch adds up values of ``dtype``."""
+    """The dtype in which torch adds up values of ``dtype``: float32 for half types."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> torch.dtype:
-    """The type of ``func(x, ...)`` here and now: asked of torch itself, with a tensor of one element like ``x``.
+    """The dtype of ``func(x, ...)`` under the current autocast. Torch is asked, with a tensor of one element like ``x``.
 
     Raises what ``func`` raises for such a tensor: a mean of integers, say.
     """
@@ -42,9 +42,9 @@ def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
 
 
 def as_autocast(x: Any) -> Any:
-    """A tensor as autocast hands it to a function that it computes in a half type; anything else as it is.
+    """A tensor, cast as autocast casts the arguments of a function that computes in a half type; anything else unchanged.
 
-    For a rule that takes such a function apart: its steps then run with autocast off, as they do within the function.
+    For a decision that computes such a function in steps: the steps then run with autocast off, as within the function.
     """
     if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
         return x
@@ -53,7 +53,7 @@ def as_autocast(x: Any) -> Any:
 
 
 def like_here(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> tuple[torch.dtype, torch.device] | None:
-    """The type and device of ``func(x, ...)``, asked of torch with an empty tensor like ``x``; None if it gives no tensor."""
+    """(dtype, device) of ``func(x, ...)``; None if the result is no tensor. Torch is asked, with an empty tensor like ``x``."""
     with without_any_mode(), torch.no_grad():
         result = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
     if not isinstance(result, Tensor):
