@@ -25,7 +25,7 @@ from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.autograd_functions import FunctionMode
-from meshwright.spmd.tensor import GlobalTensor, first_view
+from meshwright.spmd.tensor import GlobalTensor, first_global_tensor
 from meshwright.spmd.torch_functions import (
     LISTENING,
     NUMBERS,
@@ -116,7 +116,7 @@ class Recorder(FunctionMode):
             if name_of(func) in _CHANGES_AUTOGRAD:
                 self.refuse(f"{name_of(func)} changes what autograd knows of a tensor")
             return func(*args, **kwargs)
-        if (view := first_view((args, kwargs))) is not None:  # within a function's Python body
+        if (view := first_global_tensor((args, kwargs))) is not None:  # within a function's Python body
             with self:
                 return view._mw_dispatcher.call(func, args, kwargs)
         name = name_of(func)

@@ -28,7 +28,7 @@ from meshwright.errors import source_place
 from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
 from meshwright.private import python_body, pytree, storage_of, without_subclasses
 from meshwright.spmd import redistribute
-from meshwright.spmd.alias import Memory, Strides, laid, overwrite
+from meshwright.spmd.alias import Memory, Strides, overwrite, with_strides
 from meshwright.spmd.comm import Axis, Fallback, Ledger
 from meshwright.spmd.decide import ANSWERS, DECIDERS, ordered
 from meshwright.spmd.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
@@ -160,7 +160,7 @@ class Dispatcher(Mover):
         if answer.follows is not None:
             return self._follow(answer, tensors)
         prepared = Prepared(answer)
-        out = prepared.settle(self, func, args, kwargs, tensors)
+        out = prepared.run_first(self, func, args, kwargs, tensors)
         if func == GET_DATA:
             if isinstance(out, GlobalTensor):
                 out._mw_remember(silent=True)
@@ -181,7 +181,7 @@ class Dispatcher(Mover):
             return
         if len(self.prepared) >= _KEPT:
             self.prepared.clear()
-        self.prepared[signature] = prepared.ready()
+        self.prepared[signature] = prepared.specialized()
 
     def _follow(self, answer: Decision, tensors: Sequence[Tensor]) -> GlobalTensor:
         """Planning only: what is still the parameter that it is made of, undecided."""
@@ -304,7 +304,7 @@ class Dispatcher(Mover):
         is that of the local tensor."""
         laid_out = fresh(piece._mw_layout, piece._mw_local, strides)
         if laid_out.strides is not None:
-            piece._mw_local = laid(piece._mw_local, laid_out.strides)
+            piece._mw_local = with_strides(piece._mw_local, laid_out.strides)
         piece._mw_strides, piece._mw_spec = laid_out.known.strides, None
 
     def gathered(self, func: Any) -> None:

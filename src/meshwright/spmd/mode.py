@@ -30,7 +30,7 @@ from meshwright.spmd.autograd_functions import (
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.dispatcher import Dispatcher, whole
 from meshwright.spmd.signature import read
-from meshwright.spmd.tensor import GlobalTensor, first_view, local_of
+from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
 from meshwright.spmd.torch_functions import FACTS, OF_ITSELF, SET_DATA
 
 # Types of arguments in which there is no tensor of ours.
@@ -90,7 +90,7 @@ class GlobalTensorMode(FunctionMode):
         if func == SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
             return answer
         if func in OF_ITSELF:
-            view = first_view(args)
+            view = first_global_tensor(args)
             return func(*args, **kwargs) if view is None else self.answer(view._mw_dispatcher, func, args, kwargs)
         if transforming():
             return self._in_transform(func, args, kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.layout import REPLICATE, Layout, Partial, Shard
 from meshwright.private import version
 from meshwright.spmd import redistribute
-from meshwright.spmd.alias import alike, laid, overwrite
+from meshwright.spmd.alias import overwrite, same_strides, with_strides
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.tensor import GlobalTensor
 
@@ -57,9 +57,9 @@ class Mover:
         if not isinstance(x, GlobalTensor) or x._mw_origin is not None or x._mw_layout == REPLICATE:
             return value
         strides = x.stride()
-        if alike(value.shape, value.stride(), strides):
+        if same_strides(value.shape, value.stride(), strides):
             return value
-        return self._once(x, "laid", lambda _: laid(value, strides))
+        return self._once(x, "laid", lambda _: with_strides(value, strides))
 
     def varying(self, x: Any) -> Any:
         """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
@@ -158,4 +158,4 @@ class Mover:
 def duplicate(value: Tensor) -> Tensor:
     """A copy with the same strides."""
     copy = value.clone()
-    return copy if copy.stride() == value.stride() else laid(copy, value.stride())
+    return copy if copy.stride() == value.stride() else with_strides(copy, value.stride())

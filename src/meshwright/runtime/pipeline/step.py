@@ -41,7 +41,7 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Shares, weighed
 from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
 from meshwright.schedule import TRANSFERS, Action, Schedule
-from meshwright.spmd.alias import laid
+from meshwright.spmd.alias import with_strides
 from meshwright.spmd.autograd_functions import checkpoints_noted
 from meshwright.spmd.dispatcher import whole
 
@@ -336,4 +336,4 @@ def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
         if step <= reach:
             return t
         reach += step * (size - 1)
-    return laid(t, stride)
+    return with_strides(t, stride)

@@ -195,7 +195,7 @@ def _is_copied(x: Operand, use: Any, rank: int) -> bool:
     """
     if x.dim() < 4 or not isinstance(use, Use) or not isinstance(use.need, Shard):
         return False
-    strides = x.spec.strides if isinstance(x.layout, Shard) else x.spec.lies
+    strides = x.spec.strides if isinstance(x.layout, Shard) else x.spec.local_strides
     sizes = list(x.shape)
     sizes[use.need.dim] = use.need.locals[rank]
     return strides is not None and not _is_one(x.shape[:-2], strides) and _is_one(sizes[:-2], strides)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, REPLICATE, Layout, Partial, Shard
-from meshwright.spmd.alias import placed
+from meshwright.spmd.alias import cached_geometries
 from meshwright.spmd.decide.registry import ANSWERS, DECIDERS, ELEMENTWISE, decider
 from meshwright.spmd.decide.types import like_here
 from meshwright.spmd.decision import (
@@ -32,7 +32,7 @@ from meshwright.spmd.decision import (
     use_varying,
 )
 from meshwright.spmd.signature import Call, Operand, is_undecided
-from meshwright.spmd.tensor import GlobalTensor, lies
+from meshwright.spmd.tensor import GlobalTensor, geometry_of
 from meshwright.spmd.torch_functions import functions, writes
 
 _UNARY = """
@@ -139,7 +139,7 @@ def _converted(func: Any, memory_format: torch.memory_format, x: Tensor, *args: 
     """
     converted: Tensor = func(x, *args, **kwargs)
     if converted is x:
-        places = placed(Tensor.to, (lies(x),), (("memory_format", memory_format),))
+        places = cached_geometries(Tensor.to, (geometry_of(x),), (("memory_format", memory_format),))
         if places is not None and places[0].itself:
             return x
     return _laid(converted, memory_format)
@@ -154,7 +154,7 @@ def _contiguous(call: Call) -> Answer:
     x, memory_format = call.args[0], [*call.args[1:], *call.kwargs.values()]
     if memory_format and memory_format[0] != torch.contiguous_format:
         return Body(_laid, (use_original(x), *memory_format), {})
-    if x.spec.usual:
+    if x.spec.is_contiguous:
         return Decision(_identity, (use_local(x),), {}, itself=x.index)
     copied = pointwise(replace(call, func=Tensor.clone, args=(x,), kwargs={}))
     assert isinstance(copied, Decision)

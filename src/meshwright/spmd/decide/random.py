@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from meshwright.layout import Partial, Shard
 from meshwright.spmd import redistribute
-from meshwright.spmd.alias import contiguous, reach
+from meshwright.spmd.alias import contiguous, span
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.registry import decider, named
 from meshwright.spmd.decide.types import as_autocast, wide
@@ -37,8 +37,8 @@ def dropout(call: Call) -> Answer:
     if call.name != "dropout" or (isinstance(layout, Partial) and inplace):
         return GATHER
     if isinstance(layout, Partial):
-        return Decision(_dropped, (use_replicated(x), _geometry(x), p), {})
-    args, itself = (use_local(x), _geometry(x), p, layout, inplace), x.index if inplace else None
+        return Decision(_dropped, (use_replicated(x), _shape_and_strides(x), p), {})
+    args, itself = (use_local(x), _shape_and_strides(x), p, layout, inplace), x.index if inplace else None
     return Decision(_dropped_slice, args, {}, layout, itself=itself, writes=inplace, axis=True)
 
 
@@ -46,28 +46,28 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...]]
+ShapeAndStrides = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a whole tensor on one device."""
 
 
-def _geometry(x: Operand) -> Geometry:
+def _shape_and_strides(x: Operand) -> ShapeAndStrides:
     """(shape, strides) of the whole operand on one device: torch draws in the order of memory."""
     shape = tuple(x.shape)
-    return shape, (x.spec.strides or contiguous(shape)) if isinstance(x.layout, Shard) else x.spec.lies
+    return shape, (x.spec.strides or contiguous(shape)) if isinstance(x.layout, Shard) else x.spec.local_strides
 
 
-def _memory(geometry: Geometry, x: Tensor) -> Tensor:
+def _memory(geometry: ShapeAndStrides, x: Tensor) -> Tensor:
     """Memory for a whole tensor, of the type and device of ``x``."""
-    memory = x.new_empty(reach(*geometry))
+    memory = x.new_empty(span(*geometry))
     return memory.as_strided(*geometry)
 
 
-def _dropped(x: Tensor, geometry: Geometry, p: float) -> Tensor:
+def _dropped(x: Tensor, geometry: ShapeAndStrides, p: float) -> Tensor:
     """Dropout of a whole tensor."""
     return x * functional.dropout(_memory(geometry, x).fill_(1), p)
 
 
-def _dropped_slice(axis: Axis, x: Tensor, geometry: Geometry, p: float, layout: Shard, inplace: bool) -> Tensor:
+def _dropped_slice(axis: Axis, x: Tensor, geometry: ShapeAndStrides, p: float, layout: Shard, inplace: bool) -> Tensor:
     """Dropout of this rank's slice of a tensor, by its slice of the mask that one device draws."""
     mask = redistribute.keep_slice(functional.dropout(_memory(geometry, x).fill_(1), p), axis, layout)
     return x.mul_(mask) if inplace else x * mask
@@ -148,17 +148,21 @@ def draw(call: Call) -> Answer:
         tuple(map(use_replicated, call.args[1:])),
         {k: use_replicated(v) for k, v in call.kwargs.items()},
     )
-    args = (use_local(x), call.func, _geometry(x), layout, *other_args)
+    args = (use_local(x), call.func, _shape_and_strides(x), layout, *other_args)
     if call.name.endswith("_like"):
         return Decision(_drawn, args, keywords, layout, axis=True)
     return Decision(_draw_into, args, keywords, layout, itself=x.index, writes=True, axis=True)
 
 
-def _drawn(axis: Axis, x: Tensor, func: Any, geometry: Geometry, layout: Shard, *args: Any, **kwargs: Any) -> Tensor:
+def _drawn(
+    axis: Axis, x: Tensor, func: Any, geometry: ShapeAndStrides, layout: Shard, *args: Any, **kwargs: Any
+) -> Tensor:
     """This rank's slice of the numbers that ``func`` draws for the whole tensor."""
     return redistribute.keep_slice(func(_memory(geometry, x), *args, **kwargs), axis, layout)
 
 
-def _draw_into(axis: Axis, x: Tensor, func: Any, geometry: Geometry, layout: Shard, *args: Any, **kwargs: Any) -> None:
+def _draw_into(
+    axis: Axis, x: Tensor, func: Any, geometry: ShapeAndStrides, layout: Shard, *args: Any, **kwargs: Any
+) -> None:
     # Part of the graph if gradients are on: the drawn numbers do not depend on the old values.
     x.copy_(_drawn(axis, x, func, geometry, layout, *args, **kwargs))

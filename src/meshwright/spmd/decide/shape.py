@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import PARTIAL, REPLICATE, Partial, Shard, regroup, reshape_group
-from meshwright.spmd.alias import order
+from meshwright.spmd.alias import dim_order
 from meshwright.spmd.decide.pointwise import of_each
 from meshwright.spmd.decide.registry import DECIDERS, decider, named
 from meshwright.spmd.decision import (
@@ -230,7 +230,7 @@ def as_strided(call: Call) -> Answer:
 def _strided(x: GlobalTensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Any:
     offset = 0 if offset is None else offset - x.storage_offset()
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    dense = order(tuple(x.shape), x.stride()) is not None and last < x.numel()
+    dense = dim_order(tuple(x.shape), x.stride()) is not None and last < x.numel()
     itself = offset == 0 and (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride())
     if offset < 0 or not (dense or itself or 0 in size):
         raise NotImplementedError("as_strided of a sharded tensor reaches elements that are not its own")
