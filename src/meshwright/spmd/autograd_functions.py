@@ -1,15 +1,14 @@
-"""What goes round torch functions, so that no function mode sees it.
+"""Hooks for what bypasses torch functions, so that no function mode sees it.
 
-    custom ``autograd.Function`` s     given global tensors, their graph would silently be lost
+    custom ``autograd.Function`` s      with global tensors, their graph would silently be lost
     the transforms of ``torch.func``    vmap, grad, jvp …
     scripted functions and modules      ``torch.jit.script``, ``torch.jit.trace``
-    what a checkpoint keeps             and runs again in a backward
+    checkpoints                         what they keep, and run again in a backward
 
-For none of them is there a public hook: for the time of a forward, the functions that they go through are ours
-(``patches``).
+None of them has a public hook. So while a forward runs, the functions through which they go are patched (``patches``).
 
-Compiled functions are the reverse: Dynamo traces what a function mode does as if it were the model's code, and what it
-compiled for one function of torch it reuses for another. While a mode of ours is on, nothing is compiled (``FunctionMode``).
+Compiled functions have the opposite problem: Dynamo traces the code of a function mode as if it were the model's, and reuses
+for one torch function what it compiled for another. While a mode of ours is on, nothing runs compiled (``FunctionMode``).
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from meshwright.private import in_backward, pytree
 from meshwright.spmd import patches
 
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""(the original call, what is called, args, kwargs) → the result in its place"""
 
-
-# FSDP2's, ours, and those of a program of ours that was compiled.
+# Modules of Functions that are no model's: FSDP2's, ours, and those of a compiled program.
 _NOT_OF_A_MODEL = ("torch.distributed.", "meshwright.", "torch._functorch._aot_autograd.")
 
 
 @contextmanager
 def custom_functions(handler: Handler) -> Iterator[None]:
-    """While on, ``MyFunction.apply(*args)`` is ``handler(apply, MyFunction, args, kwargs)``, with ``apply(MyFunction, *args)``.
+    """While on, ``MyFunction.apply(*args)`` calls ``handler(apply, MyFunction, args, kwargs)``, which may call
+    ``apply(MyFunction, *args)``.
 
-    Contexts nest; the last is asked first.
+    Contexts nest; the innermost handler is called first.
     """
 
     def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +55,8 @@ def custom_functions(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def own_functions_noted(noted: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
-    """While on, ``noted(result, args)`` is called after each of this package's own Functions: a collective of a forward, say,
-    whose result follows from its operand, which no function mode sees."""
+    """While on, ``noted(result, args)`` is called after each of this package's own Functions: a collective in a forward, say.
+    No function mode sees that its result depends on its operand."""
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,13 +73,14 @@ def own_functions_noted(noted: Callable[[Any, tuple[Any, ...]], None]) -> Iterat
 
 @contextmanager
 def no_backward_within() -> Iterator[None]:
-    """While on, a backward that asks for other gradients raises: modules that it runs again would get theirs, as in a step."""
+    """While on, a backward that itself calls ``grad`` or ``backward`` raises RuntimeError: modules that it recomputes would
+    get gradients as in a step."""
 
-    def refused(asks: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
                 raise RuntimeError("a backward that asks for gradients is not tried by itself")
-            return asks(*args, **kwargs)
+            return call(*args, **kwargs)
 
         return checked
 
@@ -88,9 +89,10 @@ def no_backward_within() -> Iterator[None]:
 
 
 def giving(function: Any, change: Callable[[Any], Any]) -> Any:
-    """The custom Function with ``change`` of all that its forward and backward give. Made once for a Function.
+    """A subclass of the custom Function that applies ``change`` to all tensors which its forward and backward return.
 
-    These may meet parameters that were not handed to them (a closure's, a checkpointed module's): then global tensors come out.
+    Both may use parameters that are no arguments (of a closure, of a checkpointed module). Then global tensors result, which
+    ``change`` makes whole. The subclass is made once for each Function.
     """
     if "_mw_giving" not in vars(function):
         names = [n for n in ("forward", "backward", "vjp", "jvp") if getattr(function, n) is not getattr(Function, n)]
@@ -110,13 +112,13 @@ def _changing(method: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
 
 transforming = patches.transforming
 
-# For the time of a block none is: what it computes is, to them, a tensor from outside.
+# Within the block no transform is on: to a transform, a tensor that is computed there is a constant.
 outside_transforms = temporarily_clear_interpreter_stack
 
 
 @contextmanager
 def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While on, a transform of ``torch.func`` is of ``change`` of the tensors that it is given."""
+    """While on, a transform of ``torch.func`` wraps ``change(x)`` for each tensor x among its arguments."""
 
     def changing(wrap: Callable[..., Any]) -> Callable[..., Any]:
         def changed(*args: Any, **kwargs: Any) -> Any:
@@ -130,8 +132,11 @@ def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def transformed_functions(handler: Handler) -> Iterator[None]:
-    """While on, a call of what ``torch.func`` made (``vmap(f)(x)``, ``grad(f)(x)``, ``jvp(f, …)``, ``vjp(f, …)``) is
-    ``handler(call, name, args, kwargs)``, with ``call(*args, **kwargs)``. Contexts nest; the last is asked first."""
+    """While on, a call of a transformed function (``vmap(f)(x)``, ``grad(f)(x)``, ``jvp(f, …)``, ``vjp(f, …)``) calls
+    ``handler(call, name, args, kwargs)``, which may call ``call(*args, **kwargs)``.
+
+    Contexts nest; the innermost handler is called first.
+    """
 
     def handling(name: str) -> patches.Change:
         def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,11 +155,11 @@ def transformed_functions(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def scripted_functions(handler: Handler) -> Iterator[None]:
-    """While on, a call of what ``torch.jit`` made, a function or a module's forward, is ``handler(call, scripted, args,
-    kwargs)``, with ``call(scripted, *args)``. Contexts nest; the last is asked first.
+    """While on, a call of a scripted function, or of a scripted module's forward, calls ``handler(call, scripted, args,
+    kwargs)``, which may call ``call(scripted, *args)``. Contexts nest; the innermost handler is called first.
 
-    Without it a mode sees what a scripted function does on meta, where torch's kernels are Python, and only there; and that
-    is another list once the scripted function has been optimised, after a few calls.
+    Otherwise a mode would see the inner functions of a scripted function on meta alone, where torch's kernels are Python. And
+    these would be others after a few calls, when the function has been optimised.
     """
 
     def handled(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,22 +173,22 @@ def scripted_functions(handler: Handler) -> Iterator[None]:
 
 
 class FunctionMode(TorchFunctionMode):
-    """A function mode under which nothing is compiled. All modes of ours are of this kind."""
+    """A function mode under which no compiled code runs. All modes of this package are subclasses."""
 
     def may_be_recorded(self) -> bool:
-        """Whether what a block does now is what it does without this mode (replay/)."""
+        """Whether a block does under this mode exactly what it does without, so that it may be recorded (replay/)."""
         return self.may_be_passed()
 
     def may_be_passed(self) -> bool:
-        """Whether a block's functions may be called now past this mode, by a program that was recorded under it (replay/)."""
+        """Whether a program that was recorded under this mode may now run without the mode seeing its functions (replay/)."""
         return False
 
     def interventions(self) -> int:
-        """How often it did something else than to call a function; nothing may be recorded that it had a part in."""
+        """How often the mode did anything but call the function. A block in which it did so may not be recorded."""
         return 0
 
     def follows(self, t: Tensor) -> bool:
-        """Whether it has noted something of a tensor."""
+        """Whether the mode keeps notes on this tensor."""
         return False
 
     def __enter__(self) -> Any:
@@ -202,19 +207,19 @@ Plain = Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 
 @contextmanager
 def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]:
-    """While on, for a checkpointed ``function(*args)``, what is kept and run again is ``again(*kept)``.
+    """While on, a checkpoint of ``function(*args)`` keeps and recomputes ``again(*kept)`` instead.
 
-    ``again, kept = handler(function, args)``, before the function runs first. The reentrant kind is a custom Function: it
-    keeps ``args``, unless ``plain`` says what to do with results that a custom Function cannot give. Then it keeps
-    ``kept``, also runs ``again`` the first time, and gives ``back(results)``, for ``results, back = plain(again(*kept))``.
+    ``again, kept = handler(function, args)`` is called before the function runs. A reentrant checkpoint is a custom Function,
+    which cannot return every kind of result. Without ``plain`` it keeps ``args``. With ``plain`` it keeps ``kept``, runs
+    ``again`` the first time too, and returns ``back(results)``, where ``results, back = plain(again(*kept))``.
     """
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(function: Segment, *args: Any, **kwargs: Any) -> Any:
-            if "args" in patches.CHECKPOINT.positional:  # the arguments of the segment, as one
+            if "args" in patches.CHECKPOINT.positional:  # the arguments of the segment, as one tuple
                 again, kept = handler(function, args[0])
                 return make(again, kept, *args[1:], **kwargs)
-            fixed = len(patches.CHECKPOINT.positional) - 1  # before the arguments of the segment
+            fixed = len(patches.CHECKPOINT.positional) - 1  # so many arguments precede those of the segment
             again, kept = handler(function, args[fixed:])
             return make(again, *args[:fixed], *kept, **kwargs)
 
@@ -246,7 +251,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
 
 @contextmanager
 def checkpoints_noted(functions: list[Segment]) -> Iterator[None]:
-    """While on, ``functions`` gets those that are checkpointed."""
+    """While on, each function that is checkpointed is appended to ``functions``."""
 
     def noted(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
         functions.append(function)
@@ -257,21 +262,22 @@ def checkpoints_noted(functions: list[Segment]) -> Iterator[None]:
 
 
 class Checkpoints(Protocol):
-    """What is told of a model's own checkpoints."""
+    """Receives the events of a model's own checkpoints."""
 
     def checkpoint_begins(self) -> bool:
-        """Whether what a checkpointed function computes may be dropped, and be computed again in a backward."""
+        """A checkpointed function begins. Returns whether its activations may be dropped and recomputed in a backward."""
 
     def checkpoint_returns(self) -> None:
-        """The function of a reentrant checkpoint has returned; autograd makes of that what the checkpoint gives."""
+        """The function of a reentrant checkpoint has returned. Autograd makes the checkpoint's results from its results."""
 
     def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
-        """The function has returned; if the checkpoint gives other tensors than that, what it returned, and what is given."""
+        """The checkpoint has returned. ``before``: what the function returned; ``now``: what the checkpoint returns, if these
+        are other tensors."""
 
 
 @contextmanager
 def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
-    """While on, ``told`` decides of each checkpoint whether it is one: if not, its function is called, and nothing else."""
+    """While on, ``told`` decides for each checkpoint whether it recomputes. If not, its function is just called."""
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -286,7 +292,7 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
         def applied(function: Segment, preserve: Any, *args: Any) -> Any:
             if told.checkpoint_begins():
-                runs = [function]  # left to be told of: it is run again in a backward
+                runs = [function]  # emptied by the first run; later runs are recomputations in a backward
                 returned: list[Any] = []
 
                 def run(*arguments: Any) -> Any:
@@ -300,7 +306,7 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
                 told.checkpoint_ends(returned, result)
                 returned.clear()
                 return result
-            # Of this kind a result has no graph if nothing that is handed over has.
+            # The results of a reentrant checkpoint have no graph if none of its arguments requires a gradient.
             with torch.set_grad_enabled(
                 any(isinstance(x, Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
             ):

@@ -1,7 +1,7 @@
-"""A mesh axis as the view uses it: this rank's place on it and the collectives over it, counted.
+"""One axis of the mesh: this rank's coordinate on it and the collectives over it, which a ``Ledger`` counts.
 
-``Axis`` talks to a process group. ``PlannedAxis`` gives the shapes alone: planning runs the same rules over it, on meta
-tensors, without processes.
+``Axis`` uses a process group. ``PlannedAxis`` gives shapes alone: planning runs the same deciders over it, on meta tensors and
+without processes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshwright.layout import Shard
 from meshwright.private import without_modes
 
 Heard = Callable[[str, Any, Callable[[], Any], tuple[Any, ...]], Any]
-"""(method of a process group, the group, what calls it, its arguments) → what it gives"""
+"""(method of a process group, the group, a function that calls the method, its arguments) → the method's result"""
 
 
 @dataclass(eq=False)
 class Order:
-    """The collectives of a group, in the order in which this rank has entered them, as one number.
+    """A hash of the collectives of a group, in the order in which this rank has entered them.
 
-    Ranks of the group that entered the same collectives, on tensors of the same whole shapes and types, have the same number.
+    Ranks that entered the same collectives, on tensors of the same global shapes and dtypes, have the same number.
 
     Attributes:
-        number: of all collectives so far.
-        meet: if set, it is called with a description before each collective that ranks wait in. So ranks see a difference
+        number: the hash of all collectives so far.
+        meet: if set, it is called with a description before each collective in which ranks wait. So ranks see a difference
             before they wait for each other in different collectives (runtime/guard.py).
     """
 
@@ -41,14 +41,14 @@ class Order:
     meet: Callable[[str], None] | None = None
 
     def enter(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """A collective begins that ranks wait in; ``shape`` is that of the whole tensor, as shares may be uneven."""
+        """A collective begins in which ranks wait. ``shape``: the global shape, as local shapes may differ."""
         self.note(kind, shape, dtype)
         if self.meet is not None:
             self.meet(f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}")
 
     def note(self, kind: str, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> None:
-        """A collective begins that ranks do not wait in."""
-        # Integers have the same hash in every process; a text has not.
+        """A collective begins in which ranks do not wait."""
+        # The hash of integers is the same in every process; the hash of a string is not.
         self.number = hash((self.number, _KINDS[kind], *shape, -1 if dtype is None else _DTYPES[dtype]))
 
 
@@ -60,11 +60,13 @@ _DTYPES = {
 
 @dataclass(eq=False)
 class Ledger:
-    """What a run of the view did: collectives by kind (calls, bytes put in by this rank) and fallbacks by place.
+    """Counts of a run: collectives by kind (calls, and bytes that this rank puts in), and fallbacks by where they happen.
 
     Attributes:
-        orders: place → the order of the collectives of its tp group, of each place that this rank is of.
-        heard: calls what does not go through the stand-ins of ``one_process``, while a step is observed; else None.
+        calls, bytes: by kind of collective.
+        fallbacks: how often each happened.
+        orders: submesh (its number) → the order of the collectives of its tp group, for each submesh of this rank.
+        heard: while a step is observed, calls the collectives that bypass the stand-ins of ``one_process``; else None.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -80,7 +82,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Fallback:
-    """One place where the view gathered its arguments and ran a function whole: right, but not cut."""
+    """Where a function ran on gathered arguments: its name, the module, and the model's source line. Right, but not sharded."""
 
     function: str
     module: str
@@ -94,26 +96,27 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def locally(method: Method) -> Method:
-    """What is done with local tensors passes the view by, which in a backward is on, and would look at every function."""
+    """A decorator: the method runs without function modes. It works on local tensors, and the SPMD mode, which is on in a
+    backward, would look at every function."""
 
     @functools.wraps(method)
-    def plainly(*args: Any, **kwargs: Any) -> Any:
+    def without_mode(*args: Any, **kwargs: Any) -> Any:
         with without_modes():
             return method(*args, **kwargs)
 
-    return plainly  # type: ignore[return-value]
+    return without_mode  # type: ignore[return-value]
 
 
 class Axis:
-    """One axis of the mesh as one rank sees it. Collectives take and give local tensors.
+    """One axis of the mesh as one rank sees it. Collectives take and return local tensors.
 
     Args:
         name: the axis, as in the plan.
-        size: ranks on it.
-        rank: this rank's place on it.
-        group: the process group of the ranks that differ from this one on this axis alone.
-        ledger: where calls and bytes are counted.
-        place: whose axis it is; the ledger has the order of its collectives.
+        size: the number of ranks on the axis.
+        rank: this rank's coordinate on the axis.
+        group: the process group of the ranks whose coordinates differ from this rank's on this axis alone.
+        ledger: counts calls and bytes.
+        place: the number of the submesh that the axis belongs to; the ledger has the order of its collectives.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Axis:
 
     @locally
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
-        """From this rank's slice to the whole tensor."""
+        """This rank's slice → the whole tensor."""
         self._enter("all_gather", x, _with_size(x, layout))
         padded = _pad(x, layout.dim, self._widest(layout))
         sent = _flat(padded)
@@ -143,7 +146,7 @@ class Axis:
 
     @locally
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
-        """From a summand of the whole tensor to this rank's slice of the sum."""
+        """This rank's summand of the whole tensor → this rank's slice of the sum."""
         self._enter("reduce_scatter", x, x.shape)
         width = self._widest(layout)
         chunks = [_pad(layout.take(_carried(x), r), layout.dim, width) for r in range(self.size)]
@@ -153,9 +156,9 @@ class Axis:
 
     @locally
     def all_to_all(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
-        """From this rank's slice under ``source`` to its slice under ``target``, another dim."""
+        """This rank's slice in layout ``source`` → its slice in layout ``target``, along another dim."""
         self._enter("all_to_all", x, _with_size(x, source))
-        # Flat, with split sizes: gloo's all_to_all of a list wants equal sizes.
+        # Flat, with split sizes: gloo's all_to_all of a list needs equal sizes.
         sent = [_flat(target.take(x, r)) for r in range(self.size)]
         shapes = []
         for r in range(self.size):
@@ -171,7 +174,7 @@ class Axis:
         return source.merge([piece.view(shape) for piece, shape in pieces])
 
     def _enter(self, kind: str, x: Tensor, shape: Sequence[int]) -> None:
-        """``shape``: of the whole tensor."""
+        """Counts a collective. ``shape``: the global shape."""
         self.ledger.moved(kind, x)
         self.order.enter(kind, shape, x.dtype)
 
@@ -180,7 +183,7 @@ class Axis:
 
 
 class PlannedAxis(Axis):
-    """An axis without processes: the shapes and the counts of its collectives, on meta tensors."""
+    """An axis without processes: its collectives are counted, and give meta tensors of the right shapes."""
 
     def __init__(self, name: str, size: int, rank: int, ledger: Ledger) -> None:
         super().__init__(name, size, rank, None, ledger)
@@ -213,30 +216,30 @@ _OPTIONS: dict[str, Any] = (
     if dist.is_available()
     else {}
 )
-_ALL_REDUCE: Any = (
-    dist.ProcessGroup.allreduce if dist.is_available() else None
-)  # as it is before a stand-in takes its place
+# The method itself: while a model runs, a stand-in is in its place (``one_process``).
+_ALL_REDUCE: Any = dist.ProcessGroup.allreduce if dist.is_available() else None
 
 
 def _add_up(x: Tensor, op: str, group: dist.ProcessGroup | None, heard: Heard | None) -> None:
-    """``dist.all_reduce`` in place, without its look at each argument, which takes longer than a small tensor's sum; nor does
-    it go through a stand-in for the group's method, which ``heard`` would be asked in."""
-    given = [x], _OPTIONS[op]
-    work = (
-        _ALL_REDUCE(group, *given)
-        if heard is None
-        else heard("allreduce", group, partial(_ALL_REDUCE, group, *given), given)
-    )
+    """``dist.all_reduce`` in place, without its checks of arguments, which take longer than the sum of a small tensor.
+
+    It bypasses the stand-in for the method of the group, which would call ``heard``; so ``heard`` is called here.
+    """
+    arguments = [x], _OPTIONS[op]
+    if heard is None:
+        work = _ALL_REDUCE(group, *arguments)
+    else:
+        work = heard("allreduce", group, partial(_ALL_REDUCE, group, *arguments), arguments)
     if work is not None:
         work.wait()
 
 
-# Types that gloo or NCCL does not add up, and those in which they are.
+# Dtypes that gloo or NCCL cannot add up → the dtype in which they are added up.
 _NARROW = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 def _carried(x: Tensor) -> Tensor:
-    """``x`` in a type that every backend carries; complex numbers as pairs, in a further last dim."""
+    """``x`` in a dtype that every backend can add up; complex numbers as pairs, in an additional last dim."""
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
     return x.to(_NARROW[x.dtype]) if x.dtype in _NARROW else x
@@ -250,20 +253,18 @@ def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The elements of ``x`` in one dim, as bytes where neither gloo nor NCCL knows the dtype."""
+    """The elements of ``x`` in one dim; as bytes, if gloo or NCCL does not know the dtype."""
     x = x.resolve_conj().resolve_neg()
-    return (
-        x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        if x.dtype in _UNKNOWN
-        else x.reshape(-1)
-    )
+    if x.dtype in _UNKNOWN:
+        return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return x.reshape(-1)
 
 
 _UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _with_size(x: Tensor, layout: Shard) -> list[int]:
-    """The shape of a tensor of which ``x`` is a slice."""
+    """The global shape of the tensor whose slice in ``layout`` is ``x``."""
     shape = list(x.shape)
     shape[layout.dim] = layout.size
     return shape
@@ -276,7 +277,7 @@ def _resized(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with dim ``dim`` filled up with zeros to ``size``: collectives want equal sizes on all ranks."""
+    """``x`` with dim ``dim`` padded with zeros to ``size``: collectives need equal sizes on all ranks."""
     missing = size - x.size(dim)
     if not missing:
         return x.contiguous()

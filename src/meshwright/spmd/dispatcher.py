@@ -1,15 +1,15 @@
-"""``Dispatcher``: how torch functions are answered when some of their tensors are cut.
+"""``Dispatcher``: answers torch functions some of whose tensors are sharded.
 
     call(func, args)
-      1  a signature that is known              the decision on it is executed (spmd/execute.py)
-      2  a fact of the wrapper (shape, dtype …) answered at once
-      3  a write                                to all that shares the memory, as on one device
-      4  a decider for the function             decides, and the decision is executed and kept; or the function's Python body
-                                                runs, whose inner functions are answered in turn
-      5  anything else                          fallback: gather, run whole, count it
+      1  the signature is known                   its decision is executed (spmd/execute.py)
+      2  a fact of the wrapper (shape, dtype …)   is answered at once
+      3  a write                                  reaches everything that shares the memory, as on one device
+      4  a function with a decider                the decision is executed and kept; or the function's Python body runs, and the
+                                                  functions that it calls are answered in turn
+      5  anything else                            falls back: gathers, runs on whole tensors, and is counted
 
-So every torch function is right; a missing decider costs speed, never correctness. A ``Dispatcher`` is a ``Mover`` as well
-(spmd/mover.py): it has tensors in the layouts that a decision asks for.
+So every torch function gives the right result. A missing decider costs speed, never correctness. A ``Dispatcher`` is a
+``Mover`` too (spmd/mover.py): it redistributes operands to the layouts that a decision needs.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ from meshwright.spmd.torch_functions import FACTS, GET_DATA, SET_DATA, aliases, 
 
 
 def engine_of_torch(func: Any) -> Callable[..., Any]:
-    """``torch.autograd.grad`` or ``backward`` itself: its body, which keeps the view on for what a backward makes anew."""
+    """``torch.autograd.grad`` or ``backward`` itself. Its Python body runs, so that the SPMD mode stays on for what a backward
+    recomputes."""
     return python_body(func) or func
 
 
 class Dispatcher(Mover):
-    """The view over one axis: answers torch functions.
+    """Answers torch functions of tensors that are sharded over one axis.
 
     Args:
-        axis: the axis tensors are cut over.
-        ledger: where collectives and fallbacks are counted.
-        names: ``id(module)`` → its name in the model, to say where a fallback happened.
-        engine: ``torch.autograd.grad`` or ``backward`` → what runs in its place.
+        axis: the axis over which tensors are sharded.
+        ledger: counts collectives and fallbacks.
+        names: ``id(module)`` → its name in the model, to report where a fallback happened.
+        engine: ``torch.autograd.grad`` or ``backward`` → the function that runs instead.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class Dispatcher(Mover):
     ) -> None:
         super().__init__(axis)
         self.ledger, self.names, self.engine = ledger, names or {}, engine
-        self.prepared: dict[tuple[Any, ...], Ready] = {}  # the decision on each signature that was met
-        self._running: set[Any] = set()  # functions whose Python body is being run
+        self.prepared: dict[tuple[Any, ...], Ready] = {}  # signature → its decision, ready to execute
+        self._running: set[Any] = set()  # functions whose Python body is running
 
     # --- answering -------------------------------------------------------------------------------------------------
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of ``func`` as one device would give it; sharded tensors come back as global tensors."""
+        """The result of ``func`` as on one device; a sharded result is a global tensor."""
         signature, tensors = signature_of(func, args, kwargs)
         if (prepared := self.prepared.get(signature)) is not None:
             return prepared(self, tensors)
@@ -101,8 +102,8 @@ class Dispatcher(Mover):
 
     @contextmanager
     def deciding_anew(self) -> Iterator[None]:
-        """For the time of a block, calls are decided anew, and what was decided is forgotten at its end: local functions may
-        give other types there (in a trial, float64), which no signature says."""
+        """Within the block calls are decided anew, and these decisions are dropped at its end. There, local functions may give
+        other dtypes (in a trial, float64), which no signature shows."""
         prepared, self.prepared = self.prepared, {}
         try:
             yield
@@ -110,10 +111,10 @@ class Dispatcher(Mover):
             self.prepared = prepared
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
-        """What is to be done with a call that is neither a fact nor an answer. Nothing is done yet.
+        """The decision for a call that is neither a fact nor in ``ANSWERS``. Nothing runs yet.
 
         Raises:
-            ReadsValue: a number that decides on it is a tensor: decide on it ``with_values``.
+            ReadsValue: the decision depends on a number that is a tensor: decide again, with ``with_values``.
         """
         tensors: list[Tensor] = []
 
@@ -126,19 +127,22 @@ class Dispatcher(Mover):
         form = replaced(args, numbered), replaced(kwargs, numbered)
         answer: Answer = GATHER
         if _slices(args, kwargs) and aliases(func) and func != Tensor.as_strided and func != torch.as_strided:
-            return Decided(answer, tensors, *form)  # a slice of a slice: a write to it goes all the way
+            return Decided(answer, tensors, *form)  # a slice of a slice: a write to it must reach the base of both
         if func in DECIDERS and kwargs.get("out") is None:
             call = self._as_call(func, form, tensors)
             answer = self._known(call, DECIDERS[func](call))
-        # A body may call the C++ function of the same name, which is answered under this one's: once is enough.
+        # A body may call the C++ function of the same name, which has the same decider: its body must not run again.
         body = None if func in self._running else python_body(func)
         if isinstance(answer, Gather) and body is not None and not writes_first(func, args, kwargs):
             answer = Body(body, *form, finding=answer.finding)
         return Decided(answer, tensors, *form)
 
     def _known(self, call: Call, answer: Answer) -> Answer:
-        """The answer of a decider, if it says of each operand what that must be. A size that is a tensor it may take for a
-        constant (``as_strided(x, (n, m))``): then it is asked again with the values, or the function runs whole."""
+        """The answer of a decider, if it has a Use for each operand.
+
+        A decider may take a size for a constant that is a tensor (``as_strided(x, (n, m))``). Then it is asked again with
+        the values, or the call falls back.
+        """
         if isinstance(answer, Gather) or not (tensors := passed_on((answer.args, answer.kwargs))):
             return answer
         if all(is_number(x) and x is not call.args[0] for x in tensors):
@@ -169,13 +173,13 @@ class Dispatcher(Mover):
         return out
 
     def _as_call(self, func: Any, form: tuple[Any, Any], tensors: Sequence[Tensor]) -> Call:
-        """What a decider may know of a call."""
+        """The call as a decider sees it."""
         operands = [Operand(i, spec_of(t)) for i, t in enumerate(tensors)]
         args, kwargs = replaced(form, lambda x: operands[x.index] if type(x) is Use else x)
         return Call(func, *ordered(func, args, kwargs), rank=self.axis.rank, ranks=self.axis.size)
 
     def _keep(self, func: Any, args: Any, kwargs: Any, prepared: Prepared) -> None:
-        """Keeps a decision for later calls, if their signature says all that there is to know."""
+        """Keeps a decision for later calls, if their signature contains everything that it depends on."""
         signature, _ = signature_of(func, args, kwargs)
         if NEVER in signature:
             return
@@ -184,41 +188,45 @@ class Dispatcher(Mover):
         self.prepared[signature] = prepared.specialized()
 
     def _follow(self, answer: Decision, tensors: Sequence[Tensor]) -> GlobalTensor:
-        """Planning only: what is still the parameter that it is made of, undecided."""
+        """Planning only: the result of a call that is still the undecided parameter among its operands."""
         assert answer.follows is not None
         index, dims = answer.follows
         source = tensors[index]
         assert isinstance(source, GlobalTensor) and source._mw_parameter is not None
-        name, places = source._mw_parameter
+        name, parameter_dims = source._mw_parameter
         local = Prepared(answer)(self, tensors)
-        return GlobalTensor(local, REPLICATE, self, parameter=(name, tuple(-1 if d < 0 else places[d] for d in dims)))
+        return GlobalTensor(
+            local, REPLICATE, self, parameter=(name, tuple(-1 if d < 0 else parameter_dims[d] for d in dims))
+        )
 
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gathers every argument and runs ``func`` whole, on every rank the same."""
+        """Gathers every argument and runs ``func`` on whole tensors, alike on every rank."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if any(isinstance(v, GlobalTensor) and isinstance(v._mw_layout, Shard) for v in leaves):
+        if any(isinstance(leaf, GlobalTensor) and isinstance(leaf._mw_layout, Shard) for leaf in leaves):
             self.gathered(func)
         written = _written(func, args, kwargs)
-        plain = [self.plain(v) if isinstance(v, GlobalTensor) else v for v in leaves]
+        plain = [self.plain(leaf) if isinstance(leaf, GlobalTensor) else leaf for leaf in leaves]
         if written:
-            fresh = {id(v): duplicate(self.plain(v)) for v in written}
-            plain = [fresh.get(id(v), p) for v, p in zip(leaves, plain, strict=True)]
+            copies = {id(leaf): duplicate(self.plain(leaf)) for leaf in written}
+            plain = [copies.get(id(leaf), plain_leaf) for leaf, plain_leaf in zip(leaves, plain, strict=True)]
         plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
         result = func(*plain_args, **plain_kwargs)
-        for v in written:
-            self.assign(v, fresh[id(v)])
+        for leaf in written:
+            self.assign(leaf, copies[id(leaf)])
         return self._connected(func, leaves, spec, plain, result)
 
     def _connected(self, func: Any, leaves: list[Any], spec: Any, plain: list[Any], result: Any) -> Any:
-        """What a fallback gave, where that shares memory with what was gathered, as slices of the gathered global tensors.
+        """The results of a fallback. One that shares memory with a gathered argument becomes a slice of that global tensor.
 
-        A later write to such a slice must reach the tensor that it is a slice of.
+        A later write to the slice must reach the global tensor.
         """
-        bases = {
-            storage_of(p): i for i, (v, p) in enumerate(zip(leaves, plain, strict=True)) if isinstance(v, GlobalTensor)
-        }
+        bases: dict[int | None, int] = {}
+        by_plain: dict[int, GlobalTensor] = {}
+        for index, (leaf, plain_leaf) in enumerate(zip(leaves, plain, strict=True)):
+            if isinstance(leaf, GlobalTensor):
+                bases[storage_of(plain_leaf)] = index
+                by_plain[id(plain_leaf)] = leaf
         pieces, result_spec = pytree.tree_flatten(result)
-        by_plain = {id(p): v for v, p in zip(leaves, plain, strict=True) if isinstance(v, GlobalTensor)}
         for number, piece in enumerate(pieces):
             if not isinstance(piece, Tensor):
                 continue
@@ -231,6 +239,7 @@ class Dispatcher(Mover):
         return pytree.tree_unflatten(pieces, result_spec)
 
     def _alias(self, local: Tensor, base: GlobalTensor, select: Callable[[Tensor], Tensor]) -> GlobalTensor:
+        """A slice of ``base``: ``local``, which ``select`` takes out of the gathered base."""
         alias = GlobalTensor(local, REPLICATE, self)
         alias._mw_memory = base._mw_memory = base._mw_memory or Memory()
         base = base._mw_twin()
@@ -241,7 +250,7 @@ class Dispatcher(Mover):
     # --- writes ------------------------------------------------------------------------------------------------------
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that writes to its first argument: to all that shares the memory, as on one device."""
+        """A function that writes to its first argument. The write reaches all that shares the memory, as on one device."""
         decide = functools.partial(self.decide, func, args, kwargs)
         args, kwargs = ordered(func, args, kwargs)
         for x in args:
@@ -258,16 +267,16 @@ class Dispatcher(Mover):
             return self._set_data(target, args[1])
         if target._mw_apart:
             raise RuntimeError(
-                f"{func.__name__} writes to a tensor of which two names stand for one memory on one device, and for two here"
+                f"{func.__name__} writes to a tensor that shares memory with another on one device, but not on this rank"
             )
         if target._mw_origin is not None:
             return self._write_through(func, target, args, kwargs)
         return self._execute(func, decide())
 
     def _set_data(self, x: GlobalTensor, value: Tensor) -> None:
-        """``x.data = value``: x is of the memory of value from now on; other names of its memory are not."""
+        """``x.data = value``: from now on x has the memory of value; other tensors of its old memory keep that."""
         if x.shape != value.shape:
-            raise NotImplementedError(f"x.data = value of another shape, where x is cut: {x.shape} and {value.shape}")
+            raise NotImplementedError(f"x.data = value of another shape, but x is sharded: {x.shape} and {value.shape}")
         layout, local = x._mw_layout, x._mw_local.clone()  # another tensor, of the same gradient
         with torch.no_grad():
             if isinstance(value, GlobalTensor) and value._mw_layout == layout and value._mw_origin is None:
@@ -276,18 +285,16 @@ class Dispatcher(Mover):
                 new = GlobalTensor(self.cut(self.whole(value), layout).clone(), layout, self)
                 self.lay(new, value.stride())
             else:
-                held = (
-                    redistribute.keep_first(self.plain(value), self.axis)
-                    if isinstance(layout, Partial)
-                    else self.plain(value)
-                )
-                new = GlobalTensor(held, layout, self)
+                new_local = self.plain(value)
+                if isinstance(layout, Partial):
+                    new_local = redistribute.keep_first(new_local, self.axis)
+                new = GlobalTensor(new_local, layout, self)
         local.data = new._mw_local.data
         x._mw_become(new)
         x._mw_local, x._mw_silent, x._mw_spec = local, False, None
 
     def _write_through(self, func: Any, target: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A write to a slice that a fallback made: to the slice, then to the tensor it was taken from."""
+        """A write to a slice that a fallback made: first to the slice, then to its base."""
         assert target._mw_origin is not None
         base, select = target._mw_origin
         plain_args, plain_kwargs = pytree.tree_map_only(GlobalTensor, self.plain, (args[1:], kwargs))
@@ -300,19 +307,21 @@ class Dispatcher(Mover):
     # --- where results lie --------------------------------------------------------------------------------------------
 
     def lay(self, piece: GlobalTensor, strides: Strides | None) -> None:
-        """Lays the local tensor of fresh memory as the whole one lies on one device; the order of dims, if it is not known,
-        is that of the local tensor."""
-        laid_out = fresh(piece._mw_layout, piece._mw_local, strides)
-        if laid_out.strides is not None:
-            piece._mw_local = with_strides(piece._mw_local, laid_out.strides)
-        piece._mw_strides, piece._mw_spec = laid_out.known.strides, None
+        """Gives a global tensor in new memory the strides that it has on one device, and its local tensor the same dim order.
+
+        ``strides``: those of the whole tensor; None: dense, with the dim order of the local tensor.
+        """
+        result = fresh(piece._mw_layout, piece._mw_local, strides)
+        if result.strides is not None:
+            piece._mw_local = with_strides(piece._mw_local, result.strides)
+        piece._mw_strides, piece._mw_spec = result.known.strides, None
 
     def gathered(self, func: Any) -> None:
         """Counts a fallback at the model's line that caused it."""
         self.ledger.fallbacks[self.place(func)] += 1
 
     def place(self, func: Any) -> Fallback:
-        """Which function, module and source line of the model is being run."""
+        """The function, and the module and source line of the model that are running."""
         frame, line, module = sys._getframe(1), "", None
         while frame is not None and (module is None or not line):
             owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
@@ -324,12 +333,12 @@ class Dispatcher(Mover):
         return Fallback(label_of(func), module or "", line)
 
     def view(self, local: Tensor, layout: Layout) -> Tensor:
-        """The result of local work, as the model sees it."""
+        """The global tensor of a local tensor."""
         return GlobalTensor(local, layout, self)
 
 
 def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """(the signature of a call, its tensors). A signature is equal to none, itself included, if it does not say all."""
+    """(signature of a call, its tensors). The signature equals none, not even itself, if it lacks a fact that counts."""
     _, parts, tensors = read(func, args, kwargs, None)
     if new := [t for t in tensors if type(t) is GlobalTensor and t._mw_spec is None]:
         for t in new:
@@ -341,28 +350,28 @@ def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def whole(x: Any) -> Any:
-    """A tensor of the view, whole on every rank; anything else as it is."""
+    """A global tensor as a whole tensor on every rank; anything else as it is."""
     return x._mw_dispatcher.whole(x) if isinstance(x, GlobalTensor) else x
 
 
-_KEPT = 1 << 15  # decisions, before all are forgotten: shapes may change with every batch
+_KEPT = 1 << 15  # so many decisions are kept, then all are dropped: shapes may change with every batch
 
 
 def _slices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GlobalTensor]:
-    """The global tensors among the arguments that are slices which a fallback made."""
+    """The slices that a fallback made, among the arguments."""
     return [x for x in (*args, *kwargs.values()) if type(x) is GlobalTensor and x._mw_origin is not None]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GlobalTensor]:
-    """The global tensors that a call writes: its first argument, or what stands in that (``torch._foreach_add_``), and
+    """The global tensors to which a call writes: its first argument, or those within it (``torch._foreach_add_``), and
     ``out=``."""
     first = args[:1] if writes_first(func, args, kwargs) else ()
     return [v for v in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(v, GlobalTensor)]
 
 
-def _again(func: Any, plain: tuple[Any, ...], spec: Any, place: int, number: int, value: Tensor) -> Tensor:
-    """Result ``number`` of a call whose argument number ``place``, of all leaves, is ``value``."""
-    args, kwargs = pytree.tree_unflatten([*plain[:place], value, *plain[place + 1 :]], spec)
+def _again(func: Any, plain: tuple[Any, ...], spec: Any, leaf: int, number: int, value: Tensor) -> Tensor:
+    """Result number ``number`` of a call, if ``value`` stands for leaf number ``place`` of its arguments ``plain``."""
+    args, kwargs = pytree.tree_unflatten([*plain[:leaf], value, *plain[leaf + 1 :]], spec)
     piece: Tensor = pytree.tree_leaves(func(*args, **kwargs))[number]
     return piece
 

@@ -1,4 +1,4 @@
-"""Which torch functions are means over labels: their divisor is a count that must be the global one."""
+"""Torch functions that are means over labels. Their divisor, the number of labels, must be the global one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDER = ("input", "target", "weight", "size_average", "ignore_index", "reduce",
 
 
 def mean_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int] | None:
-    """(target, class weights, ignored label) of a loss that is a mean over its labels; None for any other call."""
+    """(target, class weights, ignored label) of a call of a loss that is a mean over its labels; None for any other call."""
     if func not in LOSSES:
         return None
     names: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}

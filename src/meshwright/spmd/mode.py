@@ -1,7 +1,7 @@
-"""``SpmdMode``: while it is on, the model's code sees whole tensors and each rank works on its part.
+"""``SpmdMode``: while it is on, the model's code sees whole tensors, and each rank computes its part.
 
-It catches what the class ``GlobalTensor`` alone cannot: functions that are called with a parameter (a DTensor at rest, or, in
-planning, a meta tensor) and no global tensor. The parameter's local part takes its place. Everything else passes untouched.
+It catches calls that the class ``GlobalTensor`` alone cannot catch: those with a parameter (a DTensor at rest, or in planning a
+meta tensor) and no global tensor. The parameter is replaced by its local part. All other calls pass unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.spmd.signature import read
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
 from meshwright.spmd.torch_functions import FACTS, OF_ITSELF, SET_DATA
 
-# Types of arguments in which there is no tensor of ours.
+# Types of arguments that are neither global tensors nor parameters.
 _PLAIN = frozenset(
     [
         int,
@@ -51,20 +51,20 @@ _PLAIN = frozenset(
         Tensor,
     ]
 )
-_PLAIN_OR_VIEW = _PLAIN | {GlobalTensor}
+_PLAIN_OR_GLOBAL = _PLAIN | {GlobalTensor}
 
 SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
 
 
 class GlobalTensorMode(FunctionMode):
-    """The model's code sees global tensors. A subclass says who answers its calls: a run (``SpmdMode``), or planning, which
-    reads what is decided of them (planning/planner.py).
+    """The model's code sees global tensors. A subclass answers the calls: ``SpmdMode`` in a run; in planning a mode that
+    reads the decisions (planning/planner.py).
 
     Args:
-        dispatcher: answers functions that no global tensor takes part in; those with one are answered by its own.
-        local: a parameter → its local part (a global tensor, or a plain tensor where it is whole), or None for other tensors.
-        forget: called at the end.
-        renew: called after a trial: local parts that were looked at in its types are made anew.
+        dispatcher: answers calls without a global tensor; a call with one is answered by the dispatcher of that tensor.
+        local: a parameter → its local part (a global tensor, or a plain tensor if it is whole); another tensor → None.
+        forget: called when the mode ends.
+        renew: called after a trial, to make local parts anew that have the trial's dtypes.
     """
 
     def __init__(
@@ -78,29 +78,29 @@ class GlobalTensorMode(FunctionMode):
         self.dispatcher, self.local, self._forget, self.renew = dispatcher, local, forget, renew
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call in which there is a global tensor of ``dispatcher``."""
+        """Answers a call with a global tensor of ``dispatcher``."""
         raise NotImplementedError
 
-    def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
-        """Sharded global tensors are made whole for ``user``, which is no torch function."""
+    def gathered(self, dispatcher: Dispatcher, user: Any, global_tensors: list[GlobalTensor]) -> None:
+        """Notes that sharded global tensors are gathered for ``user``, which is no torch function."""
         dispatcher.gathered(user)
 
     def _special(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is not asked of a parameter's local part."""
+        """Answers a call of a function in ``SPECIAL``, or any call within a transform of ``torch.func``."""
         if func == SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
             return answer
         if func in OF_ITSELF:
-            view = first_global_tensor(args)
-            return func(*args, **kwargs) if view is None else self.answer(view._mw_dispatcher, func, args, kwargs)
+            first = first_global_tensor(args)
+            return func(*args, **kwargs) if first is None else self.answer(first._mw_dispatcher, func, args, kwargs)
         if transforming():
             return self._in_transform(func, args, kwargs)
         return self._differentiate(func, args, kwargs)
 
     def _set_data(self, x: Tensor, value: Tensor) -> Any:
-        """``x.data = value`` of a parameter: written to where it stands."""
+        """``x.data = value`` of a parameter: the value is written to its local part."""
         part = self.local(x)
         if _same_memory(part, value):
-            return None  # a cast that did nothing: as a write it would make what was computed before seem stale
+            return None  # a cast that changed nothing: a write would make earlier results seem stale
         if part is None or part.shape != value.shape:
             return NotImplemented
         part = part.detach()
@@ -114,23 +114,23 @@ class GlobalTensorMode(FunctionMode):
         return None
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A backward within the forward; what it makes again needs the view, which is off while it answers."""
+        """A backward within the forward. This mode, which is off while it answers, must be on for what backward recomputes."""
         if not torch.is_grad_enabled() and func is torch.autograd.grad:
-            return func(*args, **kwargs)  # there is no graph: for another mode, or an error
-        if func is not torch.autograd.backward:  # that adds to the parameters themselves
+            return func(*args, **kwargs)  # there is no graph: another mode answers, or torch raises
+        if func is not torch.autograd.backward:  # ``backward`` adds to the parameters themselves
             _, args, kwargs = self._substitute(args, kwargs)
         with self:
             return self.answer(self.dispatcher, func, args, kwargs)
 
     def _in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Within a transform of ``torch.func`` all tensors are whole."""
+        """A call within a transform of ``torch.func``, where all tensors are whole."""
         if func in FACTS:
             return func(*args, **kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, partial(self._whole, func), (args, kwargs))
         return func(*args, **kwargs)
 
     def _whole(self, user: Any, x: Tensor) -> Tensor:
-        """A global tensor or a parameter as a plain tensor, for ``user`` (which is counted); any other as it is."""
+        """A global tensor or a parameter as a whole tensor; any other tensor as it is. ``user`` is counted as a fallback."""
         with outside_transforms():
             part = x if isinstance(x, GlobalTensor) else self.local(x)
             if part is None:
@@ -143,26 +143,26 @@ class GlobalTensorMode(FunctionMode):
     def _substitute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Dispatcher | None, tuple[Any, ...], dict[str, Any]]:
-        """(the work of the first global tensor among the arguments, the arguments with parameters' local parts)."""
+        """(dispatcher of the first global tensor or None, args, kwargs), with local parts in place of parameters."""
         ours: Dispatcher | None = None
-        places: list[tuple[Any, Tensor]] = []  # where there are parameters
+        parameters: list[tuple[Any, Tensor]] = []  # (position or keyword, local part)
         for at, x in enumerate(args) if not kwargs else (*enumerate(args), *kwargs.items()):
             kind = type(x)
             if kind in _PLAIN:
                 continue
             if kind is GlobalTensor:
                 ours = ours or x._mw_dispatcher
-            elif kind in (tuple, list) and all(type(y) in _PLAIN_OR_VIEW for y in x):
+            elif kind in (tuple, list) and all(type(y) in _PLAIN_OR_GLOBAL for y in x):
                 ours = ours or next((y._mw_dispatcher for y in x if type(y) is GlobalTensor), None)
             elif not isinstance(x, Tensor):
                 return self._substitute_within(args, kwargs)
             elif (part := self.local(x)) is not None:
-                places.append((at, part))
+                parameters.append((at, part))
                 if ours is None and isinstance(part, GlobalTensor):
                     ours = part._mw_dispatcher
-        if places:
+        if parameters:
             replaced_args, kwargs = list(args), dict(kwargs)
-            for at, part in places:
+            for at, part in parameters:
                 if isinstance(at, int):
                     replaced_args[at] = part
                 else:
@@ -173,7 +173,7 @@ class GlobalTensorMode(FunctionMode):
     def _substitute_within(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Dispatcher | None, tuple[Any, ...], dict[str, Any]]:
-        """The same where arguments nest, at ten times the cost."""
+        """``_substitute`` for nested arguments, which takes ten times as long."""
         ours: Dispatcher | None = None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         replaced_leaves = []
@@ -188,49 +188,50 @@ class GlobalTensorMode(FunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """The view, for the time of a forward (and of a backward that recomputes parts of it)."""
+        """This mode and its patches, for a forward, or for a backward that recomputes parts of it."""
         try:
             with (
                 self,
                 custom_functions(self.custom),
                 transforms(partial(self._whole, "a transform of torch.func")),
                 scripted_functions(self.scripted),
-                recomputations(_kept_local, _given_local),
+                recomputations(_checkpoint_arguments, _checkpoint_results),
             ):
                 yield
         finally:
             self._forget()
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch.jit made gets, and gives, whole tensors."""
+        """A call of a scripted function: it takes and returns whole tensors."""
         change = partial(self._whole, "a scripted function")
         args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
         return call(function, *args, **kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Custom ``autograd.Function`` s get, and give, whole tensors; what they write to one reaches the global tensor."""
-        with without_modes():  # this mode is on here, and would take what is asked of a parameter for a use of it
+        """``apply`` of a custom ``autograd.Function``: it takes and returns whole tensors. A write to an argument reaches the
+        global tensor."""
+        with without_modes():  # else this mode would take a look at a parameter for a use of it
             ours, args, kwargs = self._substitute(args, kwargs)
         function = giving(function, whole)
         if ours is None:
             return apply(function, *args, **kwargs)
-        views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, GlobalTensor)]
-        if any(isinstance(v._mw_layout, Shard) for v in views):
-            self.gathered(ours, function, views)
-        wholes = {id(v): whole(v) for v in views}
+        global_tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor)]
+        if any(isinstance(t._mw_layout, Shard) for t in global_tensors):
+            self.gathered(ours, function, global_tensors)
+        wholes = {id(t): whole(t) for t in global_tensors}
         before = {i: version(t) for i, t in wholes.items()}
-        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda v: wholes[id(v)], (args, kwargs))
+        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: wholes[id(t)], (args, kwargs))
         result = apply(function, *args, **kwargs)
-        for v in views:
-            gathered = wholes[id(v)]
-            if gathered is not v._mw_local and version(gathered) != before[id(v)]:
-                ours.assign(v, gathered)
-                result = _with(result, gathered, v)
+        for t in global_tensors:
+            gathered = wholes[id(t)]
+            if gathered is not t._mw_local and version(gathered) != before[id(t)]:
+                ours.assign(t, gathered)
+                result = _with_tensor_replaced(result, gathered, t)
         return result
 
 
 class SpmdMode(GlobalTensorMode):
-    """The mode of a run: each call is what was decided of its signature, executed."""
+    """The mode of a run: each call executes the decision for its signature."""
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""
@@ -255,57 +256,62 @@ class SpmdMode(GlobalTensorMode):
         return dispatcher.call(func, args, kwargs)
 
 
-def _with(value: Any, t: Tensor, other: Tensor) -> Any:
-    """A value, in which another tensor stands for one of its tensors."""
+def _with_tensor_replaced(value: Any, t: Tensor, other: Tensor) -> Any:
+    """``value`` with the tensor ``other`` in place of the tensor ``t``."""
     return pytree.tree_map_only(Tensor, lambda x: other if x is t else x, value)
 
 
 def _same_memory(a: Tensor | None, b: Tensor) -> bool:
-    """Whether two tensors are the same elements."""
+    """Whether two tensors are the same elements of the same memory."""
     if a is None:
         return False
     a, b = map(local_of, (a, b))
-    return storage_of(a) == storage_of(b) and _lies(a) == _lies(b)
+    return storage_of(a) == storage_of(b) and _address(a) == _address(b)
 
 
-def _lies(t: Tensor) -> tuple[Any, ...]:
+def _address(t: Tensor) -> tuple[Any, ...]:
     return t.storage_offset(), t.dtype, t.shape, t.stride()
 
 
-def _kept_local(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
-    """What a checkpoint keeps of global tensors are their local tensors: of a wrapper, autograd would not keep the graph."""
-    kinds = [_kind(x) for x in args]
-    if not any(kinds):
+def _checkpoint_arguments(function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+    """(the function to checkpoint, its arguments), with local tensors in place of global ones.
+
+    A checkpoint must keep local tensors: autograd would not keep the graph of a wrapper.
+    """
+    facts = [_facts_of(x) for x in args]
+    if not any(facts):
         return function, args
 
-    def again(*given: Any, **named: Any) -> Any:
-        return function(*map(_of_kind, given, kinds), **named)
+    def again(*local_args: Any, **named: Any) -> Any:
+        return function(*map(_with_facts, local_args, facts), **named)
 
     return again, tuple(map(local_of, args))
 
 
-def _given_local(results: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The results of a reentrant checkpoint's segment as local tensors, and what makes global tensors of these again."""
-    pieces = results if isinstance(results, tuple) else (results,)
-    kinds, local, several = [_kind(x) for x in pieces], tuple(map(local_of, pieces)), isinstance(results, tuple)
+def _checkpoint_results(results: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """(results of a reentrant checkpoint's segment as local tensors, the function that makes them global tensors again)."""
+    several = isinstance(results, tuple)
+    pieces = results if several else (results,)
+    facts, local = [_facts_of(x) for x in pieces], tuple(map(local_of, pieces))
 
-    def back(found: Any) -> Any:
-        return tuple(map(_of_kind, found, kinds)) if several else _of_kind(found, kinds[0])
+    def to_global(outputs: Any) -> Any:
+        return tuple(map(_with_facts, outputs, facts)) if several else _with_facts(outputs, facts[0])
 
-    return local if several else local[0], back
+    return local if several else local[0], to_global
 
 
-def _kind(x: Any) -> tuple[Any, ...] | None:
-    """All that a global tensor is but its local tensor, which would keep a graph alive."""
+def _facts_of(x: Any) -> tuple[Any, ...] | None:
+    """The facts of a global tensor without its local tensor, which would keep a graph alive; None for anything else."""
     if not isinstance(x, GlobalTensor):
         return None
     return x._mw_layout, x._mw_dispatcher, x._mw_parameter, x._mw_strides, x._mw_offset
 
 
-def _of_kind(local: Any, kind: tuple[Any, ...] | None) -> Any:
-    if kind is None:
+def _with_facts(local: Any, facts: tuple[Any, ...] | None) -> Any:
+    """The global tensor with these facts; ``local`` itself if there are none."""
+    if facts is None:
         return local
-    layout, dispatcher, parameter, strides, offset = kind
-    made = GlobalTensor(local, layout, dispatcher, parameter=parameter)
-    made._mw_strides, made._mw_offset = strides, offset
-    return made
+    layout, dispatcher, parameter, strides, offset = facts
+    result = GlobalTensor(local, layout, dispatcher, parameter=parameter)
+    result._mw_strides, result._mw_offset = strides, offset
+    return result

@@ -1,10 +1,10 @@
-"""``Mover``: moves tensors between layouts over one axis.
+"""``Mover``: redistributes tensors from layout to layout over one axis.
 
-    whole     on every rank, used by every rank alike          plain   the same, in memory as on one device
-    varying   on every rank, used by each for its own part     cut     this rank's slice
+    whole     the whole tensor; every rank computes the same with it     plain   ``whole``, with the strides of one device
+    varying   the whole tensor; each rank computes its part with it      cut     this rank's slice
 
-A tensor is moved once for as long as nothing has written to it. A global tensor may be a slice of another that was gathered
-(a fallback made it): it is taken anew if that has been written, and a write to it goes to that as well.
+The result of a collective is reused until something writes to the tensor. A global tensor that a fallback made may be a slice
+of a gathered one, its base: it is selected anew if the base has been written, and a write to it goes to the base as well.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meshwright.spmd.tensor import GlobalTensor
 
 
 class Mover:
-    """Moves tensors between layouts.
+    """Redistributes tensors from layout to layout.
 
     Args:
-        axis: the axis tensors are cut over.
+        axis: the axis over which tensors are sharded.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -39,7 +39,7 @@ class Mover:
         return x._mw_layout if isinstance(x, GlobalTensor) else REPLICATE
 
     def whole(self, x: Any) -> Any:
-        """``x`` on every rank, used by every rank alike."""
+        """The whole tensor; every rank computes the same with it. Anything else as it is."""
         if not isinstance(x, GlobalTensor):
             return x
         if x._mw_origin is not None:
@@ -52,7 +52,8 @@ class Mover:
         return x._mw_local
 
     def plain(self, x: Any) -> Any:
-        """``whole``, in memory as on one device: for functions that can alias, or whose result lies as their operands do."""
+        """``whole``, with the strides of one device: for functions that can alias, or whose result has the strides of an
+        operand."""
         value = self.whole(x)
         if not isinstance(x, GlobalTensor) or x._mw_origin is not None or x._mw_layout == REPLICATE:
             return value
@@ -62,7 +63,7 @@ class Mover:
         return self._once(x, "laid", lambda _: with_strides(value, strides))
 
     def varying(self, x: Any) -> Any:
-        """``x`` on every rank, used by each for its own part: gradients are summed over the axis."""
+        """The whole tensor; each rank computes its part with it, so gradients are summed over the axis."""
         if not isinstance(x, Tensor):
             return x
         if isinstance(x, GlobalTensor) and isinstance(layout := x._mw_layout, Shard):
@@ -74,29 +75,29 @@ class Mover:
         return self._once(base, f"_mw_entered_{id(self)}", lambda t: redistribute.copy_in(t, self.axis, wide=wide))
 
     def cut(self, x: Tensor, layout: Shard) -> Tensor:
-        """This rank's slice of ``x`` under ``layout``: the local tensor."""
+        """This rank's slice of ``x`` in ``layout``, as a local tensor."""
         if not isinstance(x, GlobalTensor):
             return redistribute.keep_slice(x, self.axis, layout)
-        have, local = x._mw_layout, x._mw_local
-        if have == layout:
+        source, local = x._mw_layout, x._mw_local
+        if source == layout:
             return local
-        if isinstance(have, Partial):
+        if isinstance(source, Partial):
             memo = x._mw_memo.get("whole")
             if memo is None or memo[0] != version(local):
                 return redistribute.reduce_scatter(local, self.axis, layout)
-        if isinstance(have, Shard) and have.dim != layout.dim:
-            return redistribute.all_to_all(local, self.axis, have, layout)
+        if isinstance(source, Shard) and source.dim != layout.dim:
+            return redistribute.all_to_all(local, self.axis, source, layout)
         return redistribute.keep_slice(self.whole(x), self.axis, layout)
 
     def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
-        """The result of a move of this very value, made once: q, k and v share one gradient all-reduce."""
+        """The result of ``move``, reused as long as ``x`` is not written: q, k and v share one gradient all-reduce."""
         memos = x._mw_memo if isinstance(x, GlobalTensor) else x.__dict__
         local = x._mw_local if isinstance(x, GlobalTensor) else x
-        if (written := version(local)) is None:
+        if (writes := version(local)) is None:
             return move(local)
         if isinstance(x, GlobalTensor) and x._mw_memory is not None:
-            written += x._mw_memory.written  # both only grow
-        key = (written, torch.is_grad_enabled() and local.requires_grad)
+            writes += x._mw_memory.written  # both only grow
+        key = (writes, torch.is_grad_enabled() and local.requires_grad)
         memo = memos.get(kind)
         if memo is None or memo[:2] != key:
             memo = memos[kind] = (*key, move(local))
@@ -105,10 +106,10 @@ class Mover:
     # --- writes of whole values, and slices of what was gathered ------------------------------------------------------
 
     def write(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Makes ``value`` (whole) the value of ``target``, in place, so that its aliases see it.
+        """Writes ``value``, a whole tensor, to ``target`` in place, so that aliases of the local tensor see it.
 
-        ``silent``: as ``assign`` says. The version of the local tensor does not move then: to autograd, a view of it that
-        ``chunk`` made would be a view no more.
+        ``silent``: see ``assign``. The version counter of the local tensor does not change then: else autograd would refuse
+        views of it that ``chunk`` made.
         """
         layout, local = target._mw_layout, target._mw_local
         if silent:
@@ -120,9 +121,9 @@ class Mover:
         overwrite(local, value)
 
     def assign(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Makes ``value`` (whole) the value of ``target``, in place: its aliases, and what it is a slice of, see it.
+        """Writes ``value``, a whole tensor, to ``target`` in place, and to the base if ``target`` is a slice of one.
 
-        ``silent``: autograd is not to know of it, as of a write to ``.data``.
+        ``silent``: without autograd's knowledge, as a write to ``.data``.
         """
         if target._mw_origin is not None:
             silent = silent or target._mw_silent
@@ -138,14 +139,14 @@ class Mover:
             target._mw_memory.written += 1
 
     def state_of(self, x: GlobalTensor) -> Any:
-        """Changes with every write to a global tensor; None if that cannot be known."""
+        """A value that changes with every write to a global tensor; None if torch counts no writes to it."""
         while x._mw_origin is not None:
             x = x._mw_origin[0]
         written = version(x._mw_local)
         return None if written is None else (written, x._mw_memory.written if x._mw_memory is not None else 0)
 
     def refresh(self, alias: GlobalTensor) -> None:
-        """Takes the slice that a fallback made again, where the tensor it is a slice of has been written since."""
+        """Selects a slice that a fallback made anew, if its base has been written since."""
         assert alias._mw_origin is not None
         base, select = alias._mw_origin
         if base._mw_origin is not None:

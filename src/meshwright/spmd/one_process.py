@@ -1,26 +1,26 @@
-"""A model sees one process: what its own code learns from ``torch.distributed``.
+"""While on, a model's own code sees one process: ``torch.distributed`` answers it as a process that is alone.
 
-A model computes as on one device, and Meshwright does the communication. But a model's own code may ask for the world
-itself: ``if dist.is_initialized(): dist.all_reduce(statistics)``, or split its experts over the ranks. Under
-``one_process`` such code gets the answers of a process that is alone:
+A model computes as on one device, and Meshwright communicates. But a model's own code may use ``torch.distributed``:
+``if dist.is_initialized(): dist.all_reduce(statistics)``, or split its experts over the ranks. Under ``one_process`` such code
+gets these answers:
 
     is_initialized()    False
     get_world_size()    1
     get_rank()          0
-    any collective, any function that makes or reads a process group    PlanError, with the line that calls it
+    any collective, any function that makes or reads a process group    PlanError, with the model's line
     dist.group.WORLD    None
-    a group that the model was handed    its size is 1, its rank 0, a collective of it a PlanError
+    a group that was passed to the model    its size is 1, its rank 0, a collective of it a PlanError
     os.environ, os.getenv    RANK, GROUP_RANK and ROLE_RANK are "0", WORLD_SIZE and the like "1", if they are set
 
-LOCAL_RANK stays what it is: it says which device is this process's, not what the model computes. Not answered: what code in C++
-asks of a group or of the environment, a ``DeviceMesh`` that the model was handed, private parts of ``torch.distributed``, and
+LOCAL_RANK keeps its value: it names the device of this process, not what the model computes. Not covered: questions of C++ code
+to a group or to the environment, a ``DeviceMesh`` that was passed to the model, private parts of ``torch.distributed``, and
 whatever the model has read before (when its file was imported).
 
-Callers in ``torch.distributed`` and in Meshwright still reach the functions themselves: FSDP2 works as ever. Only the
-thread that entered is affected, and the threads in which autograd runs its backward.
+Callers in ``torch.distributed`` and in Meshwright still reach the real functions: FSDP2 works as usual. Only the thread that
+entered is affected, and the threads in which autograd runs its backward.
 
-A model may have taken a name before (``from torch.distributed import get_rank``). So the function objects themselves are
-changed, for the time of a forward: each gets the code of a stand-in.
+A model may have imported a function by name (``from torch.distributed import get_rank``). So the function objects themselves
+are changed while a forward runs: each gets the code of a stand-in.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _ANSWERS: dict[str, Any] = {
     "get_rank": 0,
 }
 
-# What a launcher tells a process of the others, where it has told it.
+# Environment variables by which a launcher tells a process of the others, with the answer if they are set.
 _ENVIRONMENT = {
     **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
 }
 
-# Methods of a process group: what they answer, and those that are collectives.
-_OF_A_GROUP = {"size": 1, "rank": 0}
+# Methods of a process group that have an answer, and those that are collectives.
+_GROUP_ANSWERS = {"size": 1, "rank": 0}
 _COLLECTIVES = frozenset(
     "broadcast allreduce allreduce_coalesced reduce allgather all_gather_single _allgather_base allgather_coalesced \
     all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single \
@@ -69,29 +69,30 @@ _COLLECTIVES = frozenset(
     alltoall send recv recv_anysource barrier monitored_barrier split_group merge_remote_group".split()
 )
 
-# What these say of a process does not depend on other processes.
-_THE_SAME = frozenset(
+# The results of these do not depend on other processes.
+_INDEPENDENT = frozenset(
     "is_backend_available is_gloo_available is_mpi_available is_nccl_available is_ucc_available is_xccl_available \
     get_node_local_rank get_default_backend_for_device supports_complex".split()
 )
 
-# Modules whose functions are collectives. Of the last ones, a model that uses one has imported it.
+# Modules whose functions are collectives. The last two are patched only if they have been imported.
 _MODULES = (
     distributed_c10d.__name__,
     "torch.distributed.nn.functional",
     "torch.distributed._functional_collectives",
 )
 
-# A default device (``torch.set_default_device``) is a mode of torch's, through which functions are called.
+# Files whose frames are skipped when the caller is looked up: a default device (``torch.set_default_device``) is a function
+# mode, which calls the function.
 _TORCH = os.path.dirname(torch.__file__)
-_HANDS_ON = (os.path.join(_TORCH, "utils", "_device.py"), os.path.join(_TORCH, "overrides.py"))
-_IN_THE_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
+_PASSES_ON = (os.path.join(_TORCH, "utils", "_device.py"), os.path.join(_TORCH, "overrides.py"))
+_SEES_WORLD = tuple(os.path.dirname(p.__file__ or "") + os.sep for p in (dist, meshwright))
 
 
 @functools.cache
-def _in_the_world(file: str) -> bool:
-    """Whether code of a file sees the world as it is. Asked twice for each collective."""
-    return file.startswith(_IN_THE_WORLD)
+def _sees_world(file: str) -> bool:
+    """Whether the code in a file sees the real world of processes. Cached, as it is asked twice for each collective."""
+    return file.startswith(_SEES_WORLD)
 
 
 _KEY = "meshwright.one_process"
@@ -101,11 +102,11 @@ _StandIn = CodePatch | MethodPatch
 
 @dataclass
 class _Alone:
-    """One block of ``one_process``.
+    """The state of one ``with one_process()`` block.
 
     Attributes:
-        refused: the errors that code of the model got within it.
-        heard: calls the collectives that are not the model's; None: they are called as they are.
+        refused: the errors that the model's code got within the block.
+        heard: calls the collectives of torch and Meshwright; None: they run directly.
     """
 
     refused: list[PlanError] = field(default_factory=list)
@@ -117,8 +118,8 @@ def one_process() -> Iterator[None]:
     """While on, the model's own code sees one process. Blocks may nest; the outermost counts.
 
     Raises:
-        PlanError: the model's code called a collective, or made a process group. At the end of the block as well, if
-            somebody else caught the error that the model got.
+        PlanError: the model's code called a collective, or made a process group. If other code caught that error, it is
+            raised again at the end of the block.
     """
     if autograd_local(_KEY) is not None:
         yield
@@ -142,8 +143,8 @@ def one_process() -> Iterator[None]:
 
 @contextmanager
 def hearing(heard: Heard) -> Iterator[None]:
-    """For its time every collective of torch's and of this library goes through ``heard``; those that C++ code calls by
-    itself (functional collectives) do not. A block of ``one_process`` of its own."""
+    """While on, ``heard`` calls every collective of torch and of this library, except those that C++ code calls (functional
+    collectives). Includes ``one_process()``."""
     with one_process():
         alone: _Alone = autograd_local(_KEY)
         before, alone.heard = alone.heard, heard
@@ -153,12 +154,12 @@ def hearing(heard: Heard) -> Iterator[None]:
             alone.heard = before
 
 
-_PATCHES = patches.Together()  # of the process: torch's functions are
+_PATCHES = patches.Together()  # one for the process, as torch's functions are
 _KNOWN: set[str] = set()  # modules whose functions have stand-ins
 
 
 def _new_stand_ins() -> list[_StandIn]:
-    """The stand-ins for functions of modules that a model has imported since."""
+    """Stand-ins for the functions of modules that have been imported since the last call."""
     new: list[_StandIn] = []
     for module in _MODULES:
         if module in sys.modules and module not in _KNOWN:
@@ -170,7 +171,7 @@ def _new_stand_ins() -> list[_StandIn]:
 
 
 def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
-    """The functions of a module of torch's that get a stand-in, and what this answers a caller."""
+    """(function, its answer to a caller) for each function of a module of torch that gets a stand-in."""
     if module == distributed_c10d.__name__:
         yield vars(type(dist.group))["WORLD"].fget, lambda caller: None
         yield device_mesh.init_device_mesh, _refusal("torch.distributed.init_device_mesh")
@@ -179,62 +180,73 @@ def _functions(module: str) -> Iterator[tuple[Any, Callable[[FrameType], Any]]]:
     names = distributed_c10d.__all__ if module == distributed_c10d.__name__ else sorted(vars(sys.modules[module]))
     for name in names:
         function = getattr(sys.modules[module], name)
-        if type(function) is not FunctionType or function.__module__ != module or name[0] == "_" or name in _THE_SAME:
+        if (
+            type(function) is not FunctionType
+            or function.__module__ != module
+            or name[0] == "_"
+            or name in _INDEPENDENT
+        ):
             continue
         shown = f"{module.removesuffix('.distributed_c10d')}.{name}"
         yield function, partial(_answer, name) if name in _ANSWERS else _refusal(shown)
 
 
 def _methods() -> Iterator[MethodPatch]:
-    """The stand-ins for methods of process groups."""
-    for name in (*_OF_A_GROUP, *sorted(_COLLECTIVES)):
-        itself = vars(dist.ProcessGroup).get(name)
-        if itself is not None:
+    """The patches of methods of process groups."""
+    for name in (*_GROUP_ANSWERS, *sorted(_COLLECTIVES)):
+        method = vars(dist.ProcessGroup).get(name)
+        if method is not None:
             answer = (
-                partial(_of_a_group, name)
-                if name in _OF_A_GROUP
+                partial(_group_answer, name)
+                if name in _GROUP_ANSWERS
                 else _refusal(f"torch.distributed.ProcessGroup.{name}")
             )
             stand_in = _method(getattr(dist.ProcessGroup, name), answer, name if name in _COLLECTIVES else "")
-            yield MethodPatch(dist.ProcessGroup, name, (itself, stand_in))
+            yield MethodPatch(dist.ProcessGroup, name, (method, stand_in))
 
 
-def _of_a_group(name: str, caller: FrameType) -> int:
-    return _OF_A_GROUP[name]
+def _group_answer(name: str, caller: FrameType) -> int:
+    return _GROUP_ANSWERS[name]
 
 
-def _method(itself: Callable[..., Any], answer: Callable[[FrameType], Any], heard_as: str) -> Callable[..., Any]:
-    """``heard_as``: the collective that it is; empty: none."""
+def _method(original: Callable[..., Any], answer: Callable[[FrameType], Any], heard_as: str) -> Callable[..., Any]:
+    """The stand-in for a method of process groups.
+
+    Args:
+        original: the method.
+        answer: a frame of the model's code → what the method returns to it, or raises.
+        heard_as: the name under which ``heard`` gets the collective; empty: the method is no collective.
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller, alone = sys._getframe(1), autograd_local(_KEY)
-        if alone is not None and not _in_the_world(caller.f_code.co_filename):
+        if alone is not None and not _sees_world(caller.f_code.co_filename):
             return answer(caller)
         if alone is None or alone.heard is None or not heard_as:
-            return itself(self, *args, **kwargs)
-        return alone.heard(heard_as, self, partial(itself, self, *args, **kwargs), (*args, *kwargs.values()))
+            return original(self, *args, **kwargs)
+        return alone.heard(heard_as, self, partial(original, self, *args, **kwargs), (*args, *kwargs.values()))
 
     return method
 
 
 def _environment() -> CodePatch:
-    """The stand-in for the look-up in ``os.environ``, on which ``os.getenv`` and ``os.environ.get`` rest."""
+    """The patch of the look-up in ``os.environ``, which ``os.getenv`` and ``os.environ.get`` call too."""
     function: Any = type(os.environ).__getitem__
-    itself = FunctionType(function.__code__, function.__globals__)
+    original = FunctionType(function.__code__, function.__globals__)
     of_the_mapping = {f.__code__.co_filename for f in (function, os.getenv, Mapping.get)}
 
-    def asked(environ: Any, key: str) -> str:
-        value: str = itself(environ, key)
+    def looked_up(environ: Any, key: str) -> str:
+        value: str = original(environ, key)
         if key not in _ENVIRONMENT or autograd_local(_KEY) is None:
             return value
         caller: FrameType | None = sys._getframe(2)
         while caller is not None and caller.f_code.co_filename in of_the_mapping:
             caller = caller.f_back
-        if caller is None or _in_the_world(caller.f_code.co_filename):
+        if caller is None or _sees_world(caller.f_code.co_filename):
             return value
         return _ENVIRONMENT[key]
 
-    return _standing_in(function, asked)
+    return _standing_in(function, looked_up)
 
 
 def _answer(name: str, caller: FrameType) -> Any:
@@ -260,30 +272,31 @@ def _refusal(name: str) -> Callable[[FrameType], Any]:
 
 
 def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> CodePatch:
-    """A function whose code asks who calls it: the model gets ``answer``, others what the function gives."""
-    itself = FunctionType(
+    """The patch of a function: the model's code gets ``answer``, other callers get the result of the function itself."""
+    original = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    itself.__kwdefaults__ = function.__kwdefaults__
+    original.__kwdefaults__ = function.__kwdefaults__
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(2)  # of the function that this stands in for
-        while caller.f_code.co_filename in _HANDS_ON and caller.f_back is not None:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # the frame that called the patched function
+        while caller.f_code.co_filename in _PASSES_ON and caller.f_back is not None:
             caller = caller.f_back
-        if autograd_local(_KEY) is None or _in_the_world(caller.f_code.co_filename):
-            return itself(*args, **kwargs)
+        if autograd_local(_KEY) is None or _sees_world(caller.f_code.co_filename):
+            return original(*args, **kwargs)
         return answer(caller)
 
-    return _standing_in(function, asked)
+    return _standing_in(function, called)
 
 
-def _standing_in(function: FunctionType, asked: Callable[..., Any]) -> CodePatch:
+def _standing_in(function: FunctionType, stand_in: Callable[..., Any]) -> CodePatch:
+    """The patch by which ``function`` calls ``asked`` with its arguments."""
     code = _open.__code__ if function.__closure__ is None else _closed(None).__code__
-    keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": asked}
+    keywords = {**(function.__kwdefaults__ or {}), "_mw_asked": stand_in}
     return CodePatch(function, (function.__code__, code), (function.__kwdefaults__, keywords))
 
 
-# A function's new code must have as many free variables as its own: none, or, of torch's logged functions, one.
+# The new code of a function must have as many free variables as its own: none, or one (torch's logged functions).
 
 
 def _open(*args: Any, _mw_asked: Callable[..., Any], **kwargs: Any) -> Any:
