@@ -1,15 +1,14 @@
 """Every patch of torch that this package makes: what, why, until when. No other file replaces a part of torch.
 
-    Patch      an attribute of one of torch's modules or classes; ``on`` for as long as somebody needs it. It is replaced when
-               the first one begins to need it and put back when the last one has ended; between these two, whoever begins
-               or ends changes what the replacement does, and not torch.
-    CodePatch  the code of a Python function: whoever took the function by its name before gets the replacement as well
+    Patch        an attribute of a module or class of torch, patched while at least one ``on`` block runs. The first block
+                 replaces it, the last one puts it back. Blocks between them change what the replacement does, not torch.
+    CodePatch    the code of a Python function: it also reaches callers that imported the function by its name before
     MethodPatch  a method of a class in C++
-    Stance     the compiler's stance, which is a setting and no part of torch
-    set_on     an attribute of one object of torch's, which goes with the object; ``changed_on``: for the time of a ``with``
+    Stance       the compiler's stance, which is a setting of the process
+    set_on       an attribute of one object of torch, for as long as the object lives; ``changed_on``: within a ``with``
 
-``TABLE`` has a line for each. ``tests/spmd/test_patches.py`` looks at all of torch before, during and after a forward: what
-differs during it stands in the table, and nothing differs after it.
+``TABLE`` has a line for each patch. ``tests/spmd/test_patches.py`` compares all of torch before, during and after a forward:
+what differs during the forward must be in the table, and nothing may differ after it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function → what is called in its place."""
+"""A function → the function that is called instead."""
 
 _LOCK = threading.RLock()
 
@@ -57,26 +56,27 @@ FOLLOWED = "the end of the steps that a trace is made of"
 
 
 class Patch:
-    """An attribute of torch's that is ours while somebody needs it.
+    """An attribute of torch that is replaced while at least one ``on`` block runs.
 
     Args:
-        place: the module or class.
-        name: the attribute: a function; of a class a method, which gets its object, or a class method (``of_class``).
+        owner: the module or class.
+        name: the attribute: a function of a module, or a method or class method (``of_class``) of a class.
+        why, until: for the line in ``TABLE``.
     """
 
-    def __init__(self, place: Any, name: str, why: str, until: str = FORWARD, *, of_class: bool = False) -> None:
-        self.place, self.name, self._of_class = place, name, of_class
-        where = f"{place.__module__}.{place.__qualname__}" if isinstance(place, type) else place.__name__
+    def __init__(self, owner: Any, name: str, why: str, until: str = FORWARD, *, of_class: bool = False) -> None:
+        self.owner, self.name, self._of_class = owner, name, of_class
+        where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
         TABLE.append(Line(f"{where}.{name}", why, until))
-        self._own: Any = None
+        self._original: Any = None
         self._changes: list[Change] = []
-        self._plain: Callable[..., Any] = getattr(place, name)
+        self._plain: Callable[..., Any] = getattr(owner, name)
         self._now = self._plain
 
     @contextmanager
     def on(self, change: Change, *, first: bool = False) -> Iterator[None]:
-        """While on, the attribute is ``change`` of what it was. Contexts nest; the last is asked first, unless it is to stand
-        below all others (``first``)."""
+        """While on, the attribute is ``change(what it was)``. Contexts nest; the innermost change is called first, or last if
+        ``first`` is set."""
         with _LOCK:
             if not self._changes:
                 self._begin()
@@ -94,24 +94,24 @@ class Patch:
 
     @functools.cached_property
     def positional(self) -> list[str]:
-        """The arguments of the function that may be given by place."""
+        """The names of the function's positional arguments."""
         parameters = signature(self._plain).parameters
         return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def _begin(self) -> None:
-        self._own = vars(self.place).get(self.name)
-        self._plain = self._inherited() if self._of_class else getattr(self.place, self.name)
+        self._original = vars(self.owner).get(self.name)
+        self._plain = self._inherited() if self._of_class else getattr(self.owner, self.name)
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             return self._now(*args, **kwargs)
 
-        setattr(self.place, self.name, classmethod(patched) if self._of_class else patched)
+        setattr(self.owner, self.name, classmethod(patched) if self._of_class else patched)
 
     def _end(self) -> None:
-        if self._own is None:
-            delattr(self.place, self.name)
+        if self._original is None:
+            delattr(self.owner, self.name)
         else:
-            setattr(self.place, self.name, self._own)
+            setattr(self.owner, self.name, self._original)
 
     def _compose(self) -> None:
         now = self._plain
@@ -120,26 +120,30 @@ class Patch:
         self._now = now
 
     def _inherited(self) -> Callable[..., Any]:
-        """A class method as a function of the class."""
-        if self._own is not None:
-            function: Callable[..., Any] = self._own.__func__
+        """The class method as a plain function, which takes the class first."""
+        if self._original is not None:
+            function: Callable[..., Any] = self._original.__func__
             return function
-        place, name = self.place, self.name
-        return lambda cls, *args, **kwargs: getattr(super(place, cls), name)(*args, **kwargs)
+        owner, name = self.owner, self.name
+        return lambda cls, *args, **kwargs: getattr(super(owner, cls), name)(*args, **kwargs)
 
 
-_AS_ONE = "to a walk, what torch.func transforms is one event; it runs without hooks on what autograd saves"
+_AS_ONE = "to a tracer, a function that torch.func transforms is one event; it runs without saved-tensor hooks"
 
 
 def _in_c(function: Any) -> Callable[..., Any]:
-    """``function.apply`` of the class of C below all of Python."""
+    """``function.apply`` of the base class in C, below all methods in Python."""
     apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
     return apply
 
 
 class _Applied(threading.local):
-    """Of one thread: the Function that is applied past all that is put around it, until C has asked for its context; and
-    whether a transform was begun for C to ask for a result."""
+    """State of one thread.
+
+    Attributes:
+        past: the Function that is being applied without its patch, until C has looked up its ``setup_context``.
+        begun: whether a transform was begun so that C calls ``_call_custom_function_call``.
+    """
 
     past: Any = None
     begun: bool = False
@@ -156,32 +160,32 @@ def _no_context(*_: Any) -> Any:
 
 
 def _refused(function: Any, value: Any) -> None:
-    raise RuntimeError(f"{function.__name__}.setup_context is set within a forward, where it is looked at")
+    raise RuntimeError(f"{function.__name__}.setup_context may not be set within a forward, where it is patched")
 
 
 class AppliedInC(Patch):
-    """``Function.apply`` of a torch in which it is a method of C, which a model may have kept, bound to its class.
+    """The patch of ``Function.apply`` for a torch in which it is a method in C. A model may hold it, bound to its class.
 
-    Each apply asks the class for ``setup_context`` first. If the class has one, it has ``_bind_default_args`` make its
-    arguments, and if a transform of ``torch.func`` runs by then, ``_call_custom_function_call`` gives the result. So while
-    somebody needs it, every class seems to have one, a transform begins where arguments are made, and ends where the result
-    is asked for.
+    Each apply looks up ``setup_context`` of the class first. If the class has one, apply calls ``_bind_default_args`` to make
+    the arguments; and if a transform of ``torch.func`` runs then, it calls ``_call_custom_function_call`` for the result. So
+    while the patch is on, every class seems to have ``setup_context``; a transform begins in ``_bind_default_args``, and ends
+    in ``_call_custom_function_call``, which calls the replacement.
     """
 
     def __init__(self, why: str, until: str = FORWARD) -> None:
-        self._place = torch.autograd.function
-        TABLE.append(Line(f"{self._place.__name__}.FunctionMeta.setup_context", why, until))
+        self._module = torch.autograd.function
+        TABLE.append(Line(f"{self._module.__name__}.FunctionMeta.setup_context", why, until))
         self._changes, self._within = [], ExitStack()
         self._plain = self._now = self.past
-        self._arguments = Patch(self._place, "_bind_default_args", why, until)
-        self._result = Patch(self._place, "_call_custom_function_call", why, until)
+        self._arguments = Patch(self._module, "_bind_default_args", why, until)
+        self._result = Patch(self._module, "_call_custom_function_call", why, until)
         self._base = vars(torch.autograd.function._SingleLevelFunction)["setup_context"].__func__
         self._thread = _Applied()
         with temporarily_clear_interpreter_stack():
-            _Nothing.apply()  # C keeps what a class without one has, once it has asked
+            _Nothing.apply()  # at its first look-up, C remembers the ``setup_context`` of a class that defines none
 
     def past(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """``function.apply`` as it is without this."""
+        """``function.apply`` without this patch."""
         apply = _in_c(function)
         before, self._thread.past = self._thread.past, function
         try:
@@ -190,27 +194,26 @@ class AppliedInC(Patch):
             self._thread.past = before
 
     def _begin(self) -> None:
-        for patch, change in ((self._arguments, self._beginning), (self._result, self._given)):
+        for patch, change in ((self._arguments, self._begin_transform), (self._result, self._result_of_patch)):
             self._within.enter_context(patch.on(change))
-        self._place.FunctionMeta.setup_context = property(self._asked, _refused)  # type: ignore[attr-defined]
+        self._module.FunctionMeta.setup_context = property(self._setup_context, _refused)  # type: ignore[attr-defined]
 
     def _end(self) -> None:
-        del self._place.FunctionMeta.setup_context  # type: ignore[attr-defined]
+        del self._module.FunctionMeta.setup_context  # type: ignore[attr-defined]
         self._within.close()
 
-    def _asked(self, function: Any) -> Any:
-        """``function.setup_context``."""
-        own = next(vars(c)["setup_context"] for c in function.__mro__ if "setup_context" in vars(c)).__get__(
-            None, function
-        )
-        if own is not self._base:
-            return own
+    def _setup_context(self, function: Any) -> Any:
+        """The value of ``function.setup_context`` while the patch is on."""
+        definition = next(vars(c)["setup_context"] for c in function.__mro__ if "setup_context" in vars(c))
+        original = definition.__get__(None, function)
+        if original is not self._base:
+            return original
         if self._thread.past is function or transforming():
             self._thread.past = None
-            return own
+            return original
         return _no_context
 
-    def _beginning(self, bind: Callable[..., Any]) -> Callable[..., Any]:
+    def _begin_transform(self, bind: Callable[..., Any]) -> Callable[..., Any]:
         def arguments(forward: Any, args: Any, kwargs: Any) -> Any:
             past = self._thread.past
             if transforming() or (past is not None and past.forward == forward):
@@ -222,7 +225,7 @@ class AppliedInC(Patch):
 
         return arguments
 
-    def _given(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _result_of_patch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def result(function: Any, args: Any, kwargs: Any) -> Any:
             if not self._thread.begun:
                 return call(function, args, kwargs)
@@ -234,9 +237,9 @@ class AppliedInC(Patch):
 
 
 def _custom_function() -> Patch:
-    """Where ``Function.apply``, kept by a model, ends up. There is no public hook for what goes round torch functions, so
-    that no function mode sees it."""
-    why = "custom autograd functions get whole tensors; to a walk, one is one event"
+    """The patch of ``Function.apply``, which also works if a model holds the method. No function mode sees it, and there is no
+    public hook."""
+    why = "custom autograd functions get whole tensors; to a tracer, one is one event"
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):
         return Patch(torch.autograd.function._SingleLevelFunction, "apply", why, of_class=True)
     return AppliedInC(why)
@@ -248,8 +251,8 @@ GRADIENTS = Patch(torch.autograd, "grad", "a backward that asks for other gradie
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """``function.apply`` of a custom Function, past all that is put around it and, where torch asks it in Python, past the
-    question whether a transform of ``torch.func`` runs, which takes half of its time."""
+    """``function.apply`` of a custom Function without its patch; and, if torch checks this in Python, without the check for
+    transforms of ``torch.func``, which takes half of the time."""
     if isinstance(CUSTOM_FUNCTION, AppliedInC):
         return functools.partial(CUSTOM_FUNCTION.past, function)
     return _in_c(function)
@@ -258,36 +261,37 @@ def apply_of(function: Any) -> Callable[..., Any]:
 VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
 GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get whole tensors")
 JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets whole tensors")
-TRANSFORMS = {  # what ``torch.func.vmap(f)`` and the others made is called
+TRANSFORMS = {  # the functions that run ``torch.func.vmap(f)`` and the others
     "vmap": Patch(apis, "vmap_impl", _AS_ONE),
     "grad": Patch(eager_transforms, "grad_and_value_impl", _AS_ONE),
     "jvp": Patch(eager_transforms, "_jvp_with_argnums", _AS_ONE),
     "vjp": Patch(eager_transforms, "_vjp_with_argnums", _AS_ONE),
 }
-_SCRIPTED = "what torch.jit made gets whole tensors; to a walk, it is one event"
+_SCRIPTED = "what torch.jit made gets whole tensors; to a tracer, it is one event"
 SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", _SCRIPTED)
 SCRIPTED_METHOD = Patch(torch.ScriptMethod, "__call__", _SCRIPTED)
 CHECKPOINT = Patch(
     checkpoint,
-    # In some torch the first is there for others only, and what is checkpointed goes to the second, arguments as a tuple.
+    # Some versions of torch have both. Then checkpoints use ``_impl``, which takes the arguments of the segment as a tuple.
     next(
         f"_checkpoint_without_reentrant_generator{end}"
         for end in ("_impl", "")
         if hasattr(checkpoint, f"_checkpoint_without_reentrant_generator{end}")
     ),
-    "what a checkpoint keeps and runs again is ours to say: local tensors, names, events",
+    "we decide what a checkpoint keeps and recomputes: local tensors, names, events",
 )
-REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same of checkpoints of the reentrant kind")
-_IN_PARTS = "a model in parts has some gradients on each rank: what takes one number of all of them is refused"
+REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same for reentrant checkpoints")
+_IN_PARTS = (
+    "a model in parts has some gradients on each rank: a function that computes one number of all of them is refused"
+)
 _JOB = "the job has gone"
-CLIPPED_NORM = Patch(
-    clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB
-)  # asked by clip_grad_norm_ alone
+# Only clip_grad_norm_ calls it.
+CLIPPED_NORM = Patch(clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB)
 FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",
-    "FSDP2 frees and allocates gathered parameters by it, which is no function of ATen (prediction/tracker.py)",
+    "FSDP2 frees and allocates gathered parameters with it, and it is no function of ATen (prediction/tracker.py)",
     FOLLOWED,
 )
 
@@ -305,10 +309,11 @@ TABLE.append(
 
 @dataclass(frozen=True)
 class CodePatch:
-    """A function, with its own code and the code that it has in between.
+    """A function with its own code and its replacement.
 
     Attributes:
-        keywords: the defaults of its keyword-only arguments, without and with what the other code needs.
+        codes: its own code, the replacement.
+        keywords: the defaults of its keyword-only arguments, for each of the two.
     """
 
     function: FunctionType
@@ -316,8 +321,11 @@ class CodePatch:
     keywords: tuple[dict[str, Any] | None, dict[str, Any]]
 
     def put(self, which: int) -> None:
-        """0: the function itself; 1: the other. In another thread the function may begin at any moment: the keyword
-        that the other code needs is there before it, and goes after it."""
+        """Puts code number ``which`` in place: 0 its own, 1 the replacement.
+
+        Another thread may call the function at any moment. So the keyword that the replacement needs is set before the code,
+        and removed after it.
+        """
         if which:
             self.function.__kwdefaults__ = self.keywords[1]
         self.function.__code__ = self.codes[which]
@@ -327,24 +335,24 @@ class CodePatch:
 
 @dataclass(frozen=True)
 class MethodPatch:
-    """A method of a class in C++, which has no Python code: the method itself, and what stands in for it."""
+    """A method of a class in C++, which has no Python code. ``methods``: the method itself, its replacement."""
 
-    place: Any
+    owner: Any
     name: str
     methods: tuple[Any, Any]
 
     def put(self, which: int) -> None:
-        """0: the method itself; 1: the stand-in."""
-        setattr(self.place, self.name, self.methods[which])
+        """Puts method number ``which`` in place: 0 the method itself, 1 the replacement."""
+        setattr(self.owner, self.name, self.methods[which])
 
 
 class Stance:
-    """The compiler's stance, which is one of the process: while somebody needs it, what ``torch.compile`` made runs as the
-    plain function that it was made of. Modes of several threads begin and end in any order: the first begins it and the
-    last ends it.
+    """The compiler's stance, one for the process. While it is on, a compiled function runs as the plain function.
 
-    The compiler takes seconds to import. If it is not there yet, nothing has been compiled; a forward that compiles a part
-    of itself has been run by planning before it runs here.
+    Modes of several threads begin and end in any order: the first one sets the stance, the last one resets it.
+
+    The compiler takes seconds to import. If it is not imported yet, nothing has been compiled. A forward that compiles a part
+    of itself has run in planning before.
     """
 
     def __init__(self) -> None:
@@ -378,7 +386,7 @@ UNCOMPILED = Stance()
 
 
 def compiling() -> AbstractContextManager[None]:
-    """For the time of a block, what ``torch.compile`` made runs compiled, also where ``UNCOMPILED`` is on."""
+    """Within the block, compiled functions run compiled, also if ``UNCOMPILED`` is on."""
     return torch.compiler.set_stance("default")
 
 
@@ -386,22 +394,22 @@ class Together:
     """Patches that are in place while at least one thread needs them."""
 
     def __init__(self) -> None:
-        self._within, self._made = 0, list[CodePatch | MethodPatch]()
+        self._users, self._patches = 0, list[CodePatch | MethodPatch]()
 
     def enter(self, more: Iterable[CodePatch | MethodPatch] = ()) -> None:
-        """``more``: patches that have been made since."""
+        """``more``: patches that are new since the last call."""
         with _LOCK:
             new = list(more)
-            self._made += new
-            self._within += 1
-            for patch in self._made if self._within == 1 else new:
+            self._patches += new
+            self._users += 1
+            for patch in self._patches if self._users == 1 else new:
                 patch.put(1)
 
     def leave(self) -> None:
         with _LOCK:
-            self._within -= 1
-            if not self._within:
-                for patch in self._made:
+            self._users -= 1
+            if not self._users:
+                for patch in self._patches:
                     patch.put(0)
 
 
@@ -410,45 +418,45 @@ class Together:
 TABLE += [
     Line(
         "FSDP2's parameter groups: post_backward",
-        "gradients that no row of a rank asked for are filled in before a unit is reduced (runtime/weights/fsdp.py)",
+        "gradients of parameters that no row of a rank used are filled in before a unit is reduced (runtime/weights/fsdp.py)",
         "the job has gone",
     ),
     Line(
         "the class that FSDP2 gives a module: its name",
-        "models look up what is known of a class by its name (runtime/weights/fsdp.py)",
+        "models look up facts of a class by its name (runtime/weights/fsdp.py)",
         "the job has gone",
     ),
     Line(
         "what knows how DTensor's functions shard: _propagate_tensor_meta_non_cached",
-        "it asks for shapes with tensors of the whole size, which are none of a run's (prediction/tracker.py)",
+        "it computes shapes with tensors of the whole size, which no run allocates (prediction/tracker.py)",
         FOLLOWED,
     ),
 ]
 
 
 def set_on(owner: Any, name: str, value: Any) -> None:
-    """Gives one object of torch's another attribute."""
+    """Sets an attribute of one object of torch."""
     setattr(owner, name, value)
 
 
 @contextmanager
 def changed_on(owner: Any, name: str, change: Change) -> Iterator[None]:
-    """For its time a method of one object of torch's is ``change`` of what it was. Contexts nest."""
-    own = vars(owner).get(name)
+    """While on, a method of one object of torch is ``change(what it was)``. Contexts nest."""
+    original = vars(owner).get(name)
     set_on(owner, name, change(getattr(owner, name)))
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             delattr(owner, name)
         else:
-            set_on(owner, name, own)
+            set_on(owner, name, original)
 
 
 @contextmanager
 def class_name_kept(module: nn.Module) -> Iterator[None]:
-    """FSDP2 gives a module another class. By its name it is the one before: models look up what is known of a class so
-    (transformers, which of its outputs to collect)."""
+    """FSDP2 gives a module another class within the block. The new class keeps the old name, because models look up facts by
+    it (transformers: which outputs to collect)."""
     before = type(module)
     yield
     for name in ("__name__", "__qualname__", "__module__"):

@@ -1,22 +1,21 @@
 """What is known of each torch function: the one table.
 
-    aliases(func)     whether what it gives may share memory with an argument that it does not write to
+    aliases(func)     whether its result may share memory with an argument to which it does not write
     writes(func, …)   whether it writes to its first argument
-    reshaped(func)    it changes a tensor's shape in place: what gives the same as a new tensor
+    reshaped(func)    if it changes a tensor's shape in place: the function that returns the same as a new tensor
     draws(name)       whether it draws random numbers
-    is_fact(func)     whether it asks something that follows from shape, type, memory or autograd, and not from values
-    reads(func)       whether Python, or other memory, gets values of a tensor by it
+    is_fact(func)     whether its result follows from shape, dtype, memory or autograd, and not from values
 
-Torch says most of this itself: in the schemas of its operators (alias annotations, mutable arguments) and in their
-tags (``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). It is asked for the
-operator of a function's name, in any overload. What it does not say stands here by name, with the reason.
-``tests/spmd/test_torch_functions.py`` compares both with the torch that is installed: a function that neither knows,
-and a name here that torch has come to know, fail there.
+Torch says most of this itself: in the schemas of its operators (alias annotations, mutable arguments) and in their tags
+(``inplace_view``, ``nondeterministic_seeded``, ``maybe_aliasing_or_mutating``). They are looked up for the operator with the
+function's name, in any overload. What torch does not say is listed here by name, with the reason.
+``tests/spmd/test_torch_functions.py`` compares both with the installed torch: it fails for a function that neither covers, and
+for a name here that torch has come to cover.
 
-In which type a function computes under autocast is asked of torch with a tensor of one element
-(``rules/types.py``): there is no list of that.
+There is no list of the dtypes in which functions compute under autocast: torch is asked, with a tensor of one element
+(``decide/types.py``).
 
-Of an ``OpOverload``, which dispatch modes meet: ``op_facts``, ``flops_of``, ``written_by``.
+For an ``OpOverload``, as dispatch modes see it: ``op_facts``, ``flops_of``, ``written_by``.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.private import schema_of, schemas
 
-_PLACES = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg, torch._VF)
+_NAMESPACES = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg, torch._VF)
 
 
 def functions(name: str) -> Iterator[Any]:
-    """Every torch function of that name: in torch, as a method, in torch.nn.functional …"""
-    for place in _PLACES:
-        found = getattr(place, name, None)
-        if callable(found):
-            yield found
+    """Every torch function with that name: in torch, as a method, in torch.nn.functional …"""
+    for namespace in _NAMESPACES:
+        func = getattr(namespace, name, None)
+        if callable(func):
+            yield func
 
 
-# --- functions that are known as an operator of another name ----------------------------------------------------------
+# --- functions whose operator has another name -------------------------------------------------------------------------
 
 _AS = {
     # Python's operators in place, which have schemas under other names.
@@ -54,35 +53,35 @@ _AS = {
     "__itruediv__": "div_",
     "__ifloordiv__": "floor_divide_",
     "__imod__": "remainder_",
-    # Writes of values that are given by Python: ``x[i] = y``, ``x.data = y``, and a Python function of each element.
+    # Writes of values from Python: ``x[i] = y``, ``x.data = y``, and a Python function of each element.
     **dict.fromkeys(("__setitem__", "data=", "apply_", "map_", "map2_"), "copy_"),
     # Properties whose operator has another name.
     "T": "numpy_T",
     "H": "matrix_H",
     "data": "detach",
-    # Casts: ``to``, which hands back what is of the type already. (``type_as`` and ``chalf`` have schemas, which are silent.)
+    # Casts: ``to`` returns the tensor itself if it has the type. (The schemas of ``type_as`` and ``chalf`` do not say so.)
     **dict.fromkeys("float double half bfloat16 int long short bool byte char cfloat cdouble chalf".split(), "to"),
     **dict.fromkeys("type type_as xpu ipu mtia".split(), "to"),
     # An index of numbers and slices gives a view; so does each step of an iteration.
     "__getitem__": "select",
     "__iter__": "unbind",
-    # Written in Python or composed in C++, with silent schemas: views, if there is nothing to compute.
+    # Written in Python or composed in C++; their schemas do not say that they give views if there is nothing to compute.
     **dict.fromkeys(("broadcast_tensors", "meshgrid", "sum_to_size"), "expand"),
     "einsum": "permute",
-    # Written in Python: they draw within, and give a tensor of their own.
+    # Written in Python: they draw random numbers, and give a new tensor.
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), "feature_dropout"),
     **dict.fromkeys("gumbel_softmax lobpcg svd_lowrank pca_lowrank".split(), "rand_like"),
     **{f"fractional_max_pool{n}d{kind}": "rand_like" for n in (2, 3) for kind in ("", "_with_indices")},
 }
 
-# Written as writes in place, or tagged as changes of shape in place, and no value or shape changes. (Dims of tensors have
-# names before torch 2.13: ``rename_``, ``has_names``.)
+# Their names or tags say that they write, or change the shape, in place; but no value and no shape changes. (Dims of tensors
+# have names before torch 2.13: ``rename_``, ``has_names``.)
 _NO_WRITE = frozenset(["requires_grad_", "rename_"])
 _NO_RESHAPE = frozenset(["detach_", "rename_"])
 
 
 class Operator(NamedTuple):
-    """What torch says of an operator, in any of its overloads."""
+    """What torch says of an operator: each is true if it is true for one of the overloads."""
 
     aliases: bool
     writes: bool
@@ -92,34 +91,35 @@ class Operator(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def operator(name: str) -> Operator:
-    """What torch says of the operator ``name``; of one that there is not: nothing."""
-    said = schemas(name)
-    packet = getattr(torch.ops.aten, name, None) if said else None
+    """What torch says of the operator ``name``; all false if there is no such operator."""
+    overloads = schemas(name)
+    packet = getattr(torch.ops.aten, name, None) if overloads else None
     tags = {tag for overload in getattr(packet, "overloads", list)() for tag in getattr(packet, overload).tags}
-    given = [r.alias_info for s in said for r in s.returns if "Tensor" in str(r.type)]  # not items of Python's lists
-    # With dropout of 0, as in most models, these draw nothing; they take values, which are followed anyway.
-    dropout_within = any(a.name in ("dropout", "dropout_p") for s in said for a in s.arguments)
+    # Of tensors alone, not of items of Python lists.
+    alias_infos = [r.alias_info for schema in overloads for r in schema.returns if "Tensor" in str(r.type)]
+    # With dropout of 0, as in most models, these draw nothing; and their values are followed anyway.
+    dropout_within = any(a.name in ("dropout", "dropout_p") for schema in overloads for a in schema.arguments)
+    returns_alias = any(info is not None and not info.is_write for info in alias_infos)
     return Operator(
-        aliases=any(info is not None and not info.is_write for info in given)
-        or torch.Tag.maybe_aliasing_or_mutating in tags,
-        writes=_is_in_place(name, said) and name not in _NO_WRITE,
+        aliases=returns_alias or torch.Tag.maybe_aliasing_or_mutating in tags,
+        writes=_is_in_place(name, overloads) and name not in _NO_WRITE,
         reshapes=torch.Tag.inplace_view in tags and name not in _NO_RESHAPE,
         draws=torch.Tag.nondeterministic_seeded in tags and not dropout_within,
     )
 
 
-def _is_in_place(name: str, said: Sequence[Any]) -> bool:
-    """Whether name and schemas of an operator are those of a write in place: ``add_(Tensor(a!) self, …)``, ``__iadd__``.
+def _is_in_place(name: str, overloads: Sequence[Any]) -> bool:
+    """Whether an operator writes in place, by its name and schemas: ``add_(Tensor(a!) self, …)``, ``__iadd__``.
 
-    torch has a tag for it, from 2.13 on; it follows from the same.
+    From torch 2.13 on there is a tag, which follows from the same facts.
     """
     named = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-    firsts = [s.arguments[0].alias_info for s in said if s.arguments]
+    firsts = [s.arguments[0].alias_info for s in overloads if s.arguments]
     return named and any(info is not None and info.is_write for info in firsts)
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function; of a property's getter the property's, of its setter with ``=``."""
+    """The name of a torch function; for a getter the name of its property, for a setter that name with ``=``."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__" or name == "__set__":
         owner: str = getattr(func.__self__, "__name__", "")
@@ -128,24 +128,27 @@ def name_of(func: Any) -> str:
 
 
 def label_of(func: Any) -> str:
-    """What a function is called, the same in every process: a scripted one has a ``name``, and an address in its text; the
-    first that a process makes has its class's name as ``__name__``, and later ones have none."""
+    """The name of a function in reports, the same in every process.
+
+    A scripted function has a ``name``; its text contains an address. The first one of a process has the name of its class as
+    ``__name__``, later ones have no ``__name__``.
+    """
     labels = (getattr(func, key, None) for key in ("name", "__name__"))
     return next((label for label in labels if isinstance(label, str)), type(func).__name__)
 
 
 def known_as(name: str) -> Operator:
-    """What is known of the functions of a name."""
+    """The facts of the functions with this name."""
     return operator(_AS.get(name, name))
 
 
 def aliases(func: Any) -> bool:
-    """Whether results of a torch function can share memory with an argument that it does not write to."""
+    """Whether a result of a torch function may share memory with an argument to which it does not write."""
     return known_as(name_of(func)).aliases
 
 
 def draws(name: str) -> bool:
-    """Whether torch functions of a name draw random numbers (for dropout within an attention or an LSTM: not told)."""
+    """Whether torch functions with this name draw random numbers. (Dropout within an attention or an LSTM does not count.)"""
     return known_as(name).draws
 
 
@@ -158,29 +161,30 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``func`` writes to its first argument."""
     if known_as(name_of(func)).writes or kwargs.get("inplace"):
         return True
-    place = _inplace_places().get(func)
-    return place is not None and len(args) > place and bool(args[place])
+    position = _inplace_positions().get(func)
+    return position is not None and len(args) > position and bool(args[position])
 
 
 def writes_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The same of a call as a person writes it: the tensor may have a name."""
+    """``writes`` for arguments as the caller wrote them: the first may be a keyword."""
     return (bool(args) or "input" in kwargs) and writes(func, args, kwargs)
 
 
 @functools.cache
-def _inplace_places() -> dict[Any, int]:
-    """Functions with an argument ``inplace``, and which one it is when it is given by place."""
-    places = {}
+def _inplace_positions() -> dict[Any, int]:
+    """Functions with an argument ``inplace`` → its position."""
+    positions = {}
     for func in vars(functional).values():
         if isinstance(func, FunctionType):
             names = list(signature(func).parameters)
             if "inplace" in names:
-                places[func] = names.index("inplace")
-    return places
+                positions[func] = names.index("inplace")
+    return positions
 
 
 def reshaped(func: Any) -> Callable[..., Any] | None:
-    """What gives as a new tensor what ``func`` changes a tensor to in place: another shape of the same memory; or None."""
+    """For a function that changes a tensor's shape in place (``t_``): the function that returns the same view as a new tensor
+    (``t``). Else None."""
     name = name_of(func)
     if not name.endswith("_") or not operator(name).reshapes or not operator(name[:-1]).aliases:
         return None
@@ -207,7 +211,7 @@ def _methods(names: str) -> frozenset[Any]:
     return frozenset(f for n in names.split() for f in functions(n))
 
 
-# Of shape and type: the same of a tensor and of what stands for it.
+# Facts of shape and dtype: equal for a tensor and for one that stands for it.
 FACTS = _getters(
     "shape dtype device layout ndim itemsize nbytes is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested \
     is_mps is_xpu is_xla is_ipu is_maia is_mtia is_vulkan is_sparse_csr names"
@@ -216,23 +220,23 @@ FACTS = _getters(
     is_neg is_inference is_same_size result_type _has_compatible_shallow_copy_type has_names"
 )
 
-# Of these, what tells how many elements there are.
+# The facts among them that follow from the number of elements.
 SIZES = _getters("shape nbytes") | _methods("size numel nelement __len__")
 
-# Of where a tensor lies in memory.
+# Facts of how a tensor lies in memory.
 _OF_MEMORY = _methods("stride is_contiguous storage_offset data_ptr untyped_storage is_shared share_memory_")
 
-# Of autograd, and what tells it what to do: no function of a value.
-# They wait for the gradient of a tensor: of all uses of it, where it was made.
+# They wait for the gradient of a tensor: the sum over all its uses.
 LISTENING = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
+# Facts of autograd, and calls that control it: they compute no values.
 _OF_AUTOGRAD = _methods("register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward") | (
     _getters("requires_grad grad grad_fn is_leaf _version output_nr") | _setters("requires_grad grad")
 )
 
-# Of which tensor it is.
+# Facts of which object the tensor is.
 _OF_IDENTITY = frozenset([Tensor.__hash__, Tensor.__repr__])
 
-# What a tensor in whose place another computes (a parameter at rest) answers for itself.
+# A parameter at rest answers these itself, although its local part computes in its place.
 OF_ITSELF = _OF_MEMORY | _OF_AUTOGRAD | _OF_IDENTITY | {Tensor.__format__} | _setters("data")
 
 _NO_VALUE = FACTS | _OF_MEMORY | _OF_AUTOGRAD | _OF_IDENTITY
@@ -240,20 +244,20 @@ _TENSOR_PROPERTIES = _getters("T mT H mH data real imag")
 
 
 def is_fact(func: Any) -> bool:
-    """Whether a torch function asks a tensor something that does not follow from its values, or does nothing to them."""
+    """Whether a torch function reads no values and computes none: it asks for a fact of the tensor, or controls autograd."""
     if func in _NO_VALUE:
         return True
     return getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _TENSOR_PROPERTIES
 
 
-# --- what leaves torch ------------------------------------------------------------------------------------------------
+# --- functions that hand values to Python or to other memory -----------------------------------------------------------
 
 YES_OR_NO = frozenset("__bool__ is_nonzero equal allclose __contains__".split())  # Python gets one answer
 NUMBERS = frozenset(
     "item tolist __int__ __float__ __index__ __complex__ numpy __array__".split()
 )  # Python gets numbers
 
-# These look at values below the dispatcher,
+# These read values below torch's dispatcher,
 READS_BELOW = frozenset(
     [torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.tolist]
     + [getattr(Tensor, f"__{name}__") for name in "repr format reduce_ex bool int index float complex".split()]
@@ -263,22 +267,22 @@ SHARES_MEMORY = frozenset(
     [Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage]
 )
 
-# How the result lies depends on the kernel, and meta's is another.
+# The strides of the result depend on the kernel, and meta has another kernel.
 BY_DEVICE = frozenset([functional.scaled_dot_product_attention])
 
 
-# --- operators as dispatch modes meet them ----------------------------------------------------------------------------
+# --- operators as dispatch modes see them ------------------------------------------------------------------------------
 
 
 class OpFacts(NamedTuple):
-    """What is known of an ``OpOverload``.
+    """The facts of an ``OpOverload``.
 
     Attributes:
-        written: (place, argument of the schema) of each argument that it writes.
-        is_view: whether what it gives shares memory with what it takes, and it writes nothing.
-        is_fresh: whether what it gives shares no memory with what it takes, and it writes nothing.
+        written: (position, argument of the schema) of each argument to which it writes.
+        is_view: whether a result shares memory with an argument, and it writes nothing.
+        is_fresh: whether no result shares memory with an argument, and it writes nothing.
         draws: whether it draws random numbers.
-        overwrites: whether what was in its first argument before does not matter after.
+        overwrites: whether it replaces all values of its first argument without reading them.
     """
 
     written: tuple[tuple[int, Any], ...]
@@ -288,15 +292,15 @@ class OpFacts(NamedTuple):
     overwrites: bool
 
 
-# Draws in place whose result follows from what was there.
-_DRAWS_ON_WHAT_WAS_THERE = frozenset(
+# Random functions in place whose result depends on the old values.
+_DRAWS_FROM_OLD_VALUES = frozenset(
     "dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_ rrelu_with_noise_".split()
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def op_facts(op: Any) -> OpFacts:
-    """What torch says of an op."""
+    """The facts of an op, from its schema and tags."""
     schema, name = schema_of(op), op.overloadpacket.__name__
     aliased = [r.alias_info is not None for r in schema.returns]
     written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -307,18 +311,18 @@ def op_facts(op: Any) -> OpFacts:
         is_fresh=not any(aliased) and all(a.alias_info is None for a in schema.arguments),
         draws=drawn,
         overwrites=name in ("copy_", "fill_", "zero_")
-        or (drawn and name.endswith("_") and name not in _DRAWS_ON_WHAT_WAS_THERE),
+        or (drawn and name.endswith("_") and name not in _DRAWS_FROM_OLD_VALUES),
     )
 
 
-# What these write in training, though their schemas do not say so.
+# These ops write these arguments in training, although their schemas do not say so.
 _STATISTICS = frozenset(["running_mean", "running_var"])
 _WRITES_STATISTICS = frozenset(
     getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")
 )
 
 
-# Fused attention on a CPU, of which torch has no formula → where among its arguments query, key and value begin.
+# Fused attention on a CPU, for which torch has no formula → the position of query among its arguments; key and value follow.
 _FUSED_ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 0,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
@@ -326,11 +330,15 @@ _FUSED_ATTENTION = {
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, products: int) -> int:
-    """Operations of a fused attention: two products of a forward, five of a backward, which computes the scores again; half of
-    them if later tokens are masked (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
+    """Floating-point operations of a fused attention.
+
+    A forward has two products, a backward five, because it recomputes the scores. With a causal mask half of them are needed
+    (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
 
     Args:
-        query: (rows, heads, queries, width); ``key``: (rows, key heads, keys, width); ``value``: of its own width.
+        query: (rows, heads, queries, width).
+        key: (rows, key heads, keys, width).
+        value: (rows, key heads, keys, value width).
     """
     rows, heads, queries, width = query.shape
     widths = (width + value.shape[-1]) / 2
@@ -339,7 +347,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool,
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The floating-point operations of an op (an ``OpOverload``) that gave ``out``, by torch's formulas; 0 without one."""
+    """The floating-point operations of an op (an ``OpOverload``) with result ``out``, by torch's formulas; 0 without one."""
     if (first := _FUSED_ATTENTION.get(op.overloadpacket.__name__)) is not None:
         return _attention_flops(*args[first : first + 3], causal=args[-1] is True, products=5 if first else 2)
     formula = flop_registry.get(op.overloadpacket)
@@ -347,7 +355,7 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """(argument of the schema, its value) for each argument that an op (an ``OpOverload``) writes."""
+    """(argument of the schema, its value) for each argument to which an op (an ``OpOverload``) writes."""
     written = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
     if not written and op in _WRITES_STATISTICS:
         named = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema_of(op).arguments)]
