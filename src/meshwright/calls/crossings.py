@@ -1,4 +1,4 @@
-"""``Crossings``: the forks and joins of one microbatch's forward through one stage, each in its turn."""
+"""``Crossings``: performs the forks and joins of one microbatch's forward through one stage, in the order of the program."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from meshwright.regions import Fork, Join
 
 
 class Crossings:
-    """Has values enter branches, and become those of the place around, on every rank of that place.
+    """Forks and joins on every rank of the place around the branches. (A place is the number of a submesh; 0 is the trunk.)
 
-    Its tables, each with what holds of it throughout:
+    Its tables, with their invariants:
 
-        _moves     forks and joins still to come, in the order of the program. Shrinks only.
-        _anchors   place → what the join of its open region is tied to; empty between regions.
-        _tails     place → what the next region of it is tied to.
+        _moves     forks and joins still to come, in the order of the program. It only shrinks.
+        _anchors   place → tensors of autograd to which the join of its open region is tied; empty between regions.
+        _tails     place → the tensor to which the fork of its next region is tied.
 
     Args:
-        values: of the forward.
-        exchange: what forks and joins, if there are branches.
+        values: the values of the forward.
+        exchange: performs the collectives; needed if there are branches.
     """
 
     def __init__(self, program: StageProgram, values: StageValues, exchange: Exchange | None) -> None:
@@ -33,14 +33,14 @@ class Crossings:
         self._tails: dict[int, Tensor] = {}
 
     def due(self, position: int) -> bool:
-        """Whether a fork or join up to a position is still to come."""
+        """Whether a fork or join at or before a position is still to come."""
         return bool(self._moves) and self._moves[0].position <= position
 
     def cross(self, keep: Callable[[Tensor, int], None]) -> None:
-        """The next fork or join.
+        """Performs the next fork or join.
 
         Args:
-            keep: (tensor, number): the tensor is what stands for a value from now on.
+            keep: (tensor, number): from now on the tensor stands for this value.
         """
         move = self._moves.pop(0)
         if isinstance(move, Fork):
@@ -50,27 +50,27 @@ class Crossings:
 
     def _fork(self, move: Fork) -> None:
         assert self._exchange is not None
-        apart = self._program.apart  # what only some branches take is on their ranks alone
-        standing = {  # of what is on its way, the memory
+        apart = self._program.apart  # values that only some branches take are on their ranks alone
+        tensors = {  # the memory of a value that is still on its way may be filled later
             n: self._values.inside(n, self._values.of_branch(n, move.around)[0])
             for n in move.values if n in self._values or n not in apart
         }  # fmt: skip
-        handed, anchor = self._exchange.fork(move, standing, self._graph, self._tails.get(move.around))
+        branch_inputs, anchor = self._exchange.fork(move, tensors, self._graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
-            self._values.fork(n, takers & self._program.mine, handed)
+            self._values.fork(n, takers & self._program.mine, branch_inputs)
 
     def _join(self, move: Join, keep: Callable[[Tensor, int], None]) -> None:
         assert self._exchange is not None
         values = self._values
-        made_here = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self._program.mine}
+        branch_values = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self._program.mine}
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
-        joined = self._exchange.join(move, made_here, self._graph, anchors)
+        joined = self._exchange.join(move, branch_values, self._graph, anchors)
         self._tails[move.around] = joined.tail
         for n, t in joined.values.items():
             keep(t, n)
-        for n in made_here:
+        for n in branch_values:
             if (move.around, n) in self._program.lent:
                 self._exchange.lend(move.around, n, joined.values[n])
-        values.join(move, made_here, joined.arriving, joined.wait)
+        values.join(move, branch_values, joined.arriving, joined.wait)

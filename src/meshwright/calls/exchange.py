@@ -1,4 +1,4 @@
-"""What a part of a model asks of the runtime: forks and joins of branches, and blocks that run beside each other."""
+"""What a stage needs from the runtime: ``Exchange`` forks and joins branches, ``Streams`` runs blocks concurrently."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshwright.regions import Fork, Join
 
 
 def _at_once() -> None:
-    """Nothing is on its way."""
+    """The ``wait`` of a join whose values are all there."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a join gives.
+    """The result of a join.
 
     Attributes:
-        values: value → what the place around computes with, where this rank takes it.
-        tail: what ties the next region of that place to this one.
-        arriving: the values whose memory is filled by others, and not before ``wait`` has returned.
+        values: number of a value → the tensor with which the place around computes, for each value that this rank takes.
+        tail: a tensor of autograd that ties the next region of that place to this one.
+        arriving: the values that other ranks send; their memory is filled when ``wait`` has returned.
     """
 
     values: Mapping[int, Tensor]
@@ -34,44 +34,46 @@ class Joined:
 
 
 class Exchange(Protocol):
-    """What forks and joins (runtime/branches/exchange.py)."""
+    """Forks and joins branches (runtime/branches/exchange.py). A *place* is the number of a submesh; 0 is the trunk."""
 
     def fork(
         self, move: Fork, values: Mapping[int, Tensor], graph: ModelGraph, tail: Tensor | None
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
-        """(value, branch) → what it computes with; and an anchor, for the join of the region."""
+        """({(value, branch): the tensor with which the branch computes}, an anchor for the join of the region)."""
 
-    def join(self, move: Join, made_here: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
-        """Values of branches become those of the place around. ``made_here``: those of this rank's branch."""
+    def join(
+        self, move: Join, branch_values: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
+    ) -> Joined:
+        """Values of branches become values of the place around. ``branch_values``: those of this rank's branch."""
 
     def lend(self, around: int, number: int, t: Tensor) -> None:
-        """This rank's branch made a value that a fork to come gives to others."""
+        """Keeps a value of this rank's branch, which a later fork gives to other branches."""
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
 
     def portion(self, place: int) -> tuple[int, int]:
-        """How many rows there are, and how many of them this rank runs in a place."""
+        """(number of all rows, number of rows that this rank runs in a place)."""
 
     def inside(self, place: int) -> AbstractContextManager[None]:
-        """For the time of a part of a branch."""
+        """A context in which code of a branch runs, with the random numbers of the branch."""
 
     def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
-        """This rank's rows in a place, at their place among all rows, which are zeros; strides are those of ``like``."""
+        """A tensor with the shape and strides of ``like``: this rank's rows at their position, zeros for all other rows."""
 
     def stand_in(self, like: Tensor) -> Tensor:
-        """Ones for a value that this rank has no need of."""
+        """Ones of the shape of ``like``, for a value that this rank does not need."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A block whose work has begun; ``finish`` waits for it and gives its result."""
+    """A block whose forward has begun; ``finish`` waits for it and returns its result."""
 
     finish: Callable[[], Any]
 
 
 class Streams(Protocol):
-    """What runs blocks at the same time on one rank (runtime/branches/streams.py)."""
+    """Runs blocks concurrently on one rank (runtime/branches/streams.py)."""
 
     def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
         """Begins a block's forward."""

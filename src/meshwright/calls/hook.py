@@ -1,15 +1,15 @@
-"""``ModuleCalls``: what is done around the calls of a model's modules. Each module's forward is wrapped once, on the instance.
+"""``ModuleCalls``: wraps the forward of each module of a model once, on the instance. The steps of a call:
 
     module(x)
-      │  torch's hooks: the model's own, and FSDP2's, which gathers     (outside: they see what the model is to see)
-      ├─ 1  cut        what enters a block is cut over the sequence (calls/sequence.py)
-      ├─ 2  walk       what follows the forward (calls/tracer.py), if something does, says what becomes of the call:
-      │                  run    all of it runs, unseen: 3, 4 and 5
-      │                  open   it runs, looked into: 4 and 5, as what is looked into cannot be computed again
-      │                  stub   nothing of it runs: what it returned when it was recorded stands in
-      ├─ 3  recompute  its activations are dropped, and made again in the backward (runtime/weights/recompute.py)
-      ├─ 4  within     a context is on: a wider type, in a check (parity/widened.py)
-      ├─ 5  replay     on local tensors, by its recorded program (replay/)
+      │  torch's hooks: the model's own, and FSDP2's, which gather      (outside: they see what the model sees)
+      ├─ 1  cut        the input of a block is sharded over the sequence (calls/sequence.py)
+      ├─ 2  trace      the tracer of the forward (calls/tracer.py), if there is one, decides:
+      │                  run    all of the call runs, and its functions are not traced: 3, 4 and 5
+      │                  open   the call runs, and its functions are traced: 4 and 5, as they cannot be recomputed
+      │                  stub   nothing of the call runs: its recorded result stands in
+      ├─ 3  recompute  activations are dropped, and computed again in the backward (runtime/weights/recompute.py)
+      ├─ 4  within     a context is on: a wider dtype, in a check (parity/widened.py)
+      ├─ 5  replay     the block's recorded program runs on local tensors (replay/)
       └─ 6  the module's own forward
 
 Names of modules and parameters, state dicts and types of modules stay as they are. A copy of a model (``copy.deepcopy``) has
@@ -28,36 +28,36 @@ import torch
 from torch import nn
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A forward → the forward that is called in its place."""
+"""A forward → the forward that is called instead."""
 
 Cut = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""A block's name, and what it is called with → what its forward gets."""
+"""(name of a block, args, kwargs of a call) → the args and kwargs for its forward."""
 
 
-class Walk(Protocol):
-    """What follows the calls of one forward.
+class CallTracer(Protocol):
+    """Follows the module calls of one forward (``calls/tracer.Tracer``).
 
     Attributes:
-        thread: the only one whose calls are followed: a block in a thread of its own is not looked into.
+        thread: the thread whose calls are followed: a block that runs in another thread is not traced.
     """
 
     thread: int
 
     def on(self) -> AbstractContextManager[None]:
-        """For the time of the forward."""
+        """A context for the forward."""
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call of a module."""
 
 
 class Forward:
-    """The forward of one module, and what is done around it.
+    """The forward of one module with the steps around it.
 
     Attributes:
-        name: the module's.
-        run: the forward, with recompute if there is any.
-        open: the forward without recompute.
-        called: what stands on the instance: the steps that this module needs.
+        name: the name of the module.
+        run: the forward with steps 3 to 6.
+        open: the forward with steps 4 to 6.
+        called: the function that replaces ``forward`` on the instance, with the steps that this module needs.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Forward:
         within: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         self.name, self.module = name, module
-        own = module.forward
+        original = module.forward
         self._calls, self._within = calls, within
-        self._own = own if replay is None else replay(own)
-        self.open: Callable[..., Any] = self._own if within is None else self._run_within
+        self._innermost = original if replay is None else replay(original)
+        self.open: Callable[..., Any] = self._innermost if within is None else self._run_within
         self.run = self.open if recompute is None else recompute(self.open)
         called = self._cut if block else self._follow if followed else self.run
-        self.called = functools.wraps(own)(functools.partial(called))  # a model may ask for its signature
+        self.called = functools.wraps(original)(functools.partial(called))  # a model may read its signature
 
     def _cut(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls.cut is not None:
@@ -87,30 +87,31 @@ class Forward:
         return self._follow(*args, **kwargs)
 
     def _follow(self, *args: Any, **kwargs: Any) -> Any:
-        walk = self._calls.walk
-        if walk is None or walk.thread != get_ident():
+        tracer = self._calls.tracer
+        if tracer is None or tracer.thread != get_ident():
             return self.run(*args, **kwargs)
-        return walk.call(self, args, kwargs)
+        return tracer.call(self, args, kwargs)
 
     def _run_within(self, *args: Any, **kwargs: Any) -> Any:
         assert self._within is not None
         with self._within():
-            return self._own(*args, **kwargs)
+            return self._innermost(*args, **kwargs)
 
 
 class ModuleCalls:
-    """The calls of a model's modules. A module around which nothing is ever done keeps its forward.
+    """The wrapped module calls of a model. A module that needs no step keeps its forward.
 
     Args:
-        followed: whether walks may follow forwards: every module asks for one.
-        blocks: the modules whose input ``cut`` cuts.
-        recomputed: module → its forward with recompute around it.
-        replayed: module → its forward, or in its place a recorded program.
-        within: module → what makes the context that its forward runs in.
+        followed: whether tracers may follow forwards; then every module is wrapped.
+        blocks: the modules whose inputs ``cut`` shards.
+        cut: see the attribute.
+        recomputed: module → wraps its forward with recompute.
+        replayed: module → wraps its forward with the replay of a recorded program.
+        within: module → makes the context in which its forward runs.
 
     Attributes:
-        walk: what follows the forward that runs, if something does.
-        cut: cuts what enters a block, if something does.
+        tracer: follows the forward that is running, if not None.
+        cut: shards the inputs of blocks, if not None.
     """
 
     def __init__(
@@ -124,17 +125,17 @@ class ModuleCalls:
         replayed: Mapping[str, Around] | None = None,
         within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     ) -> None:
-        self.walk: Walk | None = None
+        self.tracer: CallTracer | None = None
         self.cut = cut
         recomputed, replayed, within = recomputed or {}, replayed or {}, within or {}
         modules = dict(model.named_modules())
-        asking = {n for n, m in modules.items() if followed and not isinstance(m, torch.jit.ScriptModule)}
-        for name in {*blocks, *recomputed, *replayed, *within, *asking}:
+        traced = {n for n, m in modules.items() if followed and not isinstance(m, torch.jit.ScriptModule)}
+        for name in {*blocks, *recomputed, *replayed, *within, *traced}:
             forward = Forward(
                 self,
                 name,
                 modules[name],
-                followed=name in asking,
+                followed=name in traced,
                 block=name in blocks,
                 recompute=recomputed.get(name),
                 replay=replayed.get(name),
@@ -143,18 +144,18 @@ class ModuleCalls:
             modules[name].forward = forward.called
 
     @contextmanager
-    def following(self, walk: Walk) -> Iterator[None]:
-        """For the time of a forward, ``walk`` follows it."""
-        before, self.walk = self.walk, walk
+    def following(self, tracer: CallTracer) -> Iterator[None]:
+        """While on, ``tracer`` follows the forward that runs."""
+        before, self.tracer = self.tracer, tracer
         try:
-            with walk.on():
+            with tracer.on():
                 yield
         finally:
-            self.walk = before
+            self.tracer = before
 
     @contextmanager
     def cutting(self, cut: Cut) -> Iterator[None]:
-        """For the time of a forward, ``cut`` cuts what enters blocks."""
+        """While on, ``cut`` shards the inputs of blocks."""
         before, self.cut = self.cut, cut
         try:
             yield
@@ -164,7 +165,7 @@ class ModuleCalls:
 
 @contextmanager
 def wrapped(model: nn.Module, *, followed: bool = False, blocks: Collection[str] = ()) -> Iterator[ModuleCalls]:
-    """For the time of some forwards, a model's module calls. Then the model is as it was."""
+    """Wraps a model's module calls within the block; afterwards the model is as before."""
     before = {m: vars(m).get("forward") for m in model.modules()}
     try:
         yield ModuleCalls(model, followed=followed, blocks=blocks)
@@ -177,7 +178,7 @@ def wrapped(model: nn.Module, *, followed: bool = False, blocks: Collection[str]
 
 
 @contextmanager
-def following(model: nn.Module, walk: Walk) -> Iterator[None]:
-    """For the time of one forward, ``walk`` follows it. Then the model is as it was."""
-    with wrapped(model, followed=True) as calls, calls.following(walk):
+def following(model: nn.Module, tracer: CallTracer) -> Iterator[None]:
+    """``tracer`` follows one forward within the block; afterwards the model is as before."""
+    with wrapped(model, followed=True) as calls, calls.following(tracer):
         yield

@@ -1,9 +1,9 @@
-"""A part of the model: its own forward, of which this rank runs a stage, and in it the trunk and its own branches.
+"""``StageInterpreter``: runs the model's own forward, of which this rank executes one stage: the trunk and its own branches.
 
-Each call of a module runs, is a stub, or is looked into (calls/stage.py). A value that another stage or branch gives is,
-here, the tensor that was received, if something here takes it, or else a ``RemoteTensor``: shape and type, and an error for
-whoever reads it. The forward stops as soon as everything that other stages take of this one exists. Forks and joins
-(regions.py) come in their turn, on every rank of the place around them.
+Each call of a module runs, is a stub, or is open (calls/stage.py). A value of another stage or branch is the tensor that was
+received, if something on this rank takes it; else a ``RemoteTensor`` with shape and dtype, which raises an error if it is read.
+The forward stops as soon as everything exists that other stages take from this one. Forks and joins (regions.py) are performed
+in the order of the program, on every rank of the place around them.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of
 
 
 class _Done(BaseException):
-    """Everything that others take of this stage exists. Not an Exception, so that a model lets it through."""
+    """Stops the forward: every value that other stages take exists. Not an Exception, so that no model catches it."""
 
 
 class StageInterpreter(Tracer):
     """One microbatch's forward through one stage.
 
-    What it keeps besides its values (calls/values.py), each with what holds of it throughout:
+    Its state besides the values (calls/values.py), with invariants:
 
-        _crossings   forks and joins still to come (calls/crossings.py); all before the present position are done.
-        _started     blocks that run beside: before which position each must have ended. None is past its position.
-        _units       how many of FSDP's units are being looked into: the forward does not end within one.
-        _handed      tensors that hooks handed to modules in place of values, by id: within the module each is itself.
-        _hooking     whether torch makes a node for a module's backward hook.
-        _stale       whether some plain tensor here (a buffer, say) is what another stage has changed since. Grows only.
-        closed       (of ``Tracer``) how many calls that are not looked into are running: while it is not 0, no event is met.
+        _crossings     forks and joins still to come (calls/crossings.py); all before the current position are done.
+        _started       (position, call, handle) of blocks that run concurrently: each must end before its position.
+        _open_units    how many units of FSDP are open: the forward does not stop within one.
+        _replacements  tensors that hooks passed to modules in place of values, by id: within the module, each is used as it is.
+        _hooking       whether torch is making the autograd node for a module's backward hook.
+        _stale         whether some plain tensor on this rank (a buffer, say) has since been changed by another stage. Once
+                       true, it stays true.
+        closed         (of ``Tracer``) how many calls are running that are not traced: while it is not 0, there are no events.
 
     Args:
         program: what the stage does.
-        received: the values that other stages gave, by number.
-        device: of this rank.
-        name: a stage → how errors call it.
-        send: what the model calls a value → the tensor that is sent (a cut one made whole).
-        exchange: what forks and joins, where there are branches.
-        streams: what runs blocks at the same time on this rank.
+        received: the values from other stages, by number.
+        device: the device of this rank.
+        name: a stage → its name in errors.
+        send: a value as the model sees it → the tensor to send (a sharded one is gathered).
+        exchange: performs forks and joins, if there are branches.
+        streams: runs blocks concurrently on this rank.
+        carried: see ``Tracer``.
     """
 
     def __init__(
@@ -75,38 +77,38 @@ class StageInterpreter(Tracer):
         self._values, self._streams = StageValues(program), streams
         self._crossings = Crossings(program, self._values, exchange)
         self._started: list[tuple[int, Call, Started]] = []
-        self._units = 0
-        self._handed: dict[int, Tensor] = {}
+        self._open_units = 0
+        self._replacements: dict[int, Tensor] = {}
         self._hooking = self._stale = False
         for number, value in received.items():
             self.keep(value, number)
 
     def outputs(self) -> list[Tensor]:
-        """What other stages take, in the program's order."""
+        """The values that other stages take, in the order of the program."""
         return [self._values[n] for n in self.program.out]
 
     # --- values -----------------------------------------------------------------------------------------------------
 
     def replaced(self, number: int, now: Tensor) -> None:
         """See ``Tracer``."""
-        if self.program.moves:  # what branches fork is the same on all ranks, whichever have the module that was hooked
+        if self.program.moves:  # a fork gives the same value on all ranks, whether or not they have the hooked module
             self.name_value(now, number)
         else:
             self.keep(now, number)
 
-    def handed(self, number: int, now: Tensor) -> None:
+    def replaced_within(self, number: int, now: Tensor) -> None:
         """See ``Tracer``."""
         self.name_value(now, number)
         if not self.program.moves:  # (see ``replaced``)
-            self._handed[id(now)] = now
+            self._replacements[id(now)] = now
 
     def keep(self, t: Tensor, number: int) -> None:
-        """``t`` is what stands for a value from now on."""
+        """From now on ``t`` stands for a value."""
         self.name_value(t, number)
         self._values[number] = t
 
-    def _gave(self, t: Tensor, number: int | None, since: int, place: int = 0) -> None:
-        """A tensor that this stage gave, from a position on and in a place: its own, or one that it took."""
+    def _record_value(self, t: Tensor, number: int | None, since: int, place: int = 0) -> None:
+        """Enters a result of this stage, in a place. A value from before position ``since`` is only marked: it was taken."""
         if number is None or isinstance(t, (nn.Parameter, Placeholder)):
             return
         self.name_value(t, number)
@@ -115,38 +117,39 @@ class StageInterpreter(Tracer):
         self._values.enter(number, t, place)
 
     def _stop_if_done(self) -> None:
-        """Between calls and events: hooks of the call that gave the last value have run then; within an FSDP unit its own
-        have not."""
-        if self._values.complete and not self.program.last and not self._units:
+        """Called between calls and events, when the hooks of the last call have run. Within an FSDP unit they have not."""
+        if self._values.complete and not self.program.last and not self._open_units:
             raise _Done
 
-    def _had(self, t: Tensor, place: int = 0) -> Tensor:
-        """The tensor that stands for ``t`` here, in a place; itself where it is not a value or there is none."""
+    def _tensor_of(self, t: Tensor, place: int = 0) -> Tensor:
+        """This rank's tensor for the value ``t``, in a place; ``t`` itself if it is no value, or this rank has no tensor."""
         number = self.number(t)
-        if number is None or id(t) in self._handed:
+        if number is None or id(t) in self._replacements:
             return t
-        arrived_value = self._values.taken(number, place)
-        return self._values.get(number, t) if arrived_value is None else arrived_value
+        in_branch = self._values.taken(number, place)
+        return self._values.get(number, t) if in_branch is None else in_branch
 
-    def arrived(self, number: int) -> None:
+    def wait_for(self, number: int) -> None:
         """See ``Tracer``."""
-        self._values.arrived(number)
+        self._values.wait_for(number)
 
-    def _reach(self, position: int) -> None:
-        """Forks and joins up to a position of the program, whether or not what stands there runs here; and the ends of
-        blocks that run beside."""
-        for entry in [s for s in self._started if s[0] <= position]:
-            self._started.remove(entry)
+    def _advance_to(self, position: int) -> None:
+        """Performs forks and joins up to a position of the program, whether or not this rank runs the event there; and waits
+        for concurrent blocks that must end before it."""
+        for started in [s for s in self._started if s[0] <= position]:
+            self._started.remove(started)
+            _, call, block = started
             self.closed += 1
-            result = entry[2].finish()
+            result = block.finish()
             self.closed -= 1
-            self._returned(entry[1], result)
+            self._finish_call(call, result)
         while self._crossings.due(position):
             self.closed += 1
             self._crossings.cross(self.keep)
             self.closed -= 1
 
-    def _standing(self, number: int, like: Tensor) -> Tensor:
+    def _stand_in(self, number: int, like: Tensor) -> Tensor:
+        """This rank's tensor for a value; a ``RemoteTensor`` if it has none. ``like``: the recorded tensor."""
         if number not in self._values:
             return RemoteTensor(self.graph.like(number, like), self, number, self.device)
         return self._values[number]
@@ -158,6 +161,7 @@ class StageInterpreter(Tracer):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``."""
         treated = self.program.treated.get(path, OPEN)
         if path == ROOT:
             return self._root(forward.run, args, kwargs)
@@ -166,39 +170,43 @@ class StageInterpreter(Tracer):
             closed, unit = self.closed, isinstance(forward.module, FSDPModule)
             lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
             lengths = [len(x) for x in lists]
-            self._units += unit
+            self._open_units += unit
             result = self.follow(path, forward.open, args, kwargs)
-            self._units -= unit
-            if self.closed > closed:  # from somewhere within on it ran unseen
+            self._open_units -= unit
+            if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
                 self.closed = closed
                 call = self.graph.calls[path]
-                result = self._returned(call, self._told_apart(result, (args, kwargs), call.outputs))
-                self._appended(call, lists, lengths)
+                result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
+                self._record_appended(call, lists, lengths)
             return result
         call = self.graph.calls[path]
-        self._reach(call.stop - 1)
-        self._values.come_past(call.stop - 1)  # (nothing stops within it)
+        self._advance_to(call.stop - 1)
+        self._values.come_past(call.stop - 1)  # (the forward does not stop within the call)
         if treated == STUB:
-            return stub(call, args, kwargs, self._standing, self.name_value)
+            return stub(call, args, kwargs, self._stand_in, self.name_value)
         place = self.program.place(call.start)
-        given = args, kwargs
-        args, kwargs = map_tensors(lambda t: self._had(t, place), given)
+        model_args = args, kwargs
+        args, kwargs = map_tensors(lambda t: self._tensor_of(t, place), model_args)
         self._values.taken_by(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
-            stream, taken = self.program.streamed[path]
-            self._started.append((taken, call, self._streams.start(stream, forward.run, args, kwargs)))
+            stream, first_use = self.program.streamed[path]
+            self._started.append((first_use, call, self._streams.start(stream, forward.run, args, kwargs)))
             self.closed -= 1
-            return stub(call, *given, self._standing, self.name_value)
+            return stub(call, *model_args, self._stand_in, self.name_value)
         try:
             run = forward.run
             result = run(*args, **kwargs) if not place else self._in_branch(place, run, args, kwargs)
         finally:
             self.closed -= 1
-        return self._returned(call, self._told_apart(result, (args, kwargs), call.outputs), place)
+        return self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs), place)
 
-    def _appended(self, call: Call, lists: list[list[Any]], lengths: list[int]) -> None:
-        """What a call that ran here unseen appended to lists: its tensors are the values that they were when recorded."""
+    def _record_appended(self, call: Call, lists: list[list[Any]], lengths: list[int]) -> None:
+        """Enters the values that an untraced call appended to lists among its arguments.
+
+        Args:
+            lists: the lists among its arguments; ``lengths``: their lengths before the call.
+        """
         for grown in call.grown:
             new = tensors_of(lists[grown.which][lengths[grown.which] :])
             if len(new) != len(grown.values):
@@ -206,65 +214,68 @@ class StageInterpreter(Tracer):
                     f"{spelled(call.path)} appended {len(new)} tensors to a list, {len(grown.values)} when it was recorded"
                 )
             for t, number in zip(new, grown.values, strict=True):
-                self._gave(t, number, call.start)
+                self._record_value(t, number, call.start)
 
     def _in_branch(self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call or event of a branch: on its share of the rows, with its own random numbers."""
+        """Runs a call or event of a branch: on this rank's share of the rows, with the random numbers of the branch."""
         assert self._exchange is not None
         exchange = self._exchange
         with exchange.inside(place):
             args, kwargs = map_tensors(lambda t: exchange.share(place, t), (args, kwargs))
             return forward(*args, **kwargs)
 
-    def _returned(self, call: Call, result: Any, place: int = 0) -> Any:
-        """A call that ran here, unseen, gave ``result``; what the model is to see."""
+    def _finish_call(self, call: Call, result: Any, place: int = 0) -> Any:
+        """Enters the result of an untraced call that this rank ran. Returns the result that the model sees."""
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
                 f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
             )
         for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
-            self._gave(t, number, call.start, place)
-            self._passed(t, before)
+            self._record_value(t, number, call.start, place)
+            self._unmark_parameter(t, before)
         return self._all_rows(result, place, call.outputs, call.returned)
 
-    def _told_apart(self, result: Any, given: Any, numbers: Sequence[int | None]) -> Any:
-        """``result``; where that was a value when recorded, and is now a tensor of the batch as it was given
-        (``mask.type_as(x)``, of the type that it has), another name for it: what else is made of that tensor is no value."""
-        strangers = [t for t in tensors_of(given) if not self.known(t) and not isinstance(t, nn.Parameter)]
+    def _as_new_tensors(self, result: Any, arguments: Any, numbers: Sequence[int | None]) -> Any:
+        """``result``, with a view in place of a value that is, in this run, a tensor of the batch itself.
+
+        ``mask.type_as(x)`` is a value; if the mask has that dtype already, the result is the mask. The mask itself must not
+        be marked as a value, as functions of it alone are no events.
+        """
+        strangers = [t for t in tensors_of(arguments) if not self.known(t) and not isinstance(t, nn.Parameter)]
         number = iter(numbers)
 
-        def own(t: Tensor) -> Tensor:
+        def apart(t: Tensor) -> Tensor:
             return t.view_as(t) if next(number, None) is not None and any(t is x for x in strangers) else t
 
-        return map_tensors(own, result) if strangers else result
+        return map_tensors(apart, result) if strangers else result
 
     def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
-        """What was made in a place as the model sees it: all rows, also where this rank has some of them."""
+        """A result of a place as the model sees it: with all rows, also if this rank has only some of them."""
         if not self.program.divides(place):
             return result
         likes = zip(numbers, tensors_of(recorded), strict=True)
 
-        def stand(t: Tensor) -> Tensor:
+        def whole(t: Tensor) -> Tensor:
             number, like = next(likes)
             return t if number is None else RowShard(like, self, number, self.device, t)
 
-        return map_tensors(stand, result)
+        return map_tensors(whole, result)
 
-    def _passed(self, t: Tensor, before: Tensor) -> None:
-        """Where a parameter was handed on when the forward was recorded, its local part is what stands for it."""
+    def _unmark_parameter(self, t: Tensor, before: Tensor) -> None:
+        """If a recorded result was a parameter, its local part is the result now, and is no value."""
         if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):
             self.name_value(t, None)
 
     def _root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward. What it gives here are the values that others take, or on the last stage its output."""
+        """Runs the model's own forward. Returns the values that other stages take, or on the last stage the model's output."""
         try:
             result = self.follow(ROOT, forward, args, kwargs)
         except _Done:
             result = None
-        self._reach(len(self.graph.events))
+        self._advance_to(len(self.graph.events))
         if self.program.last:
-            return map_tensors(self._had, result) if self.program.moves or self.program.streamed else result
+            return map_tensors(self._tensor_of, result) if self.program.moves or self.program.streamed else result
         if missing := self._values.missing:
             event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(
@@ -273,18 +284,18 @@ class StageInterpreter(Tracer):
             )
         self.closed += 1
         for number in self.program.out:
-            self.arrived(number)
+            self.wait_for(number)
             self._values[number] = self._send(self._values[number])
         return self.outputs()
 
     def segment_begins(self, segment: Segment) -> bool:
-        """What is computed again in a backward is not looked into then: so all of it must be this rank's."""
+        """See ``Tracer``. A segment is recomputed untraced, so only if all its events are this rank's."""
         start, stop = self.graph.segments.get(segment, (0, 0))
-        return start < stop and all(map(self.program.here, range(start, stop)))
+        return start < stop and all(map(self.program.runs, range(start, stop)))
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``. Where a module has a backward hook, torch makes a node of the graph that gives what it takes,
-        and sets that as the history of the tensors that it gives."""
+        """See ``Tracer``. For a module with a backward hook torch makes a node that returns its inputs, and sets it as the
+        autograd history of the tensors that it returns."""
         before, self._hooking = self._hooking, function.__name__ == "BackwardHookFunction"
         try:
             return super().custom(apply, function, args, kwargs)
@@ -296,6 +307,7 @@ class StageInterpreter(Tracer):
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
+        """See ``Tracer``."""
         self._stop_if_done()
         position = self.graph.positions.get((path, index))
         name = label_of(func)
@@ -307,28 +319,28 @@ class StageInterpreter(Tracer):
                 "before parallelize"
             )
         event = self.graph.events[position]
-        self._reach(position)
+        self._advance_to(position)
         place = self.program.place(position)
         for i, number in event.named:
             self.share(tensors[i])
             self.name_value(tensors[i], number)
-            self._stale |= not self.program.here(position)
-            if self.program.here(position):
-                self._gave(tensors[i], number, position, place)
-        result = self._answered(event, position, func, args, kwargs, tensors)
-        self._rename(event, position, place)
+            self._stale |= not self.program.runs(position)
+            if self.program.runs(position):
+                self._record_value(tensors[i], number, position, place)
+        result = self._run_or_pass(event, position, func, args, kwargs, tensors)
+        self._renumber(event, position, place)
         self._values.come_past(position)
         return result
 
-    def _rename(self, event: Event, position: int, place: int) -> None:
-        """Other names of the memory that an event wrote to have other numbers now."""
+    def _renumber(self, event: Event, position: int, place: int) -> None:
+        """Gives new numbers to the other values in the memory to which an event wrote."""
         for before, now in event.renamed:
             t = self._values.made_in(before, place)
             self.renamed[before] = now
-            if self.program.here(position) and t is not None:
-                self._gave(t, now, position, place)
+            if self.program.runs(position) and t is not None:
+                self._record_value(t, now, position, place)
 
-    def _answered(
+    def _run_or_pass(
         self,
         event: Event,
         position: int,
@@ -337,44 +349,45 @@ class StageInterpreter(Tracer):
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> Any:
-        """What an event gives here."""
+        """The result of an event: of running it, or what stands for the result if it is another rank's."""
         if event.hands_on and any(t.is_meta for t in tensors):
-            return self._pass(event, args, tensors)  # a parameter of another stage, which goes nowhere here
-        held = all(n in self._values for n in event.inputs)
-        if self.program.here(position) or (held and (event.reads or event.hands_on)):
+            return self._pass(event, args, tensors)  # a parameter of another stage, which this stage does not use
+        has_inputs = all(n in self._values for n in event.inputs)
+        if self.program.runs(position) or (has_inputs and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
         if position in self.program.drawn or position in self.program.along:
-            self._draw_too(func, args, kwargs)
+            self._discard_draw(func, args, kwargs)
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
         return self._pass(event, args, tensors)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an event and enters its results."""
         position = self.graph.positions[event.path, event.index]
         target, place = args[0] if event.written is not None and args else None, self.program.place(position)
-        place = place if place in self.program.mine else 0  # (a parameter that is handed on)
-        called_with = args, kwargs
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._had(t, place), (args, kwargs))
+        place = place if place in self.program.mine else 0  # (an event that returns a parameter runs on every rank)
+        model_args = args, kwargs
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._tensor_of(t, place), (args, kwargs))
         if any(isinstance(t, Placeholder) for t in pytree.tree_leaves((args, kwargs))):
             placeholder = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
             raise self.unavailable(placeholder._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.portion(place))
         if position in self.program.drawn:
-            result = self._drawn(place, func, called_with, (args, kwargs))
+            result = self._draw_in_branch(place, func, model_args, (args, kwargs))
         else:
             result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
-            # What the model does next may follow from the value; to the end of this call all of it is this stage's.
+            # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.taken_by(self.graph.calls[event.path], place)
             self.closed += 1
             return result
         if target is None:
-            result = self._told_apart(result, (args, kwargs), event.outputs)
+            result = self._as_new_tensors(result, (args, kwargs), event.outputs)
         elif event.written is not None:
-            self._gave(args[0], event.written, position)
-            if target is not args[0]:  # the model goes on with its own name for it
+            self._record_value(args[0], event.written, position)
+            if target is not args[0]:  # the model goes on with its own tensor
                 self.name_value(target, event.written)
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if len(results) != len(event.outputs):
@@ -384,31 +397,32 @@ class StageInterpreter(Tracer):
         recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
         for t, number, before in zip(results, event.outputs, recorded, strict=True):
             if target is None or t is not args[0]:
-                self._gave(t, number, position, place)
-            self._passed(t, before)
+                self._record_value(t, number, position, place)
+            self._unmark_parameter(t, before)
         return self._all_rows(result, place, event.outputs, self.graph.outputs[event.path, event.index])
 
-    def _drawn(self, place: int, func: Any, given: Any, had: Any) -> Any:
-        """A draw in a branch from the trunk's random numbers. A rank that has some of the rows draws for all rows.
+    def _draw_in_branch(self, place: int, func: Any, model_args: Any, local_args: Any) -> Any:
+        """A draw in a branch from random numbers of the trunk. A rank that has some of the rows draws for all rows.
 
         Args:
-            given: what the model calls the function with; ``had``: what stands for that here.
+            model_args: (args, kwargs) as the model passes them; ``local_args``: as this rank has them.
         """
-        args, kwargs = had
+        args, kwargs = local_args
         if not self.program.divides(place):
             return func(*args, **kwargs)
         assert self._exchange is not None
-        exchange, asked = self._exchange, iter(tensors_of(given))
+        exchange, likes = self._exchange, iter(tensors_of(model_args))
 
-        def of_all(t: Tensor) -> Tensor:
-            like = next(asked)
+        def of_all_rows(t: Tensor) -> Tensor:
+            like = next(likes)
             return exchange.among_all(place, t, like) if t.shape != like.shape else t
 
-        args, kwargs = map_tensors(of_all, had)
+        args, kwargs = map_tensors(of_all_rows, local_args)
         return map_tensors(lambda t: exchange.share(place, t), func(*args, **kwargs))
 
-    def _draw_too(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Another branch or stage draws from random numbers that are drawn from here, too: as many are drawn, for nothing."""
+    def _discard_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Another branch or stage draws from a generator from which this rank draws too: draws as many numbers, and drops
+        them, so that generators stay equal."""
         stand_in = self._ones if self._exchange is None else self._exchange.stand_in
         args, kwargs = map_tensors(stand_in, (args, kwargs))
         with torch.no_grad():
@@ -419,48 +433,50 @@ class StageInterpreter(Tracer):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
 
     def _pass(self, event: Event, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """An event of another stage."""
+        """An event of another stage or branch: what stands for its result on this rank."""
         recorded = self.graph.outputs[event.path, event.index]
         if event.written is not None and args and isinstance(args[0], Tensor):
             if isinstance(args[0], RemoteTensor) and tuple(args[0].shape) != self.graph.values[event.written].shape:
-                # After ``unsqueeze_``, in the model's own hands.
+                # A change of shape in place (``unsqueeze_``): the model's own tensor must change its shape.
                 like = self.graph.like(event.written, tensors_of(recorded)[0])
                 torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
             self.name_value(args[0], event.written)
             self._stale |= not isinstance(args[0], Placeholder)
-        numbers, given = iter(event.outputs), {self.number(t): t for t in tensors}
-        # What a Function of the model's marks as dirty it gives as it took it, written to.
-        given |= {now: given[before] for before, now in event.renamed if before in given}
+        numbers, arguments = iter(event.outputs), {self.number(t): t for t in tensors}
+        # An argument that a Function of the model marks as dirty is returned, with its new number.
+        arguments |= {now: arguments[before] for before, now in event.renamed if before in arguments}
 
         def stand(t: Tensor) -> Any:
             number = next(numbers)
-            if number is not None and number in given and number != event.written:
-                return given[number]  # the very thing: a write to either is one to both
+            if number is not None and number in arguments and number != event.written:
+                return arguments[number]  # the argument itself: a write to either is a write to both
             if number is not None and number == event.written:
                 return self._values.get(number, args[0])
-            # The value itself has another history: that of where it comes from.
+            # Not this rank's tensor, whose autograd history is another.
             if number is not None and self._hooking:
                 return RemoteTensor(self.graph.like(number, t), self, number, self.device)
-            return t if number is None else self._standing(number, t)
+            return t if number is None else self._stand_in(number, t)
 
         return pytree.tree_map_only(Tensor, stand, recorded)
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``."""
         x = args[0] if args else None
         if self._values.waits and func in _SHOWS and (number := self.number(args[0])) is not None:
-            self.arrived(number)
+            self.wait_for(number)
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
-            return self.device  # a parameter of another stage, asked where to make something
+            return self.device  # a parameter of another stage: the model makes a tensor on its device
         if func == SET_DATA and isinstance(x, nn.Parameter):
             if x.is_meta:
-                return None  # a parameter of another stage: written there
+                return None  # a parameter of another stage, which writes it
             if isinstance(args[1], Placeholder):
                 raise self.unavailable(args[1]._mw_value[1], "p.data = ...", "")
         return func(*args, **kwargs)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``."""
         if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
-            args, kwargs = pytree.tree_map_only(Tensor, self._had, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, self._tensor_of, (args, kwargs))
         return func(*args, **kwargs)
 
     def may_be_passed(self) -> bool:
@@ -469,5 +485,5 @@ class StageInterpreter(Tracer):
 
 
 _DEVICE = Tensor.device.__get__
-# No functions of a value, but reach its memory.
+# Facts that reach the memory of a value.
 _SHOWS = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])

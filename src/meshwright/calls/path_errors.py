@@ -1,4 +1,4 @@
-"""What is wrong with a forward that takes another path than was recorded, in words."""
+"""The errors for a forward that takes another path than the recorded one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from meshwright.calls.stage import StageProgram
 
 
 def unavailable(program: StageProgram, name: Callable[[int], str], number: int, function: str, line: str) -> PathError:
-    """The error for taking a value that is not here.
+    """The error if a function takes a value that is on other ranks.
 
     Args:
-        name: a stage → how errors call it.
-        number: of the value; ``function`` takes it, at the model's ``line``.
+        name: a stage → its name in errors.
+        number: the number of the value.
+        function, line: the function that takes it, and its line in the model's code.
     """
     value = program.graph.values[number]
     maker = program.graph.events[value.position]
@@ -22,13 +23,11 @@ def unavailable(program: StageProgram, name: Callable[[int], str], number: int, 
     if program.branches is not None and program.place(value.position) not in program.mine:
         place = program.branches[program.place(value.position)]
         return PathError(
-            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}, where it "
-            "was not to take it when the forward was recorded: it took another path then. Give the sample batch the "
-            "path that training takes"
+            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}. The recorded "
+            "forward did not take it there: it took another path. Use a sample batch that takes the path of training"
         )
     return PathError(
         f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {name(stage)}, "
-        f"on {name(program.stage)}, which was not to take it when the forward was recorded: it took "
-        f"another path then. Place what takes it with {module}: modules: {{{module}: {{on: ...}}}}, or give the "
-        "sample batch the path that training takes"
+        f"on {name(program.stage)}. The recorded forward did not take it there: it took another path. Place the module that "
+        f"takes it with {module}: modules: {{{module}: {{on: ...}}}}, or use a sample batch that takes the path of training"
     )

@@ -1,10 +1,10 @@
-"""What stands for a value in the model's hands where the value itself is not, or not whole; and what may be asked of it.
+"""Placeholders: tensors that the model sees in place of a value that this rank does not have, or has in part.
 
-    RemoteTensor    other ranks have it
-    RowShard        a branch made it, of which each data rank has some rows: this rank its ``rows``
+    RemoteTensor    the value is on other ranks
+    RowShard        a value of a branch whose data ranks have some rows each; ``rows`` are those of this rank
 
-Both have the shape and type that the value has on one device, and nothing else: what the model makes of its shape is the
-same on every rank. A function that takes one is an event of the walk, which puts the value in its place, where it is here.
+Both have the shape and dtype that the value has on one device, and no data. So whatever the model computes from shapes is the
+same on every rank. A function that takes one is an event; the tracer replaces it by the value, if this rank has it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ S = TypeVar("S", bound="Placeholder")
 
 
 class PathError(RuntimeError):
-    """A forward that did not do what the recorded one did."""
+    """A forward took another path than the recorded one."""
 
 
 class Placeholder(Tensor):
-    """Shape, strides and type of a value; an error for whoever reads it outside the model's forward."""
+    """Shape, strides and dtype of a value. Reading it outside the model's forward is an error."""
 
     _mw_value: tuple[Any, int]
 
     @staticmethod
-    def __new__(cls: type[S], like: Tensor, walk: Tracer, number: int, device: torch.device, *_: Any) -> S:
+    def __new__(cls: type[S], like: Tensor, tracer: Tracer, number: int, device: torch.device, *_: Any) -> S:
         strides = like.stride() if like.layout is torch.strided else None
         self = wrapper(cls, like, like.shape, strides=strides, device=device, requires_grad=like.requires_grad)
-        walk.name_value(self, number)
+        tracer.name_value(self, number)
         return self
 
     @classmethod
@@ -58,17 +58,17 @@ class Placeholder(Tensor):
 
 
 class RemoteTensor(Placeholder):
-    """A value that other ranks have."""
+    """A value that is on other ranks."""
 
 
 class RowShard(Placeholder):
-    """A value of which this rank has some rows, or as many as there are if they are too few to divide.
+    """A value of which this rank has some rows; or all rows, if they are too few to divide.
 
     Attributes:
-        rows: those, a tensor like any other.
+        rows: a plain tensor with these rows.
     """
 
-    def __init__(self, like: Tensor, walk: Tracer, number: int, device: torch.device, rows: Tensor) -> None:
+    def __init__(self, like: Tensor, tracer: Tracer, number: int, device: torch.device, rows: Tensor) -> None:
         self.rows = rows
 
 
@@ -76,7 +76,10 @@ _SIZED = frozenset(["view", "reshape", "expand"])
 
 
 def sized(func: Any, args: tuple[Any, ...], rows: int, local_rows: int) -> tuple[Any, ...]:
-    """The arguments of a function that takes a shape, ``rows`` long, as it is of ``local_rows`` of them: ``x.view(8, -1)``."""
+    """The arguments of a function that takes a shape, with ``local_rows`` in place of a leading size ``rows``.
+
+    With 8 rows of which this rank has 2, the arguments of ``x.view(8, -1)`` become those of ``x.view(2, -1)``.
+    """
     if getattr(func, "__name__", "") not in _SIZED or len(args) < 2:
         return args
     x, first, *others = args
@@ -85,43 +88,45 @@ def sized(func: Any, args: tuple[Any, ...], rows: int, local_rows: int) -> tuple
     return (x, local_rows, *others) if first == rows else args
 
 
-def held(t: Tensor) -> Tensor:
-    """What this rank has of a value: its rows, where it has some; else the tensor itself."""
+def local_rows(t: Tensor) -> Tensor:
+    """This rank's rows of a ``RowShard``; any other tensor itself."""
     return t.rows if isinstance(t, RowShard) else t
 
 
-def arrived(t: Tensor) -> None:
-    """Something outside the model reads a tensor: waits for it where it is on its way."""
-    walk, number = _known(t)
-    if walk is not None and number is not None:
-        walk.arrived(number)
+def wait_for(t: Tensor) -> None:
+    """To be called before code outside the model reads a tensor: waits for it if it is still on its way."""
+    tracer, number = _traced(t)
+    if tracer is not None and number is not None:
+        tracer.wait_for(number)
 
 
-def replaced(before: Tensor, now: Tensor) -> None:
-    """Something outside the model has put a tensor in place of another, which the model goes on with."""
-    walk, number = _known(before)
-    if walk is not None and number is not None:
-        walk.replaced(number, now)
+def note_replaced(before: Tensor, now: Tensor) -> None:
+    """Tells the tracer that code outside the model has replaced a tensor, and that the model goes on with the new one."""
+    tracer, number = _traced(before)
+    if tracer is not None and number is not None:
+        tracer.replaced(number, now)
 
 
-def handed(before: Tensor, now: Tensor) -> None:
-    """Something outside the model hands a module a tensor in place of another, which stays what it is around the module."""
-    walk, number = _known(before)
-    if walk is not None and number is not None:
-        walk.handed(number, now)
+def note_replaced_within(before: Tensor, now: Tensor) -> None:
+    """Tells the tracer that a module gets another tensor as its argument; outside the module the tensor is unchanged."""
+    tracer, number = _traced(before)
+    if tracer is not None and number is not None:
+        tracer.replaced_within(number, now)
 
 
-def _known(t: Tensor) -> tuple[Tracer | None, int | None]:
+def _traced(t: Tensor) -> tuple[Tracer | None, int | None]:
+    """(the tracer whose value a tensor is, the number of the value); None, None for any other tensor."""
     mark, number = getattr(t, "_mw_value", (None, None))
-    return (None if mark is None else mark.walk()), number
+    return (None if mark is None else mark.tracer()), number
 
 
 def _unavailable(func: Any, values: Any) -> RuntimeError:
+    """The error if code outside the forward reads a placeholder."""
     placeholder = next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
     mark, number = placeholder._mw_value
-    name, walk = label_of(func), mark.walk()
+    name, tracer = label_of(func), mark.tracer()
     if isinstance(placeholder, RowShard):
-        return PathError(f"{name} takes a tensor of which this rank has some rows alone; they are its .rows")
-    if walk is None:
+        return PathError(f"{name} takes a tensor of which this rank has only some rows; read them as its .rows")
+    if tracer is None:
         return PathError(f"{name} takes a tensor of a forward that has ended; its value lives on other ranks")
-    return walk.unavailable(number, name, "")
+    return tracer.unavailable(number, name, "")

@@ -1,7 +1,7 @@
-"""Sequence parallelism: block inputs cut over dim 1, so that what lies between tensor-parallel regions is cut too.
+"""Sequence parallelism: inputs of blocks are sharded over dim 1, and so are activations between tensor-parallel regions.
 
-Nothing else is needed: a residual stream that is cut stays cut through norms and additions, a partial sum that meets it
-is reduce-scattered, and a column-sharded linear gathers it (Korthikanti et al., arXiv 2205.05198, section 4.2).
+Nothing else is needed. A sharded residual stream stays sharded through norms and additions; a partial sum that is added to it
+is reduce-scattered; a column-sharded linear gathers it (Korthikanti et al., arXiv 2205.05198, section 4.2).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.calls.placeholder import Placeholder, arrived, handed
+from meshwright.calls.placeholder import Placeholder, note_replaced_within, wait_for
 from meshwright.layout import Shard, even_shard
 from meshwright.private import without_modes
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.tensor import GlobalTensor
 
-DIM = 1  # of (batch, sequence, features); for (sequence, batch, features) it cuts the batch, which is right as well
+DIM = 1  # of (batch, sequence, features). In (sequence, batch, features) it is the batch, which is right as well
 
 
 class InputCut:
-    """Cuts the first activation that enters a block over its dim 1 (calls/hook.py).
+    """Shards the first activation among the arguments of a block over dim 1 (calls/hook.py).
 
     Args:
-        watched: keeps what it cuts, for ``written``.
+        watched: whether to keep the sharded tensors, for ``written``.
     """
 
     def __init__(self, dispatcher: Dispatcher, *, watched: bool = False) -> None:
@@ -48,7 +48,7 @@ class InputCut:
         return sharded
 
     def written(self) -> set[str]:
-        """The blocks that wrote to what they were given: what is cut is a copy, and the model would miss it."""
+        """The blocks that wrote to their sharded input. It is a copy, so the model would miss the write."""
         return {block for block, t, before in self._cuts or () if self._dispatcher.state_of(t) != before}
 
 
@@ -57,16 +57,16 @@ def _is_activation(x: Any) -> bool:
 
 
 def cut_input(dispatcher: Dispatcher, x: Tensor) -> Tensor:
-    """``x`` cut over dim 1; as it is where it is cut already, lives elsewhere, or has less than a position a rank."""
+    """``x``, sharded over dim 1; unchanged if it is sharded already, is on other ranks, or has fewer positions than ranks."""
     if isinstance(x, Placeholder) or isinstance(dispatcher.layout(x), Shard) or x.shape[DIM] < dispatcher.axis.size:
         return x
-    arrived(x)
+    wait_for(x)
     layout = even_shard(DIM, x.shape[DIM], dispatcher.axis.size)
-    with without_modes():  # none of this is the model's
+    with without_modes():  # no call of the model's
         local = dispatcher.cut(x, layout)
-        # A slice of x itself, or of its sum, is not to be written to with it. (With a gradient it is a copy already.)
+        # The input must share no memory with x, or with its sum. (With a gradient, it is a copy already.)
         is_copy = isinstance(x, GlobalTensor) and local.requires_grad
         sharded = GlobalTensor(local if is_copy else local.clone(), layout, dispatcher)
         dispatcher.lay(sharded, x.stride())
-    handed(x, sharded)
+    note_replaced_within(x, sharded)
     return sharded

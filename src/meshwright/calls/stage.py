@@ -1,11 +1,11 @@
-"""``StageProgram``: what a rank does with each call and event of a recorded forward, in one stage; and what crosses cuts.
+"""``StageProgram``: what a rank does with each call and event of a recorded forward, in one stage; and ``crossings``.
 
 Each call of a module is one of
 
-    run      all of it is this rank's: it runs as it is, unseen
-    stub     none of it is: what it returned when it was recorded stands in for its result
-    open     its forward runs, and its own functions are looked at one by one: this rank's are run, values of
-             others are ``RemoteTensor``, what follows from the batch alone is computed, here as on every rank
+    run      all of the call is this rank's: it runs, and its functions are not traced
+    stub     nothing of the call is this rank's: its recorded result stands in
+    open     its forward runs, and its functions are traced one by one: this rank's functions run, values of other ranks
+             are ``RemoteTensor`` s, and what follows from the batch alone is computed, as on every rank
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ RUN, STUB, OPEN = "run", "stub", "open"
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses cuts: for each (stage, later stage), the numbers of the values, in a fixed order."""
+    """The values that cross cuts: (stage, later stage) → the numbers of the values, in a fixed order."""
 
     cuts: tuple[int, ...]
     values: Mapping[tuple[int, int], tuple[int, ...]]
 
     def into(self, stage: int) -> dict[int, tuple[int, ...]]:
-        """Source stage → values."""
+        """Source stage → the values that ``stage`` receives from it."""
         return {s: numbers for (s, t), numbers in self.values.items() if t == stage}
 
     def out_of(self, stage: int) -> dict[int, tuple[int, ...]]:
-        """Later stage → values."""
+        """Later stage → the values that ``stage`` sends to it."""
         return {t: numbers for (s, t), numbers in self.values.items() if s == stage}
 
 
 def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
-    """The values between stages. ``whole_output``: the last stage takes everything that the model returns."""
+    """The values that cross cuts. ``whole_output``: the last stage takes everything that the model returns."""
     edges: dict[tuple[int, int], set[int]] = {}
     last = len(cuts)
     for number, value in enumerate(graph.values):
@@ -57,10 +57,23 @@ class StageProgram:
     """What a rank does with each call and event of a recorded forward, in one stage.
 
     Args:
-        placed: module → the places of its calls (regions.py).
-        mine: the places that the rank is of.
-        streams: module → the stream of this rank that it runs on, at the same time as others.
-        whole_output: whether all that the model returns is wanted.
+        placed: module → the places of its calls (regions.py). A place is the number of a submesh; 0 is the trunk.
+        mine: the places to which the rank belongs.
+        streams: module → the stream of this rank on which it runs, concurrently with others.
+        whole_output: whether everything that the model returns is needed.
+
+    Attributes:
+        start, stop: the events of the stage, ``start <= position < stop``.
+        out: the values that later stages take.
+        moves: forks and joins, in the order of the program.
+        joined: values that a join takes from branches.
+        lent: (place around, value) of values that a branch makes and a later fork gives to other branches.
+        apart: values of branches that only some other branches take: only their ranks get them.
+        drawn: draws in branches from random numbers that all ranks share.
+        along: draws of other stages from a generator from which this stage draws too.
+        last_change: the last event that changes what lasts beyond the forward; -1 if there is none.
+        treated: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
+        streamed: path of a call that runs on a stream → (the stream, the first position at which something takes its values).
     """
 
     def __init__(
@@ -99,7 +112,7 @@ class StageProgram:
         }
 
     def _drawn_of_all(self, placed: Placed) -> frozenset[int]:
-        """Draws of a branch from random numbers that all ranks have: those of a generator of the model's own, or the trunk's,
+        """Draws in branches from random numbers that all ranks share: from a generator of the model's own, or from the trunk's
         if no placed module draws them."""
         events = ((p, self.graph.events[p]) for p in range(self.start, self.stop))
         return frozenset(
@@ -114,26 +127,28 @@ class StageProgram:
         )
 
     def _drawn_elsewhere(self) -> frozenset[int]:
-        """Draws of other stages from a generator of the model's own, from which several stages draw."""
-        shared = (
+        """Draws of other stages from generators of the model's own from which several stages draw."""
+        shared_draws = (
             positions
             for positions in self.graph.drawn_along.values()
             if len({bisect_right(self.cuts, p) for p in positions}) > 1
         )
-        return frozenset(p for positions in shared for p in positions if not self.start <= p < self.stop)
+        return frozenset(p for positions in shared_draws for p in positions if not self.start <= p < self.stop)
 
     def _last_change(self) -> int:
-        """The last event of this stage that changes what is there after the forward. What modules keep for the next forward,
-        and a parameter that is written, is changed by the stage whose event that is; constants of Python's by every stage; and
-        a hook on a gradient is of the stage that makes the value."""
+        """The last event of this stage that changes what lasts beyond the forward; -1 if there is none.
+
+        The stage of an event changes what modules keep for the next forward, and parameters that are written. Every stage
+        changes Python's constants. A hook on a gradient belongs to the stage that makes the value.
+        """
         graph = self.graph
         lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
         changes = [p for p in lasting if self.start <= p < self.stop]
-        end = [len(graph.events)] if graph.draws_held else []  # Python draws after the last event too, perhaps
+        end = [len(graph.events)] if graph.draws_held else []  # Python may draw after the last event too
         return max([*changes, *graph.repeated.values(), *self.along, *end], default=-1)
 
     def of(self, graph: ModelGraph) -> StageProgram:
-        """The same for a forward that differs in sizes alone."""
+        """This program for a forward that differs only in sizes."""
         program = copy.copy(self)
         program.graph = graph
         return program
@@ -143,36 +158,34 @@ class StageProgram:
         return self._places[position] if self._places else 0
 
     def divides(self, place: int) -> bool:
-        """Whether a rank may have some rows alone of what is made in a place."""
+        """Whether a rank may have only some rows of the values that are made in a place."""
         return place > 0 and self.branches is not None and self.branches[place].splits
 
-    def here(self, position: int) -> bool:
+    def runs(self, position: int) -> bool:
+        """Whether this rank runs an event."""
         return self.start <= position < self.stop and self.place(position) in self.mine
 
     def _treat(self, call: Call) -> str:
-        graph, seen = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
+        """``RUN``, ``STUB`` or ``OPEN`` for a call."""
+        graph, visible = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
         inside = range(call.start, call.stop)
-        made = [n for p in inside for n in graph.made(p)]
-        used_outside = [n for n in made if any(p not in inside for p in graph.consumers.get(n, ()))]
-        ours = sum(map(self.here, inside))
-        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws with it
+        values = [n for p in inside for n in graph.made(p)]
+        used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
+        ours = sum(map(self.runs, inside))
+        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws
             return OPEN
-        if (
-            call.start < call.stop
-            and ours == len(inside)
-            and len({self.place(p) for p in inside}) == 1
-            and not call.visible
-        ):
-            kept = {*self.out, *self.joined} & set(made)
-            untold = any(n not in seen for n in {*used_outside, *kept}) or self._met_later(inside)
-            return OPEN if untold else RUN
+        all_ours = call.start < call.stop and ours == len(inside)
+        if all_ours and len({self.place(p) for p in inside}) == 1 and not call.visible:
+            needed = {*used_outside, *({*self.out, *self.joined} & set(values))}
+            hidden = any(n not in visible for n in needed) or self._met_later(inside)
+            return OPEN if hidden else RUN
         if call.start == call.stop or ours or call.fresh:
             return OPEN
-        if call.acts:  # what it reads is not here, so that it cannot be followed
+        if call.acts:  # Python reads a value that this rank does not have
             return STUB
         if call.visible:
             return OPEN
-        if any(n not in seen or n in call.stashed for n in used_outside):
+        if any(n not in visible or n in call.stashed for n in used_outside):
             return OPEN
         for p in inside:
             event = graph.events[p]
@@ -181,19 +194,19 @@ class StageProgram:
         return STUB
 
     def _met_later(self, inside: range) -> bool:
-        """Whether an event after a call meets memory that the call has written, by a name that was no value in it: what follows
-        from the batch, and was written there. Run unseen, the call would not tell that it is a value now."""
+        """Whether an event after a call uses memory that the call wrote, through a tensor that was no value before: one that
+        follows from the batch alone. If the call ran untraced, nobody would know that this tensor is a value now."""
         met = [memory for p, memory in self.graph.names_met if p >= inside.stop]
         return bool(met) and any(self.graph.values[n].storage in met for p in inside for n in self.graph.writes(p))
 
     def _may_wait(self, call: Call) -> bool:
-        """Whether a call can run beside what follows it: nothing but what it returned says that it has run."""
+        """Whether a call may run concurrently with what follows: only its result shows that it has run."""
         events = self.graph.events[call.start : call.stop]
-        plain = not any(e.mean_loss or draws(e.function) for e in events)
-        return plain and self.treated[call.path] == RUN and not call.fresh and not call.stashed
+        ordinary = not any(e.mean_loss or draws(e.function) for e in events)
+        return ordinary and self.treated[call.path] == RUN and not call.fresh and not call.stashed
 
     def _taken(self, call: Call) -> int:
-        """The first position at which something takes what a call gave."""
-        made = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
-        later = [p for n in made for p in self.graph.consumers.get(n, ()) if p >= call.stop]
+        """The first position after a call at which something takes one of its values."""
+        values = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
+        later = [p for n in values for p in self.graph.consumers.get(n, ()) if p >= call.stop]
         return min(later, default=len(self.graph.events))

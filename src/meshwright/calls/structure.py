@@ -1,4 +1,4 @@
-"""Tensors within whatever a module takes or returns: tuples, dicts, dataclasses, plain objects."""
+"""Tensors within the arguments and results of modules: in tuples, dicts, dataclasses and plain objects."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 
-_DEPTH = 6  # how far into plain objects to look
+_DEPTH = 6  # how many plain objects to look into, one within the other
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (dict, set, frozenset, *_SEQUENCES)
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``fn`` of each of its tensors in their places.
+    """``value`` with each of its tensors t replaced by ``fn(t)``.
 
-    Containers that pytree knows are built anew; plain objects and dataclasses keep their identity and are written to,
-    as a model may hold on to them.
+    Containers that pytree knows are new objects. Plain objects and dataclasses stay the same objects and are written to, as a
+    model may hold references to them.
     """
     return _map(fn, value, _DEPTH)
 
@@ -35,7 +35,7 @@ def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int,
     if isinstance(value, Tensor):
         return fn(value)
     kind = type(value)
-    if kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
+    if kind is tuple or kind is list:  # most calls: these three branches take a tenth of pytree's time
         return kind([_map(fn, item, depth, around) for item in value])
     if kind is dict:
         return {key: _map(fn, item, depth, around) for key, item in value.items()}
@@ -43,8 +43,8 @@ def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int,
 
 
 def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """As ``map_tensors``, but lists and dicts keep their identity too, and are written to: a module may add to those that it is
-    given, and go on with what it returned."""
+    """``map_tensors``, but lists and dicts stay the same objects too, and are written to: a module may append to a list among
+    its arguments, or go on with the list that it returned."""
     kind = type(value)
     if kind is tuple or pytree.is_namedtuple_instance(value):
         items = [put_tensors(fn, item) for item in value]
@@ -60,22 +60,22 @@ def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor within ``value``, in the order in which ``map_tensors`` meets them."""
+    """Every tensor within ``value``, in the order of ``map_tensors``."""
     leaves: list[tuple[Any, bool]] = []
     _look(value, leaves, _may_hold)
     return [leaf for leaf, _ in leaves if isinstance(leaf, Tensor)]
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, or containers of these alone."""
+    """Whether a value is a number, a string or the like, or a container of nothing else."""
     if isinstance(value, dict):
         return all(map(is_constant, value.values()))
     return type(value) in _PLAIN or (isinstance(value, (set, *_SEQUENCES)) and all(map(is_constant, value)))
 
 
 def holds_code(value: Any) -> bool:
-    """Whether ``value`` holds something that runs later and keeps what it will run with: a closure, a bound method, a partial,
-    a generator. Which tensors it will take is not known."""
+    """Whether ``value`` holds code that may run later with tensors that it keeps: a closure, a bound method, a partial, a
+    generator. It is unknown which tensors such code will use."""
     leaves: list[tuple[Any, bool]] = []
     _look(value, leaves, lambda item: True)
     return any(_is_code(leaf, of_object) for leaf, of_object in leaves)
@@ -88,7 +88,7 @@ def _is_code(leaf: Any, of_object: bool) -> bool:
         return isinstance(leaf.__self__, Tensor)
     if isinstance(leaf, (MethodType, functools.partial, Iterator)):
         return True
-    # What is called, of the tensors that it holds, where tensors_of passes it over.
+    # A callable object with tensors, as an attribute of an object: ``tensors_of`` skips it.
     return of_object and callable(leaf) and _is_object(leaf) and bool(tensors_of(leaf))
 
 
@@ -99,18 +99,18 @@ def _look(
     depth: int = _DEPTH,
     around: tuple[int, ...] = (),
 ) -> None:
-    """Lists what stands in containers, and in plain objects within these, an object before its attributes.
+    """Lists the items of containers, and of plain objects within them, an object before its attributes.
 
     Args:
-        leaves: gets (it, whether it is an attribute of an object).
-        looked_at: an attribute of an object → whether it is one of them.
+        leaves: gets (item, whether it is within an object).
+        looked_at: an attribute of an object → whether to look at it.
         depth: how many objects to look into, one within the other.
-        around: ids of those that ``value`` is within, which may be in a circle.
+        around: ids of the objects that ``value`` is within, as objects may hold each other.
     """
     kind = type(value)
     if isinstance(value, Tensor):
         leaves.append((value, bool(around)))
-    elif kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
+    elif kind is tuple or kind is list:  # most calls: these branches take a tenth of pytree's time
         for item in value:
             if type(item) not in _PLAIN:
                 _look(item, leaves, looked_at, depth, around)
@@ -127,64 +127,64 @@ def _look(
                         _look(item, leaves, looked_at, depth - 1, (*around, id(leaf)))
 
 
-def as_it_is(value: Any, kept: Container[int]) -> Any:
-    """``value`` in containers and plain objects of its own, as a model may go on to write to what a module returned; its
-    tensors are the very ones.
+def copied_structure(value: Any, shared: Container[int]) -> Any:
+    """A copy of ``value`` with new containers and plain objects, as a model may write to what a module returned. Its tensors
+    are the same objects.
 
-    ``kept``: ids of what stays the very thing, too.
+    ``shared``: ids of other objects that are not copied.
     """
 
     def copy_of(item: Any, depth: int) -> Any:
-        plain = isinstance(item, (Tensor, nn.Module, type)) or callable(item) or not hasattr(item, "__dict__")
-        if id(item) in kept or plain or not depth:
+        uncopied = isinstance(item, (Tensor, nn.Module, type)) or callable(item) or not hasattr(item, "__dict__")
+        if id(item) in shared or uncopied or not depth:
             return item
         try:
-            made = copy.copy(item)
-            for key, inner in list(vars(made).items()):
+            result = copy.copy(item)
+            for key, inner in list(vars(result).items()):
                 if _may_hold(inner):
-                    object.__setattr__(made, key, within(inner, depth - 1))
-        except Exception:  # whatever an object may say to being copied
+                    object.__setattr__(result, key, within(inner, depth - 1))
+        except Exception:  # an object may raise anything if it is copied
             return item
-        return made
+        return result
 
     def within(item: Any, depth: int) -> Any:
-        return pytree.tree_map(lambda leaf: copy_of(leaf, depth), item, is_leaf=lambda x: id(x) in kept)
+        return pytree.tree_map(lambda leaf: copy_of(leaf, depth), item, is_leaf=lambda x: id(x) in shared)
 
     return within(value, _DEPTH)
 
 
 def snapshot(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` in containers and plain objects of its own, with ``fn`` of each tensor: what it is now, whatever a model then
-    writes to it. An object that stands at several places is one in the snapshot, too."""
+    """A copy of ``value`` with new containers and plain objects, and with ``fn(t)`` for each tensor t. A later write to
+    ``value`` does not change it. An object that occurs at several places is one object in the copy, too."""
     return _snapshot(value, fn, {}, _DEPTH)
 
 
-# No functions within ``snapshot``: ones that call each other would hold the copies until Python collects garbage.
+# No nested functions: two that call each other would hold the copies until Python collects garbage.
 
 
-def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], made: dict[int, Any], depth: int) -> Any:
-    return pytree.tree_map(lambda leaf: _copied(leaf, fn, made, depth), item)
+def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:
+    return pytree.tree_map(lambda leaf: _copied(leaf, fn, copies, depth), item)
 
 
-def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], made: dict[int, Any], depth: int) -> Any:
+def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:
     if isinstance(leaf, Tensor):
         return fn(leaf)
     if not depth or not is_plain_object(leaf):
         return leaf
-    if id(leaf) not in made:
+    if id(leaf) not in copies:
         try:
-            made[id(leaf)] = new = copy.copy(leaf)
-        except Exception:  # whatever an object may say to being copied
+            copies[id(leaf)] = new = copy.copy(leaf)
+        except Exception:  # an object may raise anything if it is copied
             return leaf
         attributes = attributes_in(new)
         for key, inner in list(attributes.items()):
             if type(inner) not in _PLAIN:
-                attributes[key] = _snapshot(inner, fn, made, depth - 1)
-    return made[id(leaf)]
+                attributes[key] = _snapshot(inner, fn, copies, depth - 1)
+    return copies[id(leaf)]
 
 
 def lists_in(value: Any) -> list[list[Any]]:
-    """Every list within tuples, lists and dicts, and in plain objects within those, in a fixed order."""
+    """Every list within tuples, lists and dicts, and within plain objects in these, in a fixed order."""
     lists: list[list[Any]] = []
 
     def look(item: Any, depth: int) -> None:
@@ -206,20 +206,18 @@ def lists_in(value: Any) -> list[list[Any]]:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether torch.jit made a module: what it keeps is no attribute in Python, and no forward leaves a value of ours on it."""
+    """Whether torch.jit made a module. Its state is not in Python attributes, and no forward leaves a value of ours on it."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def buffers_in(module: nn.Module) -> MutableMapping[str, Any]:
-    """A module's buffers, those that are None too, which can be set there.
-
-    There is no public way to see or to put back one that is None.
-    """
+    """A module's table of buffers, which can be written. It includes buffers that are None, for which there is no public
+    interface."""
     return _ScriptedBuffers(module) if is_scripted(module) else module._buffers
 
 
 class _ScriptedBuffers(MutableMapping[str, Any]):
-    """The buffers of a module that torch.jit made, whose own table cannot be gone through. None is added or goes."""
+    """The buffers of a module that torch.jit made, whose own table cannot be iterated. No buffer is added or deleted."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -234,7 +232,7 @@ class _ScriptedBuffers(MutableMapping[str, Any]):
         setattr(self._module, key, value)
 
     def __delitem__(self, key: str) -> None:
-        raise NotImplementedError(f"{key}: torch.jit lets no buffer go")
+        raise NotImplementedError(f"{key}: torch.jit cannot delete a buffer")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -247,68 +245,68 @@ class _ScriptedBuffers(MutableMapping[str, Any]):
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of a class that comes with the model, and may be its state: no module, no tensor; nothing of
-    torch, of ours or of Python's own, a logger or a lock say."""
+    """Whether a value is an object of a class of the model's, and so may be part of its state. Not a module, not a tensor, and
+    not an object of torch, of this package or of Python's library (a logger, a lock)."""
     return (
         type(value) not in _PLAIN
         and not isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS))
-        and _seen_of(value).of_the_model
+        and _kind_of(value).of_the_model
     )
 
 
 class _Kind(NamedTuple):
-    """What is asked of a class."""
+    """Facts of a class."""
 
-    of_the_model: bool  # and its objects have attributes
-    slots: frozenset[str]  # the attributes that they have by ``__slots__``
-
-
-_KINDS = WeakKeyDictionary[type, _Kind]()  # of what has been seen, as this is asked of each attribute of each module
+    of_the_model: bool  # whether it is a class of the model's whose objects have attributes
+    slots: frozenset[str]  # the attributes in ``__slots__``
 
 
-def _seen_of(value: Any) -> _Kind:
-    kind = type(value)
-    if (seen := _KINDS.get(kind)) is None:
-        members = (item for base in kind.__mro__ for item in vars(base).items())
+_KNOWN_KINDS = WeakKeyDictionary[type, _Kind]()  # a cache: every attribute of every module is asked for
+
+
+def _kind_of(value: Any) -> _Kind:
+    cls = type(value)
+    if (kind := _KNOWN_KINDS.get(cls)) is None:
+        members = (item for base in cls.__mro__ for item in vars(base).items())
         slots = frozenset(n for n, m in members if isinstance(m, MemberDescriptorType) and n != "__dict__")
-        package = str(kind.__module__).partition(".")[0]
+        package = str(cls.__module__).partition(".")[0]
         of_the_model = package not in ("torch", "meshwright") and (
             package == "types" or package not in sys.stdlib_module_names
         )
-        seen = _KINDS[kind] = _Kind(of_the_model and (bool(slots) or kind.__dictoffset__ != 0), slots)
-    return seen
+        kind = _KNOWN_KINDS[cls] = _Kind(of_the_model and (bool(slots) or cls.__dictoffset__ != 0), slots)
+    return kind
 
 
 def attributes_in(value: Any) -> MutableMapping[str, Any]:
-    """The attributes of an object, which can be set and deleted there; no property and no method of its own is called."""
-    slots = _seen_of(value).slots
+    """The attributes of an object as a mapping that can be written. No property and no method of the object is called."""
+    slots = _kind_of(value).slots
     return _Attributes(value, slots) if slots else vars(value)
 
 
 class _Attributes(MutableMapping[str, Any]):
-    """Attributes of an object of which some are in ``__slots__``."""
+    """The attributes of an object some of which are in ``__slots__``."""
 
-    def __init__(self, of: Any, slots: frozenset[str]) -> None:
-        self._of, self._slots = of, slots
-        self._others: dict[str, Any] = getattr(of, "__dict__", {})
+    def __init__(self, owner: Any, slots: frozenset[str]) -> None:
+        self._owner, self._slots = owner, slots
+        self._others: dict[str, Any] = getattr(owner, "__dict__", {})
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._slots:
             return self._others[key]
         try:
-            return object.__getattribute__(self._of, key)
+            return object.__getattribute__(self._owner, key)
         except AttributeError:
             raise KeyError(key) from None
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._slots:
-            object.__setattr__(self._of, key, value)
+            object.__setattr__(self._owner, key, value)
         else:
             self._others[key] = value
 
     def __delitem__(self, key: str) -> None:
         if key in self._slots:
-            object.__delattr__(self._of, key)
+            object.__delattr__(self._owner, key)
         else:
             del self._others[key]
 
@@ -319,15 +317,15 @@ class _Attributes(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        return hasattr(self._of, str(key)) if key in self._slots else key in self._others
+        return hasattr(self._owner, str(key)) if key in self._slots else key in self._others
 
 
 def plain_objects(name: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Every plain object within an attribute's value, in containers and objects too, each once: (its name from that of the
-    attribute on, the object).
+    """(dotted name, object) for each plain object within an attribute's value, in containers and objects too, each once.
 
     Args:
-        seen: ids of what has been looked into; gets those that are.
+        name: the name of the attribute, with which the dotted names begin.
+        seen: ids of the objects that have been looked into; they are added.
     """
     if type(value) in _PLAIN or not depth or id(value) in seen:
         return
@@ -347,8 +345,8 @@ def plain_objects(name: str, value: Any, seen: set[int], depth: int = _DEPTH) ->
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[Any, str] | None:
-    """What has an attribute of a module, or one of a plain object within it (``stats.mean``): the module or the object, and its
-    own attribute's name. None if the object is no longer there."""
+    """(owner, attribute) for an attribute of a module, or of a plain object within it: for ``stats.mean`` (the object at
+    ``stats``, "mean"). None if the object does not exist any more."""
     if "." not in name or name in vars(module):
         return module, name
     for key, value in list(vars(module).items()):

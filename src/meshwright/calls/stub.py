@@ -1,4 +1,4 @@
-"""``stub``: what a call that runs on other ranks gives on this one; ``without_values``: all that it needs of a recording."""
+"""``stub``: the result of a call that runs on other ranks; ``without_values``: drops from a recording what no stub needs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def stub(
     standing: Callable[[int, Tensor], Tensor],
     name: Callable[[Tensor, int], None],
 ) -> Any:
-    """A copy of what a call returned when it was recorded, with what stands here for its tensors and arguments.
+    """A copy of a call's recorded result, with this rank's tensors and arguments in place of the recorded ones.
 
     Args:
-        standing: (number, tensor as it was recorded) → what stands for a value here.
-        name: marks a tensor as a value.
+        standing: (number of a value, its recorded tensor) → the tensor that stands for it on this rank.
+        name: marks a tensor as the value with this number.
     """
     memo: dict[int, Any] = {}
     before, now = call.taken, tensors_of((args, kwargs))
     if len(before) == len(now):
         memo |= {id(b): n for b, n in zip(before, now, strict=True) if b is not None}
-    given_args, given_kwargs = call.given
-    for b, n in (*zip(given_args, args, strict=False), *((given_kwargs.get(k), v) for k, v in kwargs.items())):
+    recorded_args, recorded_kwargs = call.given
+    for b, n in (*zip(recorded_args, args, strict=False), *((recorded_kwargs.get(k), v) for k, v in kwargs.items())):
         if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
             memo[id(b)] = n
     parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
     for value, numbers in parts:
         for t, number in zip(tensors_of(value), numbers, strict=True):
-            # What it hands on as it was given, or written to, is the very thing.
+            # A result that is an argument, maybe written to, is this rank's argument itself.
             if number is not None and id(t) in memo:
                 name(memo[id(t)], number)
             elif number is not None:
@@ -50,61 +50,64 @@ def stub(
 
 
 def without_values(graph: ModelGraph) -> None:
-    """A recorded forward keeps shapes: it lives as long as a job, and rows of a batch, and masks made of them, need not.
+    """Drops the values in a recorded forward. It lives as long as a job, but needs no rows of a batch, nor masks made of them.
 
-    Three things held them: what calls were given, what they gave, and the history of both, in which autograd saves what a
-    backward takes. A stub asks of what a call was given one thing only: which of it stands in what the call gave.
+    Three things hold values: arguments of calls, their results, and the autograd graphs of both, which save tensors for the
+    backward. Of the arguments a stub needs only to know which of them are part of the result.
     """
     shapes = _Shapes()
     for path, call in graph.calls.items():
-        call = _without_what_it_keeps(call)
+        call = _without_unused_arguments(call)
         graph.calls[path] = replace(
             call,
-            given=put_tensors(shapes.of, call.given),
-            taken=tuple(None if t is None else shapes.of(t) for t in call.taken),
-            returned=put_tensors(shapes.of, call.returned),
-            grown=tuple(replace(grown, items=put_tensors(shapes.of, grown.items)) for grown in call.grown),
+            given=put_tensors(shapes.bare, call.given),
+            taken=tuple(None if t is None else shapes.bare(t) for t in call.taken),
+            returned=put_tensors(shapes.bare, call.returned),
+            grown=tuple(replace(grown, items=put_tensors(shapes.bare, grown.items)) for grown in call.grown),
         )
-    graph.outputs = {at: put_tensors(shapes.of, gave) for at, gave in graph.outputs.items()}
+    graph.outputs = {at: put_tensors(shapes.bare, outputs) for at, outputs in graph.outputs.items()}
 
 
 class _Shapes:
-    """For each tensor without values that has a history, one without: the same at each place."""
+    """Replaces meta tensors that have an autograd graph by meta tensors without one."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the first is held, so that no other gets its id
+        # id → (tensor, its replacement). The tensor is held, so that no other gets its id.
+        self._replacements: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(self, t: Tensor) -> Tensor:
-        if not t.is_meta or t.layout is not torch.strided or not _has_history(t):
+    def bare(self, t: Tensor) -> Tensor:
+        """The replacement for a tensor, the same each time; ``t`` itself if it needs none."""
+        if not t.is_meta or t.layout is not torch.strided or not _has_graph(t):
             return t
-        if id(t) not in self._made:
+        if id(t) not in self._replacements:
             bare = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            self._made[id(t)] = t, bare.requires_grad_(t.requires_grad)
-        return self._made[id(t)][1]
+            self._replacements[id(t)] = t, bare.requires_grad_(t.requires_grad)
+        return self._replacements[id(t)][1]
 
 
-def _has_history(t: Tensor) -> bool:
-    """Whether autograd has a graph behind a tensor; False where it will not say."""
+def _has_graph(t: Tensor) -> bool:
+    """Whether a tensor has an autograd graph; False if torch cannot say."""
     try:
         return t.grad_fn is not None
-    except RuntimeError:  # a view made without gradients, whose base was written to with them
+    except RuntimeError:  # a view that was made without gradients, whose base was written with gradients
         return False
 
 
-def _without_what_it_keeps(call: Call) -> Call:
-    """A call without the tensors with values that it was given and does not hand on."""
-    gave = (call.returned, [grown.items for grown in call.grown])
-    # What deepcopy has met it has put into its memo. Tensors need no copy here, and each has another stand-in: a tuple of
-    # tensors that stayed the same would not be in the memo.
-    met: dict[int, Any] = {id(t): object() for t in tensors_of(gave)}
+def _without_unused_arguments(call: Call) -> Call:
+    """A call without the arguments that hold values and are no part of its result."""
+    results = (call.returned, [grown.items for grown in call.grown])
+    # deepcopy enters every object that it copies into the memo. Tensors are not copied here; each has another object as its
+    # copy, because deepcopy does not enter a tuple all of whose items stayed the same.
+    memo: dict[int, Any] = {id(t): object() for t in tensors_of(results)}
     try:
-        copy.deepcopy(gave, met)
-    except Exception:  # whatever an object may say to being copied
+        copy.deepcopy(results, memo)
+    except Exception:  # an object may raise anything if it is copied
         return call
 
-    def kept(b: Any) -> Any:
-        return b if id(b) in met or all(t.is_meta for t in tensors_of(b)) else None
+    def needed(argument: Any) -> Any:
+        is_needed = id(argument) in memo or all(t.is_meta for t in tensors_of(argument))
+        return argument if is_needed else None
 
     args, kwargs = call.given
-    given = tuple(map(kept, args)), {name: kept(b) for name, b in kwargs.items()}
-    return replace(call, given=given, taken=tuple(map(kept, call.taken)))
+    given = tuple(map(needed, args)), {name: needed(argument) for name, argument in kwargs.items()}
+    return replace(call, given=given, taken=tuple(map(needed, call.taken)))

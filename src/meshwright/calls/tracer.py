@@ -1,15 +1,15 @@
-"""``Tracer``: follows a forward through its module calls, and meets every torch function that is an event of it.
+"""``Tracer``: follows a forward through its module calls, and sees every torch function that is an event.
 
-Recording a model (planning/capture.py) and running a stage of it (calls/interpreter.py) are walks over the same program, so
-that both mean the same by the n-th event of a call:
+A tracer records a model (planning/capture.py), another runs a stage of it (calls/interpreter.py). Both number calls and events
+alike, so that the n-th event of a call is the same in both:
 
-    call      a module's forward, as it runs
-    event     a torch function of the model's own code with a parameter, with a value that an event gave, or that draws
-              random numbers. What follows from the batch alone (masks, positions) is none: every rank computes it.
+    call      a call of a module's forward
+    event     a torch function that the model's own code calls with a parameter or a value, or that draws random numbers.
+              A function of the batch alone (masks, positions) is no event: every rank computes it.
 
-A tensor is a value if an event gave it, or if its memory is *shared*: an event wrote to it (``out = zeros(…)``, then
-``out[:, 0].copy_(h)``: ``out`` follows from ``h`` now, by whatever name), or a module keeps it from one forward to the next
-and a forward changes it (an average in a buffer).
+A tensor is a value if it is the result of an event, or if its memory is *shared*. Memory is shared if an event wrote to it
+(``out = zeros(…)``, then ``out[:, 0].copy_(h)``: now ``out`` depends on ``h``, through any view), or if a module keeps it from
+one forward to the next and a forward changes it (an average in a buffer).
 """
 
 from __future__ import annotations
@@ -41,41 +41,40 @@ from meshwright.spmd.autograd_functions import (
 )
 from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, label_of, writes
 
-# Python asks the right operand first if its class is a subclass of the left one's (a parameter, what stands for a value):
-# `h > p` is `p < h` then. So that a comparison is the same event whatever its operands are here, one of the two is told.
+# If the class of the right operand is a subclass of the left one's (a parameter, a placeholder), Python calls the right one
+# first: `h > p` becomes `p < h`. So that a comparison is the same event on every rank, each is turned into its mirror image.
 _MIRRORED = {
-    getattr(of, told): getattr(of, as_this)
-    for of in (Tensor, torch) for told, as_this in (("lt", "gt"), ("le", "ge"), ("less", "gt"), ("less_equal", "ge"))
-} | {Tensor.__lt__: Tensor.__gt__, Tensor.__le__: Tensor.__ge__}  # fmt: skip
+    getattr(namespace, less): getattr(namespace, greater)
+    for namespace in (Tensor, torch)
+    for less, greater in (("lt", "gt"), ("le", "ge"), ("less", "gt"), ("less_equal", "ge"))
+} | {Tensor.__lt__: Tensor.__gt__, Tensor.__le__: Tensor.__ge__}
 
 
 def memory_of(t: Tensor) -> int:
-    """Which memory a plain tensor is in: the same number for tensors that share it; 0 where a tensor has none of its own."""
+    """A number for the memory of a plain tensor, equal for tensors that share it; 0 for a tensor without memory of its own."""
     return storage_of(t) if type(t) is Tensor and t.layout is torch.strided else 0
 
 
 Slot = tuple[str, str]
-"""Where a module keeps something: the module's name, and the name of its buffer or attribute, or of an attribute of a plain
-object within one (``stats.mean``)."""
+"""(name of a module, name of its buffer or attribute, or of an attribute of a plain object within one: ``stats.mean``)."""
 
 
-def kept_in(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
-    """The tensors that are kept in slots now."""
-    return tensors_of([held_in(model, slot) for slot in slots])
+def slot_tensors(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
+    """The tensors that are in these slots now."""
+    return tensors_of([slot_value(model, slot) for slot in slots])
 
 
-def held_in(model: nn.Module, slot: Slot) -> Any:
-    """What is kept in a slot now, or None. The attribute is not asked for: whoever watches attributes is told of the
-    model's own uses alone."""
+def slot_value(model: nn.Module, slot: Slot) -> Any:
+    """The value in a slot now, or None. It is read without an attribute access, as planning watches the model's accesses."""
     owner, name = owner_of(model.get_submodule(slot[0]), slot[1]) or (model, "")
     attributes = attributes_in(owner)
-    tables = (attributes, *(attributes[of] for of in ("_buffers", "_parameters") if isinstance(owner, nn.Module)))
+    tables = (attributes, *(attributes[table] for table in ("_buffers", "_parameters") if isinstance(owner, nn.Module)))
     return next((table[name] for table in tables if name in table), None)
 
 
 @dataclass
 class Frame:
-    """A call that is being followed: its path, how many events and checkpoints it had, how often it called each module."""
+    """A call that is being traced: its path, the number of its events and checkpoints so far, its calls of each module."""
 
     path: Path
     events: int = 0
@@ -83,36 +82,37 @@ class Frame:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-def _no_walk() -> None:
+def _no_tracer() -> None:
     return None
 
 
 class Mark:
-    """What a value is marked with, besides its number: whose it is.
+    """Marks a tensor as a value of a tracer, besides the number of the value.
 
-    Not the walk itself: tensors that autograd has saved are held where Python's collector does not see, and a walk that
-    holds them would live as long as they, and they as long as it.
+    It holds a weak reference. Autograd holds saved tensors where Python's garbage collector does not look; if they held the
+    tracer, which holds tensors, neither would ever be freed.
     """
 
-    __slots__ = ("walk",)
+    __slots__ = ("tracer",)
 
-    def __init__(self, walk: Tracer | None) -> None:
-        self.walk: Callable[[], Tracer | None] = _no_walk if walk is None else weakref.ref(walk)
+    def __init__(self, tracer: Tracer | None) -> None:
+        self.tracer: Callable[[], Tracer | None] = _no_tracer if tracer is None else weakref.ref(tracer)
 
-    def __reduce__(self) -> Any:  # outputs are saved, and sent to other processes, which know no walk
+    def __reduce__(self) -> Any:  # outputs are pickled, for other processes, which have no tracer
         return Mark, (None,)
 
 
 class Tracer(FunctionMode):
-    """Follows one forward. Subclasses say what becomes of calls, events and facts.
+    """Follows one forward. Subclasses decide what becomes of calls, events and facts.
 
     Args:
         carried: tensors that modules keep from one forward to the next, and that a forward changes.
 
     Attributes:
-        shared: the memories of which every tensor is a value, whether or not an event gave it. Each is held, as another
-            memory would get its number once it has gone. Grows only.
-        renamed: number of a value → its number since an event wrote to its memory by another name. Grows only.
+        shared: number of a memory → its storage: every tensor in it is a value. The storage is held, so that no other memory
+            gets its number. It only grows.
+        renamed: number of a value → its number since an event wrote to its memory through another tensor. It only grows.
+        closed: how many calls are running that are not traced. While it is not 0, no function is an event.
     """
 
     def __init__(self, carried: Iterable[Tensor] = ()) -> None:
@@ -124,12 +124,12 @@ class Tracer(FunctionMode):
         self.mark = Mark(self)
         self.frames = [Frame(())]
         self.thread = threading.get_ident()
-        self.closed = 0  # how many calls that are not looked into are running
-        self.segments: list[Segment | None] = []  # of checkpoints that have begun; None where they are not looked into
+        self.closed = 0
+        self.segments: list[Segment | None] = []  # of checkpoints that have begun; None for one that is not traced
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """For the time of the forward."""
+        """A context for the forward: this mode and its hooks."""
         with (
             self,
             custom_functions(self.custom),
@@ -145,39 +145,39 @@ class Tracer(FunctionMode):
             return self.within(func, types, args, kwargs)
         listens = func in LISTENING and self.known(
             args[0]
-        )  # what waits for the gradient of a value is where that is made
-        is_text = func is Tensor.__format__ and args[0].dim()  # of a tensor, not of its value
+        )  # a hook on a gradient belongs to the rank that makes the value
+        is_text = func is Tensor.__format__ and args[0].dim()  # the text of a placeholder, not of its value
         if is_text or (is_fact(func) and not listens):
             return self.fact(func, args, kwargs)
         return self._met(func, func, args, kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An ``autograd.Function`` of the model's."""
+        """``apply`` of an ``autograd.Function`` of the model: one event."""
         if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
         return self._as_one(partial(apply, function), function.__name__, function, args, kwargs)
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function or a module's forward that ``torch.jit`` made."""
+        """A call of a scripted function, or of a scripted module's forward: one event."""
         if self.closed or self.thread != threading.get_ident():
             return call(function, *args, **kwargs)
         return self._as_one(partial(call, function), label_of(function), function, args, kwargs)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``torch.func`` made of a function of the model's. Of what follows from the batch alone it is none of ours."""
+        """A call of a function that ``torch.func`` transformed: one event, unless it depends on the batch alone."""
         tensors = tensors_within((args, kwargs))
         ours = any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors)
         if self.closed or not ours or self.thread != threading.get_ident():
             return call(*args, **kwargs)
         if name == "vjp" or transforming():
-            self.untold(f"torch.func.{name}")
+            self.untraceable(f"torch.func.{name}")
         return self._as_one(call, name, call, args, kwargs)
 
     def _as_one(
-        self, call: Callable[..., Any], name: str, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Callable[..., Any], name: str, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call that is one event: what it does is not looked at."""
+        """Makes a call one event; the functions that it calls are not traced."""
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             self.closed += 1
@@ -187,18 +187,19 @@ class Tracer(FunctionMode):
                 self.closed -= 1
 
         whole.__name__ = name
-        return self._met(whole, known_as, args, kwargs)
+        return self._met(whole, identity, args, kwargs)
 
-    def _met(self, func: Any, known_as: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _met(self, func: Any, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function was called that may be an event. ``identity``: the function by which it is looked up in tables."""
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
-            func = known_as = _MIRRORED[func]
+            func = identity = _MIRRORED[func]
             args = (args[1], args[0])
         tensors = tensors_within((args, kwargs))
-        if not is_random(known_as) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
+        if not is_random(identity) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
             return func(*args, **kwargs)
         frame = self.frames[-1]
         index, frame.events = frame.events, frame.events + 1
-        target = args[0] if args and writes(known_as, args, kwargs) else kwargs.get("out")
+        target = args[0] if args and writes(identity, args, kwargs) else kwargs.get("out")
         foreign = isinstance(target, Tensor) and not self.known(target) and not isinstance(target, nn.Parameter)
         result = self.event(func, args, kwargs, tensors, frame.path, index)
         if foreign and isinstance(target, Tensor):
@@ -206,7 +207,7 @@ class Tracer(FunctionMode):
         return result
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's forward is called."""
+        """A module is called. See ``CallTracer``."""
         if self.closed:
             return forward.run(*args, **kwargs)
         frame, name = self.frames[-1], forward.name
@@ -215,7 +216,7 @@ class Tracer(FunctionMode):
         return self.entered(path, forward, args, kwargs)
 
     def follow(self, path: Path, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward, looking at what it does."""
+        """Runs a forward and traces the functions that it calls."""
         self.frames.append(Frame(path))
         try:
             return forward(*args, **kwargs)
@@ -225,7 +226,7 @@ class Tracer(FunctionMode):
     # --- checkpoints of the model's own -----------------------------------------------------------------------------
 
     def checkpoint_begins(self) -> bool:
-        """See ``Checkpoints``. In a call that is not looked into it is one."""
+        """See ``Checkpoints``. In a call that is not traced, activations may be recomputed."""
         if self.closed or self.thread != threading.get_ident():
             self.segments.append(None)
             return True
@@ -236,7 +237,7 @@ class Tracer(FunctionMode):
 
     def checkpoint_returns(self) -> None:
         """See ``Checkpoints``."""
-        self.closed += 1  # what autograd does then is no event
+        self.closed += 1  # the functions that autograd calls now are no events
 
     def checkpoint_ends(self, before: Any = None, now: Any = None) -> None:
         """See ``Checkpoints``."""
@@ -252,7 +253,7 @@ class Tracer(FunctionMode):
     # --- values -----------------------------------------------------------------------------------------------------
 
     def number(self, t: Tensor) -> int | None:
-        """The number of a tensor's value in this walk."""
+        """The number of a tensor's value; None if the tensor is no value of this forward, or has no number."""
         mark, number = getattr(t, "_mw_value", (None, None))
         if mark is not self.mark:
             return None
@@ -261,7 +262,7 @@ class Tracer(FunctionMode):
         return number
 
     def share(self, t: Tensor) -> None:
-        """Every tensor in the memory of ``t`` is a value from now on."""
+        """From now on every tensor in the memory of ``t`` is a value."""
         if memory := memory_of(t):
             self.shared[memory] = t.untyped_storage()
 
@@ -271,58 +272,59 @@ class Tracer(FunctionMode):
         return mark is self.mark
 
     def known(self, t: Tensor) -> bool:
-        """Whether a tensor is a value: an event gave it, or its memory is shared."""
-        return self.marked(t) or self.nameless(t)
+        """Whether a tensor is a value: the result of an event, or in shared memory."""
+        return self.marked(t) or self.unnumbered(t)
 
-    def nameless(self, t: Tensor) -> bool:
-        """Whether a tensor is a value that has no number yet: of shared memory, and met for the first time."""
+    def unnumbered(self, t: Tensor) -> bool:
+        """Whether a tensor is a value without a number yet: in shared memory, and seen for the first time."""
         return len(self.shared) > 0 and not self.marked(t) and memory_of(t) in self.shared
 
     def name_value(self, t: Tensor, number: int | None) -> None:
-        """Marks a tensor as a value; None: one that is known and had no number when the forward was recorded."""
+        """Marks a tensor as a value. ``number`` is None if it had none when the forward was recorded."""
         t._mw_value = (self.mark, number)  # type: ignore[attr-defined]
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call."""
+        """A module is called: runs the call, or gives its result."""
         raise NotImplementedError
 
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
-        """An event."""
+        """An event: event number ``index`` of the call ``path``, with these tensors among its arguments. Returns its result."""
         raise NotImplementedError
 
-    def arrived(self, number: int) -> None:
-        """Something outside the model reads a value."""
+    def wait_for(self, number: int) -> None:
+        """Code outside the model is about to read a value."""
 
     def replaced(self, number: int, now: Tensor) -> None:
-        """Something outside the model has put a tensor in place of a value's."""
+        """Code outside the model has replaced the tensor of a value by ``now``."""
 
-    def handed(self, number: int, now: Tensor) -> None:
-        """Something outside the model hands a module a tensor in place of a value's, for the time of its call."""
+    def replaced_within(self, number: int, now: Tensor) -> None:
+        """Code outside the model passes ``now`` to a module in place of a value's tensor, for this call alone."""
         self.name_value(now, number)
 
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
-        """The error for taking a value that is not here."""
+        """The error if a function takes a value that this rank does not have."""
         raise NotImplementedError
 
-    def untold(self, function: str) -> None:
-        """A function of a value is called, of which what it gives cannot be followed."""
+    def untraceable(self, function: str) -> None:
+        """A function of a value is called whose result cannot be traced."""
 
     def segment_begins(self, segment: Segment) -> bool:
-        """What a checkpoint of the model's would compute again begins; whether it may be computed again."""
+        """The segment of a checkpoint of the model begins. Returns whether it may be recomputed."""
         return True
 
     def segment_ends(self, segment: Segment) -> None:
-        """It has ended."""
+        """The segment has ended."""
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that asks for a fact (see ``is_fact``)."""
         return func(*args, **kwargs)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function in a call that is not looked into."""
+        """A torch function in a call that is not traced."""
         return func(*args, **kwargs)
 
     def may_be_passed(self) -> bool:

@@ -1,4 +1,4 @@
-"""``StageValues``: the tensors that stand, on this rank, for the values of one microbatch's forward through one stage."""
+"""``StageValues``: this rank's tensors for the values of one microbatch's forward through one stage."""
 
 from __future__ import annotations
 
@@ -13,128 +13,138 @@ from meshwright.regions import Join
 
 
 class StageValues:
-    """What the values of a forward are here, by their numbers in the recorded graph.
+    """This rank's tensors for values, by the number of the value in the recorded graph.
 
-    Its tables, each with what holds of it throughout:
+    A place is the number of a submesh; 0 is the trunk, the others are branches. The tables, with their invariants:
 
-        _here        number → the tensor that is this value here: received, or given by an event or call of this stage. It
-                     holds what one device's holds at this point of the program: a write to its memory gives the value
-                     another number, under which the same tensor is entered. Never a ``RemoteTensor``.
-        _kept        (number, branch) → what a branch goes on with for a value that it made itself: the tensor itself before a
-                     join, or its rows of it where its data ranks have some each.
-        _forked      branch → number → what it computes with for a value of the place around it. Entered by forks only.
-        _arriving    number → what waits for it: values that are in ``_here`` or ``_forked``, whose memory is not filled yet.
-        missing      numbers of ``program.out`` that are not there yet. Shrinks only.
-        _passed      the last position that the forward has come past, here or not. Grows only.
+        _tensors     number → this rank's tensor: received, or made by an event or call of this stage. It equals the tensor of
+                     one device at this point of the program: if its memory is written, the value gets another number, under
+                     which the same tensor is entered. Never a ``RemoteTensor``.
+        _made        (number, branch) → the tensor with which a branch computes for a value that it made: the tensor before
+                     the join, or this rank's rows if data ranks of the branch have some rows each.
+        _forked      branch → number → the tensor with which the branch computes for a value of the place around it. Only
+                     forks enter it.
+        _arriving    number → a function that waits for it, for tensors in ``_tensors`` or ``_forked`` whose memory is not
+                     filled yet.
+        missing      numbers in ``program.out`` that do not exist yet. It only shrinks.
+        _passed      the last position that the forward has passed, on this rank or as a stub. It only grows.
     """
 
     def __init__(self, program: StageProgram) -> None:
         self._program = program
-        self._here: dict[int, Tensor] = {}
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._made: dict[tuple[int, int], Tensor] = {}
         self._forked: dict[int, dict[int, Tensor]] = {}
         self._arriving: dict[int, Callable[[], None]] = {}
         self.missing = set(program.out)
         self._passed = -1
 
     def __contains__(self, number: int) -> bool:
-        return number in self._here
+        return number in self._tensors
 
     def __getitem__(self, number: int) -> Tensor:
-        return self._here[number]
+        return self._tensors[number]
 
     def __setitem__(self, number: int, t: Tensor) -> None:
-        self._here[number] = t
+        self._tensors[number] = t
 
     def get(self, number: int, default: Tensor) -> Tensor:
-        return self._here.get(number, default)
+        return self._tensors.get(number, default)
 
     @property
     def waits(self) -> bool:
-        """Whether memory of a value is still to be filled."""
+        """Whether the memory of some value is not filled yet."""
         return bool(self._arriving)
 
     @property
     def complete(self) -> bool:
-        """Whether all that others take is there, and all that lasts is changed: nothing of the forward is missed then."""
+        """Whether the forward may stop: all values that other stages take exist, and all lasting changes are made."""
         return not self.missing and self._passed >= self._program.last_change
 
     def come_past(self, position: int) -> None:
-        """The forward has come past a position."""
+        """The forward has passed a position."""
         self._passed = max(self._passed, position)
 
-    # --- what is made -------------------------------------------------------------------------------------------------
+    # --- values that are made -----------------------------------------------------------------------------------------
 
     def enter(self, number: int, t: Tensor, place: int) -> None:
-        """A value was made here, in a place."""
+        """This rank made a value, in a place."""
         if self._program.divides(place):
-            self._kept[number, place] = t
+            self._made[number, place] = t
         else:
-            self._here[number] = t
+            self._tensors[number] = t
         if number not in self._program.joined:
             self.missing.discard(number)
 
     def fork(self, number: int, branches: Iterable[int], tensors: Mapping[tuple[int, int], Tensor]) -> None:
-        """Branches compute with what is given to each of them, for a value of the place around them."""
+        """A fork gave each of these branches a tensor, ``tensors[number, branch]``, for a value of the place around them."""
         for branch in branches:
             self._forked.setdefault(branch, {})[number] = tensors[number, branch]
 
-    def join(self, move: Join, made_here: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]) -> None:
-        """Values of branches are those of the place around, too.
+    def join(
+        self, move: Join, branch_values: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]
+    ) -> None:
+        """A join made values of branches values of the place around.
 
         Args:
-            made_here: those that this rank's branches made.
-            arriving: those whose memory is filled by others, and not before ``wait`` has returned.
+            branch_values: those that this rank's branches made.
+            arriving: those that other ranks send; their memory is filled when ``wait`` has returned.
         """
-        self._kept |= {(n, b): made_here[n] for n, b in move.values if n in made_here and n in move.kept}
+        self._made |= {(n, b): branch_values[n] for n, b in move.values if n in branch_values and n in move.kept}
         self._arriving |= dict.fromkeys(arriving, wait)
         self.missing -= {n for n, _ in move.values}
 
-    # --- what is taken ------------------------------------------------------------------------------------------------
+    # --- values that are taken ----------------------------------------------------------------------------------------
 
     def made_in(self, number: int, place: int) -> Tensor | None:
-        """What a place made for a value, if this rank has it."""
-        return self._kept.get((number, place), self._here.get(number))
+        """The tensor that a place made for a value; None if this rank has none."""
+        return self._made.get((number, place), self._tensors.get(number))
 
     def of_branch(self, number: int, place: int) -> tuple[Tensor | None, bool]:
-        """What a branch, or one around it, computes with for a value, and whether it made that itself; None if that is what
-        all have."""
+        """(the tensor with which a branch computes for a value, whether that branch, or one around it, made the value).
+
+        (None, False) if the branch computes with the tensor of the trunk.
+        """
         if place and self._program.branches is not None:
             for p in reversed(self._program.branches.chain(place)):
                 if number in self._forked.get(p, ()):
                     return self._forked[p][number], False
-                if (number, p) in self._kept:
-                    return self._kept[number, p], True
+                if (number, p) in self._made:
+                    return self._made[number, p], True
         return None, False
 
     def taken(self, number: int, place: int) -> Tensor | None:
-        """The same, for something that takes it now: waits for it if it is on its way."""
-        tensor, made_there = self.of_branch(number, place)
-        if not made_there:
-            self.arrived(number)
+        """The tensor of ``of_branch``, which is used now: waits for it if it is on its way."""
+        tensor, made_in_branch = self.of_branch(number, place)
+        if not made_in_branch:
+            self.wait_for(number)
         return tensor
 
     def taken_by(self, call: Call, place: int) -> None:
-        """Waits for all that a call takes, however it comes by it."""
+        """Waits for all values that a call takes, as arguments or otherwise."""
         for n in list(self._arriving):
             if any(call.start <= p < call.stop for p in self._program.graph.consumers.get(n, ())):
                 self.taken(n, place)
 
-    def arrived(self, number: int) -> None:
-        """Waits for a value that is on its way, and with it for those that come with it."""
+    def wait_for(self, number: int) -> None:
+        """Waits for a value that is on its way, and so for all that arrive together with it."""
         if (wait := self._arriving.get(number)) is not None:
             wait()
             self._arriving = {n: w for n, w in self._arriving.items() if w is not wait}
 
     def inside(self, number: int, in_branch: Tensor | None) -> Tensor:
-        """What stands for a value in a place that has it; ``in_branch``: there alone. Raises PathError if there is none."""
+        """The tensor of a value in a place: ``in_branch`` if the branch has its own, else this rank's.
+
+        Raises:
+            PathError: this rank has none.
+        """
         if in_branch is not None:
             return in_branch
-        if number not in self._here:
+        if number not in self._tensors:
             graph = self._program.graph
             event = graph.events[graph.values[number].position]
             raise PathError(
                 f"there is no {event.function} of {spelled(event.path)} ({event.line}), "
                 "which was there when the forward was recorded"
             )
-        return self._here[number]
+        return self._tensors[number]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.calls.structure import is_constant
-from meshwright.calls.tracer import Slot, held_in, kept_in, memory_of
+from meshwright.calls.tracer import Slot, memory_of, slot_tensors, slot_value
 from meshwright.described import laid
 from meshwright.graph import ROOT, ModelGraph, Path, Span
 from meshwright.planning.attribute_uses import AttributeUses, Use
@@ -38,13 +38,13 @@ class KeptUses:
         self._model, self._graph, self._uses = model, graph, uses
         self.touched: dict[int, Touches] = {}
         self.changed_in: dict[Path, list[Slot]] = {}
-        self._carried = {slot: [memory_of(t) for t in kept_in(model, [slot])] for slot in changed}
-        self._kept = {slot: held_in(model, slot) for slot in changed}
+        self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
+        self._kept = {slot: slot_value(model, slot) for slot in changed}
         self._laid = {slot: laid(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)}
 
     def contents(self) -> dict[Slot, Any]:
         """What the slots hold now."""
-        return {slot: contents(held_in(self._model, slot)) for slot in self._carried}
+        return {slot: contents(slot_value(self._model, slot)) for slot in self._carried}
 
     def memories(self, slots: Iterable[Slot]) -> set[int]:
         """The memories that some slots held before the forward."""
@@ -71,17 +71,17 @@ class KeptUses:
             if touched.used and self._uses.carries(slot):
                 slots[slot] = touched
             lasts = self._is_watched_tensor(slot) or self._uses.carries(slot)
-            if touched.changed and lasts and isinstance(held_in(self._model, slot), Tensor):
+            if touched.changed and lasts and isinstance(slot_value(self._model, slot), Tensor):
                 graph.kept[slot] = self._uses_of_tensor(slot, uses, touched)
         # What follows from the batch alone, a cache that was empty, is no value: each stage has its own.
         graph.carried = tuple(
-            slot for slot in slots if self._carried[slot] or any(map(known, kept_in(self._model, [slot])))
+            slot for slot in slots if self._carried[slot] or any(map(known, slot_tensors(self._model, [slot])))
         )
         return slots
 
     def reshaped(self) -> list[Slot]:
         """The slots whose tensor has another shape or type after the forward: Python may act on that in the next."""
-        after = {slot: held_in(self._model, slot) for slot in self._laid}
+        after = {slot: slot_value(self._model, slot) for slot in self._laid}
         return [slot for slot, t in after.items() if isinstance(t, Tensor) and laid(t) != self._laid[slot]]
 
     def _is_repeated(self, slot: Slot) -> bool:
@@ -90,7 +90,7 @@ class KeptUses:
         return self._is_constant(slot) and not self._acting(slot)
 
     def _is_constant(self, slot: Slot) -> bool:
-        return is_constant(self._kept[slot]) and is_constant(held_in(self._model, slot))
+        return is_constant(self._kept[slot]) and is_constant(slot_value(self._model, slot))
 
     def _acting(self, slot: Slot) -> list[Path]:
         """The calls that change what a slot holds, and act on a value."""
@@ -111,18 +111,18 @@ class KeptUses:
         if not uses or slot in self._uses.within_others:
             return len(self._graph.events)
         of_container = isinstance(
-            held_in(self._model, slot), (dict, list, set, deque)
+            slot_value(self._model, slot), (dict, list, set, deque)
         )  # what is done with it is not told
         return max((use.events for use in uses if use.is_set or of_container), default=len(self._graph.events))
 
     def is_private(self, slot: Slot, call: Path) -> bool:
         """Whether what a slot holds is used in one call alone. Of a container others may have a name of their own."""
-        values = self._kept[slot], held_in(self._model, slot)
+        values = self._kept[slot], slot_value(self._model, slot)
         return all(v is None or isinstance(v, Tensor) for v in values) and self._uses.within(slot, call)
 
     def is_own_count(self, slot: Slot, call: Path) -> bool:
         """Whether a slot holds a number or the like, before and after, that is used in one call alone."""
-        values = self._kept[slot], held_in(self._model, slot)
+        values = self._kept[slot], slot_value(self._model, slot)
         told = slot not in self._uses.within_others and bool(self._uses.found[slot])
         return (
             told
@@ -164,7 +164,7 @@ class KeptUses:
             touches.changed += self.touched.get(memory, Touches()).changed
         if self._is_watched_tensor(slot):
             touches.changed += [max(0, use.events - 1) for use in uses if use.is_set]
-            touches.changed += self._writes_to(kept_in(self._model, [slot]))
+            touches.changed += self._writes_to(slot_tensors(self._model, [slot]))
         elif uses:  # what Python does with it is not looked at: it may stand before the event as well as after
             touches.used += [uses[0].events - 1]
             touches.changed += [uses[-1].events]

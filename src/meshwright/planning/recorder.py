@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.blame import model_line
 from meshwright.calls.hook import Forward
-from meshwright.calls.structure import as_it_is, holds_code, lists_in, map_tensors, tensors_of
-from meshwright.calls.tracer import Slot, Tracer, kept_in, memory_of
+from meshwright.calls.structure import copied_structure, holds_code, lists_in, map_tensors, tensors_of
+from meshwright.calls.tracer import Slot, Tracer, memory_of, slot_tensors
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_within
 from meshwright.errors import PlanError
@@ -57,7 +57,7 @@ class Recorder(Tracer):
         *,
         draws: bool = False,
     ) -> None:
-        super().__init__(kept_in(model, changed))
+        super().__init__(slot_tensors(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
         self._model, self._sizes_read, self._held = model, sizes_read, host_generators(model)
@@ -104,7 +104,10 @@ class Recorder(Tracer):
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
         # On another way it may draw, too.
         call.draws_host |= graph.draws and call.acts and bool(host_generators(module))
-        call.stop, call.returned = len(graph.events), as_it_is(result, {*map(id, args), *map(id, kwargs.values())})
+        call.stop, call.returned = (
+            len(graph.events),
+            copied_structure(result, {*map(id, args), *map(id, kwargs.values())}),
+        )
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = holds_code((result, [grown.items for grown in call.grown])) or any(
             n is None and (id(t) not in had or isinstance(t, nn.Parameter))
@@ -173,7 +176,7 @@ class Recorder(Tracer):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
         graph, place = self.graph, len(self.graph.events)
-        named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.nameless(t))
+        named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.unnumbered(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
@@ -310,7 +313,7 @@ class Recorder(Tracer):
 
         return super().transformed(following, name, args, kwargs)
 
-    def untold(self, function: str) -> None:
+    def untraceable(self, function: str) -> None:
         """See ``Tracer``."""
         raise PlanError.of(
             "this plan",
@@ -392,7 +395,7 @@ class Recorder(Tracer):
             call = graph.calls[path]
             call.counts = not call.visible and bool(shown) and all(kept.is_own_count(slot, path) for slot in shown)
             call.visible |= bool(shown)
-        held = [t for slot in slots for t in kept_in(self._model, [slot])]
+        held = [t for slot in slots for t in slot_tensors(self._model, [slot])]
         at_end = [n for t in held if (n := self.number(t)) is not None]
         parameters = self._written_parameters()
         graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}

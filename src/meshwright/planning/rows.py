@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.calls.hook import Forward, following
 from meshwright.calls.placeholder import sized
 from meshwright.calls.structure import map_tensors, tensors_of
-from meshwright.calls.tracer import Tracer, kept_in
+from meshwright.calls.tracer import Tracer, slot_tensors
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
 from meshwright.layout import even_shard
 from meshwright.planning.meeting import Meeting
@@ -147,7 +147,7 @@ class _Finder(Tracer):
     """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
 
     def __init__(self, model: nn.Module, graph: ModelGraph, rows: Divided) -> None:
-        super().__init__(kept_in(model, graph.carried))
+        super().__init__(slot_tensors(model, graph.carried))
         self.graph, self.rows, self.found = graph, rows, set[int]()
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -189,13 +189,15 @@ class Branching:
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
-    def join(self, move: Join, made_here: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]) -> Joined:
+    def join(
+        self, move: Join, branch_values: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
+    ) -> Joined:
         """See ``calls.exchange.Exchange``."""
         anchors = anchors or [self._anchor()]
         if not move.values:
             return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
-        mine = {n: whole(t) for n, t in made_here.items()}
+        mine = {n: whole(t) for n, t in branch_values.items()}
         if self._trying:
             mine = {n: as_recorded(t, graph.values[n]) for n, t in mine.items()}
         self._check(mine, dict(move.values), graph)

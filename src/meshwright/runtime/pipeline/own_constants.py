@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.calls.stage import StageProgram
 from meshwright.calls.structure import attributes_in, owner_of
-from meshwright.calls.tracer import Slot, held_in
+from meshwright.calls.tracer import Slot, slot_value
 from meshwright.runtime.module_state import content_of, fill
 
 
@@ -61,7 +61,7 @@ class _Held(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module, slot: Slot) -> _Held:
-        value, owner = held_in(model, slot), owner_of(model.get_submodule(slot[0]), slot[1])
+        value, owner = slot_value(model, slot), owner_of(model.get_submodule(slot[0]), slot[1])
         if value is None and (owner is None or owner[1] not in attributes_in(owner[0])):
             value = _MISSING
         return _Held(slot, value, content_of(value) if type(value) in (list, dict, set) else None)
@@ -73,7 +73,7 @@ class _Held(NamedTuple):
             return
         if self.value is _MISSING:
             attributes_in(owner[0]).pop(owner[1], None)
-        elif held_in(model, self.slot) is not self.value:
+        elif slot_value(model, self.slot) is not self.value:
             if isinstance(owner[0], nn.Module):
                 setattr(*owner, self.value)
             else:

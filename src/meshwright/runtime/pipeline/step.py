@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.calls.interpreter import StageInterpreter
 from meshwright.calls.structure import map_tensors
-from meshwright.calls.tracer import kept_in
+from meshwright.calls.tracer import slot_tensors
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
@@ -259,7 +259,7 @@ class Step:
             send=whole,
             exchange=stages.branching,
             streams=None if self._split else stages.streams,
-            carried=kept_in(stages.model, graph.carried),
+            carried=slot_tensors(stages.model, graph.carried),
         )
 
     def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.calls.placeholder import RemoteTensor, handed, held, replaced
+from meshwright.calls.placeholder import RemoteTensor, local_rows, note_replaced, note_replaced_within
 from meshwright.calls.structure import put_tensors, tensors_of
 from meshwright.private import bases_of, without_modes
 from meshwright.recipe import Recipe, Unit
@@ -232,7 +232,7 @@ def _locally(
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = last if after else (*leading, last)
         tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
-        plain = [local_of(held(t)) for t in tensors]
+        plain = [local_of(local_rows(t)) for t in tensors]
         with without_modes():
             if after:
                 new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
@@ -244,7 +244,7 @@ def _locally(
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return None if after else subject
         back = iter(zip(tensors, new, strict=True))
-        told = replaced if after else handed
+        told = note_replaced if after else note_replaced_within
         return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back), told), subject)
 
     return run
@@ -252,7 +252,7 @@ def _locally(
 
 def _as_before(before: Tensor, now: Tensor, told: Callable[[Tensor, Tensor], None]) -> Tensor:
     """What the hook gave in place of a tensor, as the model is to see it; ``told``: is told of it."""
-    subject = held(before)
+    subject = local_rows(before)
     if now is local_of(subject):
         return before
     shown = GlobalTensor(now, subject._mw_layout, subject._mw_dispatcher) if isinstance(subject, GlobalTensor) else now
