@@ -412,7 +412,7 @@ def test_the_same_command_goes_on_with_a_run_and_another_does_not(file: str) -> 
     assert "all 4 steps are done already, in runs/tiny-learner" in meshwright(*run, "--steps", "4").output
     text = meshwright(*run[:4], "--steps", "5", "--global-batch", "16", code=2).stderr
     assert "2 problems in this command" in text
-    assert "0.0003, where the run in runs/tiny-learner has 0.01" in text and "--out runs/tiny-learner-2" in text
+    assert "0.0003, but the run in runs/tiny-learner has 0.01" in text and "--out runs/tiny-learner-2" in text
     text = meshwright(*run, "--steps", "1", "--fresh").output
     assert "runs/tiny-learner is now runs/tiny-learner.old-1" in text
     assert sorted(p.name for p in Path("runs/tiny-learner").glob("step-*")) == ["step-00000001"]
@@ -491,7 +491,7 @@ def test_a_worker_that_fails_is_told_once(file: str) -> None:
 
 def test_a_plan_error_of_a_worker_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     error = PlanError([Finding("mesh.tpp", "tpp", "an axis", "tp: 2")])
-    with pytest.raises(typer.Exit) as raised, processes.told():
+    with pytest.raises(typer.Exit) as raised, processes.reported_errors():
         raise WorkerError(1, "rank 1 of 2 failed: PlanError", str(error), error)
     assert raised.value.exit_code == 2
     assert capsys.readouterr().err.strip() == str(error)

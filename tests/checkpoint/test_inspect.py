@@ -129,4 +129,4 @@ def test_export_on_the_command_line(run, tmp_path):
     text = meshwright("export", run, tmp_path / "out", "--shard-size", "300").output
     assert "step 2" in text and "9 tensors" in text and "no config.json" in text
     assert set(open_folder(tmp_path / "out")) == set(Net().state_dict())
-    assert "is there already" in meshwright("export", run, tmp_path / "out", code=2).stderr
+    assert "exists already" in meshwright("export", run, tmp_path / "out", code=2).stderr

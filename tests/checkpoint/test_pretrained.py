@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.checkpoint.tensorfiles import Entry, open_folder, write_file
-from meshwright.checkpoint.unread import LazyTensor, Read, read_slices
+from meshwright.checkpoint.unread import InMemory, LazyTensor, read_slices
 from meshwright.errors import PlanError
 from meshwright.recipe import take_slices
 from meshwright.workers.pool import WorkerError
@@ -290,7 +290,7 @@ def test_unread_tensors_join_stack_split_and_swap_as_read_ones_do():
         return [first, *chunks, torch.chunk(stacked, 2, dim=0)[1].squeeze(0), x.transpose(0, 1), first.reshape(5, 8)]
 
     slices = {3: (((1, 2),), ((0, 2), (3, 4)), ((2, 3),)), 2: (((0, 1), (2, 4)), ((1, 3),))}
-    for unread, read in zip(through(Read(a), Read(b)), through(a, b), strict=True):
+    for unread, read in zip(through(InMemory(a), InMemory(b)), through(a, b), strict=True):
         assert unread.shape == read.shape
         if not isinstance(unread, torch.Tensor):
             assert torch.equal(unread.read(), read)

@@ -1,20 +1,21 @@
-"""Checkpoints: saved under one layout, loaded under any other; only complete ones exist.
+"""Checkpoints: saved under one layout, loaded under any other. A checkpoint is complete or does not exist.
 
-    folder.py    a folder of checkpoints: manifest, checksums, publishing by one rename, which is newest; no torch
-    lock.py      one run at a time in a folder; no torch
-    talk.py      how ranks agree: an exception of any is an error of all
-    pieces.py    a tensor's slices on this rank as chunks; DCP's planners over them
-    storage.py   DCP's files, with a checksum a chunk; its metadata read without trusting it
-    contents.py  what a job, or a plain module, and its optimizers have to save
-    save.py      collective: every owner writes its own pieces ─► publish
+    folder.py    a folder of checkpoints: manifest, checksums, publishing by one rename, the newest; no torch
+    lock.py      lets one run at a time save in a folder; no torch
+    talk.py      rank agreement: an exception of one rank is an error on all ranks
+    pieces.py    a rank's slices of a tensor as DCP chunks; DCP planners for them
+    storage.py   DCP's files, with a checksum for each chunk; reads DCP's metadata safely
+    contents.py  the parts of a job, or of a plain module, and of its optimizers to save
+    staging.py   copies of tensors for an asynchronous save
+    save.py      collective: every rank writes its own pieces ─► publish
     load.py      collective: verify ─► every rank reads its own slices
-    jobs.py      both, for a job and for a plain module
+    jobs.py      saving and loading, for a job and for a plain module
 
-    pretrained.py   a Hugging Face folder into a job; conversion.py which tensor is which; unread.py read in slices
-    export.py       a checkpoint as such a folder; tensorfiles.py its files, written tensor by tensor
-    inspection.py   what is in a checkpoint
+    pretrained.py   loads a Hugging Face folder into a job; conversion.py maps names; unread.py reads slices
+    export.py       writes a checkpoint as a Hugging Face folder; tensorfiles.py writes safetensors, tensor by tensor
+    inspection.py   lists the contents of a checkpoint
 
-``torch.distributed.checkpoint`` (DCP) does the planning, writing and reading. A checkpoint is one of its own: plain
+``torch.distributed.checkpoint`` (DCP) does the planning, writing and reading. A checkpoint is a plain DCP checkpoint:
 ``dcp.load`` reads it under the names that ``get_state_dict`` gives.
 """
 

@@ -1,8 +1,10 @@
-"""What there is to save: of a job or of a plain module, and of its optimizers; under the names of one device.
+"""The contents of a checkpoint on this rank: of a job or a plain module, and of its optimizers.
+
+Names in a checkpoint do not depend on the layout. ``<name>`` is a parameter's name on one device.
 
 model.<name>                        parameters and persistent buffers
-optimizer.state.<name>.<key>        tensors of the optimizer's state, cut as their parameter is
-rng.<rank>.<kind>                   generators
+optimizer.state.<name>.<key>        tensors of the optimizer's state, sharded like their parameter
+rng.<rank>.<kind>                   states of random generators
 """
 
 from __future__ import annotations
@@ -21,83 +23,93 @@ from meshwright.recipe import Slices
 from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.runtime.held import HeldModel
+    from meshwright.runtime.held import ShardedModel
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """A parameter of which this rank holds a part.
 
     Attributes:
-        name: its first name on one device; aliases: its others.
-        p: as the optimizer has it.
-        shape: of the whole.
-        slices: what of it is here.
+        name: its first name on one device.
+        aliases: its other names, if it is tied.
+        parameter: as the optimizer has it.
+        shape: of the whole parameter.
+        slices: the part that this rank holds.
     """
 
     name: str
     aliases: tuple[str, ...]
-    p: nn.Parameter
+    parameter: nn.Parameter
     shape: tuple[int, ...]
     slices: Slices
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
     def piece(self) -> Piece:
-        return Piece(f"model.{self.name}", self.shape, local_tensor(self.p).detach(), self.slices)
+        """The piece of the parameter's values."""
+        return Piece(f"model.{self.name}", self.shape, local_tensor(self.parameter).detach(), self.slices)
 
     def state(self, key: str, value: Tensor) -> Piece | None:
-        """A tensor of the optimizer's state: cut as the parameter is, where it is of its shape; whole, where it has no dims,
-        or all of the parameter is here. None where it is a part of what is not known."""
+        """The piece of a tensor of the optimizer's state.
+
+        A tensor with the shape of the local parameter is sharded like it. A tensor without dims, or any tensor if this rank
+        holds the whole parameter, is whole. None for other shapes: nobody knows which part of which tensor they are.
+        """
         name, local = f"optimizer.state.{self.name}.{key}", local_tensor(value).detach()
         if local.dim() == 0 and not isinstance(value, DTensor):
             return Piece.whole(name, local)
-        if local.shape == local_tensor(self.p).shape:
+        if local.shape == local_tensor(self.parameter).shape:
             return Piece(name, self.shape, local, self.slices)
         return Piece.whole(name, local) if self.is_whole else None
 
     @property
     def is_whole(self) -> bool:
-        return tuple(local_tensor(self.p).shape) == self.shape
+        """Whether this rank holds the whole parameter."""
+        return tuple(local_tensor(self.parameter).shape) == self.shape
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything of a model that is saved, on this rank.
+    """The parts of a model that this rank saves.
 
     Attributes:
-        parameters: those of which a part is here.
-        buffers: (name, module, name in it, whether this rank's copy is the one that counts): persistent ones.
-        extra: ``get_extra_state()`` of modules that have it, by their names.
+        parameters: those of which this rank holds a part.
+        buffers: persistent buffers: (full name, module, name in the module, whether this rank saves it).
+        extra: name of a module → its ``get_extra_state()``, if it has one.
     """
 
-    parameters: tuple[Held, ...]
+    parameters: tuple[LocalParameter, ...]
     buffers: tuple[tuple[str, nn.Module, str, bool], ...]
     extra: dict[str, Any]
 
     def pieces(self) -> Iterator[Piece]:
-        """Parameters, and the buffers that are this rank's to save."""
-        yield from (held.piece() for held in self.parameters)
-        for name, module, key, counts in self.buffers:
-            if counts:
+        """The pieces of the parameters, and of the buffers that this rank saves."""
+        yield from (parameter.piece() for parameter in self.parameters)
+        for name, module, key, saves in self.buffers:
+            if saves:
                 yield Piece.whole(f"model.{name}", getattr(module, key).detach())
 
 
-def of_job(held: HeldModel) -> Contents:
-    """What this rank holds of a job, at rest."""
-    recipe, rank = held.recipe, held.rank
-    named = dict(held.module.named_parameters(remove_duplicate=False))
+def of_job(model: ShardedModel) -> Contents:
+    """The contents of a job on this rank. Parameters must be at rest: sharded, not gathered by FSDP2."""
+    recipe, rank = model.recipe, model.rank
+    named = dict(model.module.named_parameters(remove_duplicate=False))
     parameters = [
-        Held(line.name, line.aliases, named[line.name], line.shape, recipe.held(line, rank))
+        LocalParameter(line.name, line.aliases, named[line.name], line.shape, recipe.held(line, rank))
         for line in recipe.parameters
         if recipe.holds(line, rank)
     ]
-    buffers = [(n, m, k, recipe.buffer_owner(n) == rank) for n, m, k in _buffers(held.module)]
-    return Contents(tuple(parameters), tuple(buffers), _extra(held.module))
+    buffers = [(name, module, key, recipe.buffer_owner(name) == rank) for name, module, key in _buffers(model.module)]
+    return Contents(tuple(parameters), tuple(buffers), _extra(model.module))
 
 
 def of_module(module: nn.Module) -> Contents:
-    """What a plain module holds: all."""
+    """The contents of a plain module, in a process that holds all of it."""
     names: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -105,12 +117,13 @@ def of_module(module: nn.Module) -> Contents:
     for _, p in module.named_parameters():
         first, *aliases = names[id(p)]
         whole = Piece.whole(first, p)
-        parameters.append(Held(first, tuple(aliases), p, whole.shape, whole.slices))
-    return Contents(tuple(parameters), tuple((n, m, k, True) for n, m, k in _buffers(module)), _extra(module))
+        parameters.append(LocalParameter(first, tuple(aliases), p, whole.shape, whole.slices))
+    buffers = tuple((name, owner, key, True) for name, owner, key in _buffers(module))
+    return Contents(tuple(parameters), buffers, _extra(module))
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(full name, module, name in it) of each persistent buffer, each once."""
+    """(full name, module, name in the module) of each persistent buffer. A buffer with two names comes once."""
     seen: set[int] = set()
     persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
@@ -122,15 +135,19 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:
-    has = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-    return {name: module.get_extra_state() for name, module in has}
+    """Name of a module → its extra state, for modules whose class defines ``get_extra_state``."""
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------------------
 
 
 def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    """None, one or several, as several."""
+    """None, one optimizer, or several, as a tuple."""
     if optimizers is None:
         return ()
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
@@ -138,12 +155,12 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 @dataclass(frozen=True)
 class OptimizerContents:
-    """What an optimizer has, on this rank.
+    """The contents of an optimizer on this rank.
 
     Attributes:
-        pieces: tensors of its state.
-        scalars: name of a parameter → what else its state has.
-        groups: settings of each group, and the names of its parameters that are here, under ``names``.
+        pieces: the tensors of its state.
+        scalars: name of a parameter → the values of its state that are not tensors.
+        groups: the settings of each group; under ``names``, the group's parameters that this rank holds.
     """
 
     pieces: tuple[Piece, ...]
@@ -152,37 +169,41 @@ class OptimizerContents:
 
 
 def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -> OptimizerContents:
-    """Its state by the names of parameters; adds to ``findings`` what cannot be saved for every layout."""
-    held = {id(h.p): h for h in contents.parameters}
+    """The state and settings of an optimizer, by the names of parameters.
+
+    Adds to ``findings`` the state that cannot be saved independently of the layout, and parameters that are not the model's.
+    """
+    by_id = {id(local.parameter): local for local in contents.parameters}
     pieces: list[Piece] = []
     scalars: dict[str, dict[str, Any]] = {}
-    for p, state in optimizer.state.items():
-        if (line := held.get(id(p))) is None:
+    for parameter, state in optimizer.state.items():
+        if (local := by_id.get(id(parameter))) is None:
             continue
         for key, value in state.items():
             if not isinstance(value, Tensor):
-                scalars.setdefault(line.name, {})[key] = value
-            elif (piece := line.state(key, value)) is not None:
+                scalars.setdefault(local.name, {})[key] = value
+            elif (piece := local.state(key, value)) is not None:
                 pieces.append(piece)
             else:
+                local_shape = tuple(local_tensor(local.parameter).shape)
                 findings.add(
-                    where=f"optimizer.state[{line.name}][{key!r}]",
+                    where=f"optimizer.state[{local.name}][{key!r}]",
                     given=f"{type(optimizer).__name__} keeps a tensor of shape {tuple(value.shape)} for it",
-                    required=f"the parameter's shape here, {tuple(local_tensor(line.p).shape)}, as it is cut ({line.shape})",
+                    required=f"the shape of the parameter's shard, {local_shape} of {local.shape}",
                     fix="save without the optimizer: job.save(folder, step=step)",
                 )
     groups = [
         {
             **{k: v for k, v in group.items() if k != "params"},
-            "names": [held[id(p)].name for p in group["params"] if id(p) in held],
+            "names": [by_id[id(p)].name for p in group["params"] if id(p) in by_id],
         }
         for group in optimizer.param_groups
     ]
-    strange = sum(p.numel() > 0 and id(p) not in held for g in optimizer.param_groups for p in g["params"])
-    if strange:
+    unknown = sum(p.numel() > 0 and id(p) not in by_id for g in optimizer.param_groups for p in g["params"])
+    if unknown:
         findings.add(
             where=type(optimizer).__name__,
-            given=f"{strange} parameters that are not the job's",
+            given=f"{unknown} parameters that are not the job's",
             required="parameters of job.parameters()",
             fix=f"torch.optim.{type(optimizer).__name__}(job.parameters(), …)",
         )

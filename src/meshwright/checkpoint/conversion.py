@@ -1,10 +1,10 @@
-"""Which tensor of a folder is which of a model: by its name, by a prefix, or as transformers converts it.
+"""Maps the tensors of a Hugging Face folder to the names of a model: by name, by a prefix, or by transformers' conversions.
 
     names of the folder ─► transformers' own renamings and converters ─► a base model's prefix ─► names of the model
 
-A model of transformers may have been saved under other names than it has now, or as other tensors (each expert's weight
-for itself): transformers' table of that is used as it is, on tensors that are not read (see unread.py). Any other model
-is its names, where a prefix may be missing or too much: the one that makes the most of them fit.
+The folder of a transformers model may have other names than the model has now, or other tensors, such as one for each
+expert's weight. Transformers' own table of conversions is then applied to lazy tensors (see unread.py). For any other model,
+names are compared directly; if they differ by a prefix, the prefix that makes the most names match is added or removed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.checkpoint.unread import LazyTensor, Read
+from meshwright.checkpoint.unread import InMemory, LazyTensor
 
 Values = Callable[[], Mapping[str, LazyTensor]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from.
+    """The source of one of the model's tensors.
 
     Attributes:
-        shape, dtype: as it comes.
-        values: gives it, and what comes with it, by the model's names; reads what no unread tensor can answer.
+        shape: of the whole tensor.
+        dtype: in the folder.
+        values: returns lazy tensors by the model's names: this tensor, and others that the same conversion makes. Reads from
+            files only if a conversion needs values.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +46,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Matched:
-    """A folder's tensors by the model's names.
+    """The tensors of a folder, mapped to the names of a model.
 
     Attributes:
-        sources: by name; a tied parameter's by each of its names that the folder has.
-        unexpected: names of the folder that are none of the model's.
-        failed: name of the model → why its conversion is not possible.
+        sources: name of the model → source. A tied parameter has an entry for each of its names that the folder has.
+        unexpected: names of the folder that match no name of the model.
+        failed: name of the model → why its conversion failed.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
@@ -58,41 +60,42 @@ class Matched:
 
 
 def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTensor]) -> Matched:
-    """Finds each of a folder's tensors its place in the model.
+    """Maps each tensor of a folder to a name of the model.
 
     Args:
-        names: of the model's parameters, tied ones by each name, and persistent buffers.
-        files: the folder's tensors.
+        module: the model.
+        names: of the model's parameters (a tied one by each of its names) and persistent buffers.
+        files: name in the folder → lazy tensor.
     """
     model_names = dict.fromkeys(names, True)
     match = Matched()
-    rename = _as_transformers_does(module, model_names, list(files)) or _by_prefix(model_names, list(files))
+    rename = _transformers_renaming(module, model_names, list(files)) or _prefix_renaming(model_names, list(files))
     conversions: dict[str, _Conversion] = {}
     for name in files:
-        to, pattern, converter = rename(name)
-        if to not in model_names:
+        model_name, pattern, converter = rename(name)
+        if model_name not in model_names:
             match.unexpected.append(name)
         elif converter is None:
             value = files[name]
-            match.sources[to] = Source(tuple(value.shape), value.dtype, partial(dict, {to: value}))
+            match.sources[model_name] = Source(tuple(value.shape), value.dtype, partial(dict, {model_name: value}))
         else:
-            conversion = conversions.setdefault(to, _Conversion(module, converter, to))
-            conversion.tensors.append((to, name, pattern))
+            conversion = conversions.setdefault(model_name, _Conversion(module, converter, model_name))
+            conversion.tensors.append((model_name, name, pattern))
     for conversion in conversions.values():
-        _describe(conversion, files, match)
+        _add_sources(conversion, files, match)
     return match
 
 
 # --- models of transformers ------------------------------------------------------------------------------------------
 
-Rename = Callable[
-    [str], tuple[str, str, Any]
-]  # a folder's name → the model's, and the converter it goes through, if any
+Rename = Callable[[str], tuple[str, str, Any]]
+"""Name in the folder → (name of the model, pattern of the converter or "", converter or None)."""
 
 
-def _as_transformers_does(module: nn.Module, model_names: Mapping[str, Any], files: list[str]) -> Rename | None:
-    """None where the module is no model of transformers, or transformers is older than its conversions (5.0)."""
-    models = sys.modules.get("transformers.modeling_utils")  # loaded by whoever has a model of it
+def _transformers_renaming(module: nn.Module, model_names: Mapping[str, Any], files: list[str]) -> Rename | None:
+    """Transformers' own renaming. None if the module is not a transformers model, or transformers is older than 5.0, which
+    introduced conversions."""
+    models = sys.modules.get("transformers.modeling_utils")  # a program that has a transformers model has imported it
     if models is None or not isinstance(module, models.PreTrainedModel):
         return None
     try:
@@ -101,100 +104,127 @@ def _as_transformers_does(module: nn.Module, model_names: Mapping[str, Any], fil
     except ImportError:
         return None
     mapping = get_model_conversion_mapping(_without_fsdp(module))
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     renamed: dict[str, tuple[str, str, Any]] = {}
-    for name in sorted(files, key=dot_natural_key):  # in this order: some renamings look out for an earlier name
-        to, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, model_names)
-        if to not in model_names and name in model_names:
-            to, pattern = name, None
-        renamed[name] = (to, pattern or "", by_pattern[pattern] if pattern else None)
+    for name in sorted(files, key=dot_natural_key):  # in transformers' order: some renamings depend on an earlier name
+        new_name, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, model_names)
+        if new_name not in model_names and name in model_names:
+            new_name, pattern = name, None
+        renamed[name] = (new_name, pattern or "", by_pattern[pattern] if pattern else None)
     return renamed.__getitem__
 
 
 def _without_fsdp(module: nn.Module) -> Any:
-    """The model as transformers looks at it for its conversions: by the classes that FSDP2 has put its own before."""
+    """A stand-in for the model, with the two attributes that transformers' conversions read.
 
-    def twin(of: nn.Module) -> nn.Module:
-        if not isinstance(of, FSDPModule):
-            return of
-        before: Any = next(c for c in type(of).__mro__ if not issubclass(c, FSDPModule))
-        made: nn.Module = before.__new__(before)
-        made.__dict__.update(of.__dict__)
-        return made
+    Transformers looks conversions up by a module's class. ``fully_shard`` replaces the class of a module by a subclass; here
+    each module has its original class.
+    """
+
+    def with_original_class(sharded: nn.Module) -> nn.Module:
+        if not isinstance(sharded, FSDPModule):
+            return sharded
+        original_class: Any = next(c for c in type(sharded).__mro__ if not issubclass(c, FSDPModule))
+        twin: nn.Module = original_class.__new__(original_class)
+        twin.__dict__.update(sharded.__dict__)
+        return twin
 
     def named_modules() -> Iterator[tuple[str, nn.Module]]:
-        return ((name, twin(m)) for name, m in module.named_modules())
+        return ((name, with_original_class(m)) for name, m in module.named_modules())
 
     return SimpleNamespace(named_modules=named_modules, base_model_prefix=module.base_model_prefix)
 
 
 @dataclass
 class _Conversion:
-    """One use of a converter: all tensors of the folder that make up one of the model, or several that come together."""
+    """One use of a converter: it makes one or several tensors of the model from one or several tensors of the folder.
+
+    Attributes:
+        module: the model.
+        converter: transformers' ``WeightConverter``.
+        model_name: the name of the model that the converter is called with.
+        tensors: (name of the model, name in the folder, pattern) of each input.
+    """
 
     module: Any
     converter: Any
-    to: str
-    tensors: list[tuple[str, str, str]] = field(default_factory=list)  # the model's name, the folder's, the pattern
+    model_name: str
+    tensors: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def __call__(self, open_: Callable[[str], Any]) -> dict[str, Any]:
-        converter = deepcopy(self.converter)  # it collects, and gives away, what it is given
-        for to, name, pattern in self.tensors:
-            converter.add_tensor(to, name, pattern, open_(name))
-        made = converter.convert(self.to, model=self.module, config=self.module.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    def __call__(self, open_tensor: Callable[[str], Any]) -> dict[str, Any]:
+        """Runs the converter. ``open_tensor`` returns the tensor of a name in the folder."""
+        converter = deepcopy(self.converter)  # a converter collects its inputs, and drops them in convert()
+        for model_name, name, pattern in self.tensors:
+            converter.add_tensor(model_name, name, pattern, open_tensor(name))
+        converted = converter.convert(self.model_name, model=self.module, config=self.module.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
-    def unread(self, files: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        made = self(files.__getitem__)
-        return {name: value if isinstance(value, LazyTensor) else Read(value) for name, value in made.items()}
+    def lazy_tensors(self, files: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The converted tensors by the model's names, without reading values if the converter allows that."""
+        converted = self(files.__getitem__)
+        return {name: value if isinstance(value, LazyTensor) else InMemory(value) for name, value in converted.items()}
 
 
-def _describe(conversion: _Conversion, files: Mapping[str, LazyTensor], match: Matched) -> None:
-    """What a conversion gives, found out without values."""
+def _add_sources(conversion: _Conversion, files: Mapping[str, LazyTensor], match: Matched) -> None:
+    """Adds the sources that a conversion makes. Their shapes and dtypes come from a run of the conversion on meta tensors."""
 
-    def empty(name: str) -> Tensor:
+    def meta_tensor(name: str) -> Tensor:
         return torch.empty(files[name].shape, dtype=files[name].dtype, device="meta")
 
     try:
-        made = conversion(empty)
-    except Exception as error:  # a stranger's code, on a stranger's tensors
-        match.failed[conversion.to] = f"{type(error).__name__}: {error}"
+        converted = conversion(meta_tensor)
+    except Exception as error:  # code and tensors of others may raise anything
+        match.failed[conversion.model_name] = f"{type(error).__name__}: {error}"
         return
-    values = partial(conversion.unread, files)
-    match.sources.update({name: Source(tuple(t.shape), t.dtype, values) for name, t in made.items()})
+    values = partial(conversion.lazy_tensors, files)
+    match.sources.update({name: Source(tuple(t.shape), t.dtype, values) for name, t in converted.items()})
 
 
 # --- any other model --------------------------------------------------------------------------------------------------
 
 
-def _by_prefix(model_names: Mapping[str, Any], files: list[str]) -> Rename:
+def _prefix_renaming(model_names: Mapping[str, Any], files: list[str]) -> Rename:
+    """Adds a prefix to names of the folder, or removes one, if the result is a name of the model and the name itself is not."""
     add, remove = _prefix(
         [name for name in model_names if name not in files], [name for name in files if name not in model_names]
     )
 
     def rename(name: str) -> tuple[str, str, Any]:
-        other = add + name if add else name.removeprefix(remove)
-        return (name if name in model_names or other not in model_names else other), "", None
+        changed = add + name if add else name.removeprefix(remove)
+        if name in model_names or changed not in model_names:
+            return name, "", None
+        return changed, "", None
 
     return rename
 
 
 def _prefix(model_names: list[str], files: list[str]) -> tuple[str, str]:
-    """What is to be added to, or removed from, names of the folder so that the most are the model's; empty where nothing
-    is, or two ways would do."""
-    adding = _counted(model_names, set(files))
-    removing = _counted(files, set(model_names))
-    ways = [(count, add, "") for add, count in adding.items()] + [(count, "", cut) for cut, count in removing.items()]
-    ways.sort(reverse=True)
-    if not ways or (len(ways) > 1 and ways[0][0] == ways[1][0]):
+    """(prefix to add, prefix to remove), such that the most names of the folder become names of the model.
+
+    Both are empty if no prefix helps, or if two prefixes help equally.
+
+    Args:
+        model_names: names of the model that the folder lacks.
+        files: names of the folder that the model lacks.
+    """
+    adding = _prefix_counts(model_names, set(files))
+    removing = _prefix_counts(files, set(model_names))
+    choices = [(count, prefix, "") for prefix, count in adding.items()]
+    choices += [(count, "", prefix) for prefix, count in removing.items()]
+    choices.sort(reverse=True)
+    if not choices or (len(choices) > 1 and choices[0][0] == choices[1][0]):
         return "", ""
-    return ways[0][1:]
+    return choices[0][1:]
 
 
-def _counted(longer: Iterable[str], shorter: set[str]) -> Counter[str]:
-    """Prefix → how many of ``longer`` are one of ``shorter`` after it."""
+def _prefix_counts(longer: Iterable[str], shorter: set[str]) -> Counter[str]:
+    """Prefix that ends in a dot → number of names of ``longer`` that are this prefix plus a name of ``shorter``.
+
+    >>> _prefix_counts(["model.a", "model.b", "c"], {"a", "b"})
+    Counter({'model.': 2})
+    """
     counts: Counter[str] = Counter()
     for name in longer:
         counts.update(name[: dot.end()] for dot in re.finditer(r"\.", name) if name[dot.end() :] in shorter)

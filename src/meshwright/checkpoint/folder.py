@@ -1,24 +1,24 @@
-"""A folder of checkpoints. Nothing here knows tensors or ranks.
+"""A folder of checkpoints. This file knows neither tensors nor ranks.
 
     runs/
-      step-00000100/         complete: it is published by one rename, last of all
-        manifest.json        every other file: its size, its checksum, and that of each piece in it
-        .metadata            DCP's: which piece of which tensor stands where
+      step-00000100/         a complete checkpoint: published by one rename, as the last action of a save
+        manifest.json        the size of every other file, and the checksum of each piece in it
+        .metadata            of DCP: the file and offset of each chunk of each tensor
         __0_0.distcp …       the pieces that rank 0 wrote
         run.pt               settings of optimizers, scheduler, position in the data (``weights_only``)
         plan.yaml, recipe.json, config.json
-      latest                 the name of the newest, for people: nothing here reads it
-      .lock                  who saves here (see ``lock``)
-      .saving-…              one that is being written, or whose writing was broken off; its name has its owner
+      latest                 the name of the newest checkpoint, for people; no code reads it
+      .lock                  the process that saves here (see ``lock``)
+      .saving-…              a checkpoint that is being written, or was never completed; its name contains its writer
 
-**The newest is the one that was saved last**, and the names alone say which that is. A run that goes back saves a smaller
-step than the newest; from then on names have a count of these returns:
+**The newest checkpoint is the one that was saved last.** The names alone determine which one that is. A run that resumes from
+an older checkpoint saves smaller steps than the newest has; from then on, names count these returns:
 
     saved     100             50                    60                    70                    70 again
     name      step-00000100   step-00000050.back1   step-00000060.back1   step-00000070.back1   step-00000070.back1.1
 
-So a name is given by one rename together with the checkpoint; no clock and no other file takes part. A checkpoint of a
-step that is there already gets a name of its own before the first goes: at no instant is there none.
+So one rename gives a checkpoint its name and its place in the order; neither clocks nor other files take part. If a step is
+saved again, the new checkpoint gets its name before the old one is removed, so that there always is one.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.back(\d+))?(?:\.(\d+))?")
-_BLOCK = 1 << 20  # bytes read at a time
-_SHOWN = 3  # tensors of a damaged file that are named
+_BLOCK = 1 << 20  # bytes read at a time: large enough to read at full speed, and a watchdog sees progress after each
+_SHOWN = 3  # most tensors of a damaged file that an error names
 
-Moved: TypeAlias = Callable[[], None]
-"""Is called whenever some of a checkpoint was read or written: what a watch counts (see ``watch/watchdog``)."""
+OnProgress: TypeAlias = Callable[[], None]
+"""Called whenever a part of a checkpoint has been read or written. A watchdog counts the calls (see ``watch/watchdog``)."""
 
 
-def nobody() -> None:
-    """Where nobody counts."""
+def ignore_progress() -> None:
+    """The ``OnProgress`` that does nothing."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file, as it was written; mostly of a tensor.
+    """A range of bytes in a file, with its checksum.
 
     Attributes:
-        name: the tensor's, in the checkpoint; empty for what is none.
-        offset, length: bytes in the file.
-        crc32: of these bytes.
+        name: of the tensor in the checkpoint; empty for bytes that belong to no tensor.
+        offset, length: in bytes.
+        crc32: checksum of these bytes, as they were written.
     """
 
     name: str
@@ -78,12 +78,12 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The list of a checkpoint's files, with their sizes and checksums.
 
     Attributes:
-        step: optimizer steps that were done.
-        about: versions, time, mesh: facts for a person and for the loader, as JSON has them.
-        files: every other file, by name.
+        step: number of optimizer steps before the save.
+        about: versions, time, mesh and other facts, as plain JSON values.
+        files: name → file, for every file but the manifest.
     """
 
     step: int
@@ -91,7 +91,7 @@ class Manifest:
     files: Mapping[str, File]
 
     def dump(self) -> str:
-        """As text that says itself whether it is whole."""
+        """The manifest as JSON, with a checksum of its own."""
         files = {
             name: [f.size, [[p.name, p.offset, p.length, p.crc32] for p in f.pieces]] for name, f in self.files.items()
         }
@@ -100,7 +100,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Raises ValueError where the text is not what was written, to the byte."""
+        """Reads the text of ``dump``. Raises ValueError if a single byte has changed."""
         body = json.loads(text)["manifest"]
         files = {name: File(size, tuple(Piece(*p) for p in pieces)) for name, (size, pieces) in body["files"].items()}
         manifest = cls(body["step"], body["about"], files)
@@ -110,13 +110,17 @@ class Manifest:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """Where a checkpoint stands in the order of saving; the one that was saved last is the largest.
+class SaveOrder:
+    """The position of a checkpoint in the order of saving, which its name contains. Later checkpoints compare greater.
+
+    >>> first = SaveOrder.parse("step-00000100")
+    >>> first.next(50).name, first.next(100).name
+    ('step-00000050.back1', 'step-00000100.1')
 
     Attributes:
-        returns: how often saving had gone back to an earlier step.
-        step: optimizer steps that were done.
-        again: how often this step had been saved before, without another in between.
+        returns: how often a run had gone back to an earlier step before this save.
+        step: number of optimizer steps before the save.
+        again: how often this step had been saved before, without another step in between.
     """
 
     returns: int
@@ -124,74 +128,84 @@ class Place:
     again: int = 0
 
     @classmethod
-    def of(cls, name: str) -> Place | None:
-        """The place of a checkpoint of this name; None for a name that no checkpoint has."""
+    def parse(cls, name: str) -> SaveOrder | None:
+        """The position that the name of a checkpoint's directory contains. None for other names."""
         match = _NAME.fullmatch(name)
         return match and cls(int(match[2] or 0), int(match[1]), int(match[3] or 0))
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """The name of the checkpoint's directory."""
         returned = f".back{self.returns}" if self.returns else ""
         return f"step-{self.step:08d}{returned}" + (f".{self.again}" if self.again else "")
 
-    def next(self, step: int) -> Place:
-        """The place of a checkpoint of ``step`` that is saved after this one."""
+    def next(self, step: int) -> SaveOrder:
+        """The position of a checkpoint of ``step`` that is saved directly after this one."""
         if step == self.step:
-            return Place(self.returns, step, self.again + 1)
-        return Place(self.returns if step > self.step else self.returns + 1, step)
+            return SaveOrder(self.returns, step, self.again + 1)
+        return SaveOrder(self.returns if step > self.step else self.returns + 1, step)
 
 
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, in the order in which they were saved. What is being written is not among them."""
+    """The complete checkpoints of a folder, in the order in which they were saved."""
     root = Path(folder)
     if not root.is_dir():
         return []
-    places = [(place, p) for p in root.iterdir() if (place := Place.of(p.name)) is not None and p.is_dir()]
-    return [path for _, path in sorted(places)]
+    ordered = [
+        (order, path) for path in root.iterdir() if (order := SaveOrder.parse(path.name)) is not None and path.is_dir()
+    ]
+    return [path for _, path in sorted(ordered)]
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint that was saved last in a folder, or None."""
+    """The complete checkpoint of a folder that was saved last, or None."""
     return next(reversed(complete(folder)), None)
 
 
 def before(path: Path) -> list[Path]:
-    """The checkpoints from which a run may have come to this one, the newest first: saved earlier, of a smaller step."""
-    here = Place.of(path.name)
-    if here is None:
+    """The checkpoints that were saved before this one and have a smaller step, the newest first.
+
+    A run may have reached this checkpoint from any of them.
+    """
+    reference = SaveOrder.parse(path.name)
+    if reference is None:
         return []
-    places = [(Place.of(p.name), p) for p in reversed(complete(path.parent))]
-    return [p for place, p in places if place is not None and place < here and place.step < here.step]
+    earlier = []
+    for other in reversed(complete(path.parent)):
+        order = SaveOrder.parse(other.name)
+        if order is not None and order < reference and order.step < reference.step:
+            earlier.append(other)
+    return earlier
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint at a path: it itself, or the newest in it.
+    """The path itself if it is a checkpoint, else the newest checkpoint of the folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
-    at = Path(path)
-    if (at / MANIFEST).is_file() or Place.of(at.name) is not None:
-        if at.is_dir():
-            return at
-    elif (found := newest(at)) is not None:
-        return found
-    given = "no such directory" if not at.exists() else "no checkpoint in it"
-    if at.is_dir() and any(p.name.startswith(".saving-") for p in at.iterdir()):
+    folder = Path(path)
+    if (folder / MANIFEST).is_file() or SaveOrder.parse(folder.name) is not None:
+        if folder.is_dir():
+            return folder
+    elif (last := newest(folder)) is not None:
+        return last
+    given = "no such directory" if not folder.exists() else "no checkpoint in it"
+    if folder.is_dir() and any(p.name.startswith(".saving-") for p in folder.iterdir()):
         given += ": one was begun and never completed"
-    raise CheckpointError([Finding(str(at), given, "a checkpoint, or a folder of them", _offer(at))], "this checkpoint")
+    required = "a checkpoint, or a folder of them"
+    raise CheckpointError([Finding(str(folder), given, required, _alternative(folder))], "this checkpoint")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """A checkpoint's manifest.
+    """Reads a checkpoint's manifest.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    at = path / MANIFEST
+    file = path / MANIFEST
     try:
-        return Manifest.parse(at.read_text(encoding="utf-8"))
+        return Manifest.parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         given = "missing"
     except (
@@ -199,73 +213,86 @@ def read_manifest(path: Path) -> Manifest:
         KeyError,
         TypeError,
         AttributeError,
-    ) as damaged:  # UnicodeDecodeError and JSON's are ValueErrors
-        given = f"damaged: {damaged}" if str(damaged) else "damaged"
-    raise CheckpointError([Finding(str(at), given, "as it was written", _offer(path))], "this checkpoint")
+    ) as error:  # UnicodeDecodeError, JSONDecodeError: ValueErrors
+        given = f"damaged: {error}" if str(error) else "damaged"
+    raise CheckpointError([Finding(str(file), given, "as it was written", _alternative(path))], "this checkpoint")
 
 
 def verify(
-    path: Path, manifest: Manifest | None = None, *, part: int = 0, parts: int = 1, moved: Moved = nobody
-) -> None:
-    """Reads every file of a checkpoint and compares it with what was written.
+    path: Path, manifest: Manifest | None = None, *, part: int = 0, parts: int = 1,
+    on_progress: OnProgress = ignore_progress,
+) -> None:  # fmt: skip
+    """Reads the files of a checkpoint, and compares them with the manifest's sizes and checksums.
 
     Args:
-        part, parts: only every ``parts``-th file, from the ``part``-th on, so that ranks share the reading.
-        moved: is called for every block that was read.
+        part, parts: read only every ``parts``-th file, beginning with file ``part``, so that ranks share the work.
+        on_progress: called for each block that was read.
 
     Raises:
-        CheckpointError: naming each file that is missing, short or changed, and the tensors in it that are lost.
+        CheckpointError: with each file that is missing, short or changed, and its tensors that are lost.
     """
     manifest = manifest or read_manifest(path)
-    findings = [damage(path, name, manifest.files[name], moved) for name in sorted(manifest.files)[part::parts]]
-    raise_if_damaged(f for f in findings if f is not None)
+    names = sorted(manifest.files)[part::parts]
+    findings = [damage(path, name, manifest.files[name], on_progress) for name in names]
+    raise_if_damaged(finding for finding in findings if finding is not None)
 
 
 def raise_if_damaged(findings: Iterable[Finding]) -> None:
-    """Raises CheckpointError with what was found, if anything was."""
+    """Raises CheckpointError with the findings, if there are any."""
     if problems := list(findings):
         raise CheckpointError(problems, "this checkpoint")
 
 
-def damage(path: Path, name: str, file: File, moved: Moved = nobody) -> Finding | None:
-    """What is wrong with a file of a checkpoint, or None."""
-    at = path / name
+def damage(path: Path, name: str, file: File, on_progress: OnProgress = ignore_progress) -> Finding | None:
+    """Compares a file of a checkpoint with the manifest. Returns a finding if it is missing, short or changed."""
+    on_disk = path / name
     required = f"{file.size:,} bytes, as they were written"
-    if not at.is_file():
-        return Finding(str(at), f"missing, and with it {_listed(p.name for p in file.pieces)}", required, _offer(path))
-    size = at.stat().st_size
+    if not on_disk.is_file():
+        given = f"missing, and with it {_listed(piece.name for piece in file.pieces)}"
+        return Finding(str(on_disk), given, required, _alternative(path))
+    size = on_disk.stat().st_size
     if size != file.size:
-        lost = _listed(p.name for p in file.pieces if p.offset + p.length > size)
-        return Finding(str(at), f"{size:,} bytes; lost: {lost}", required, _offer(path))
-    with at.open("rb") as opened:
-        changed = [p.name for p in file.pieces if checksum(opened, p.length, moved) != p.crc32]
-    return Finding(str(at), f"changed; damaged: {_listed(changed)}", required, _offer(path)) if changed else None
+        lost = _listed(piece.name for piece in file.pieces if piece.offset + piece.length > size)
+        return Finding(str(on_disk), f"{size:,} bytes; lost: {lost}", required, _alternative(path))
+    with on_disk.open("rb") as opened:
+        changed = [p.name for p in file.pieces if checksum(opened, p.length, on_progress) != p.crc32]
+    if not changed:
+        return None
+    return Finding(str(on_disk), f"changed; damaged: {_listed(changed)}", required, _alternative(path))
 
 
-def checksum(opened: BinaryIO, length: int, moved: Moved = nobody) -> int:
-    """CRC-32 of the next ``length`` bytes of an open file. ``moved`` is called for every block."""
+def checksum(opened: BinaryIO, length: int, on_progress: OnProgress = ignore_progress) -> int:
+    """CRC-32 of the next ``length`` bytes of an open file."""
     crc = 0
     while length > 0 and (block := opened.read(min(length, _BLOCK))):
         crc, length = zlib.crc32(block, crc), length - len(block)
-        moved()
+        on_progress()
     return crc
 
 
-def described(path: Path, pieces: Iterable[tuple[str, int, int]] = (), moved: Moved = nobody) -> File:
-    """A file that has just been written, as the manifest has it. ``pieces``: name, offset and length of each tensor's."""
-    parts: list[Piece] = []
+def described(
+    path: Path, chunks: Iterable[tuple[str, int, int]] = (), on_progress: OnProgress = ignore_progress
+) -> File:
+    """The manifest's description of a file that has just been written. Reads the file for the checksums.
+
+    Args:
+        chunks: (name of the tensor, offset, length) of each tensor's bytes in the file. The gaps between them become pieces
+            without a name.
+    """
+    pieces: list[Piece] = []
     with path.open("rb") as opened:
         size, end = os.fstat(opened.fileno()).st_size, 0
-        for name, offset, length in [*sorted(pieces, key=lambda p: p[1]), ("", size, 0)]:
+        for name, offset, length in [*sorted(chunks, key=lambda chunk: chunk[1]), ("", size, 0)]:
             if offset > end:
-                parts.append(Piece("", end, offset - end, checksum(opened, offset - end, moved)))
+                pieces.append(Piece("", end, offset - end, checksum(opened, offset - end, on_progress)))
             if length:
-                parts.append(Piece(name, offset, length, checksum(opened, length, moved)))
+                pieces.append(Piece(name, offset, length, checksum(opened, length, on_progress)))
             end = offset + length
-    return File(size, tuple(parts))
+    return File(size, tuple(pieces))
 
 
 def _listed(names: Iterable[str]) -> str:
+    """The first distinct names, and the number of the others."""
     distinct = list(dict.fromkeys(filter(None, names)))
     if not distinct:
         return "no tensor"
@@ -273,8 +300,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(distinct[:_SHOWN]) + more
 
 
-def _offer(path: Path) -> str:
-    """Another checkpoint that can be had instead."""
+def _alternative(path: Path) -> str:
+    """The fix of an error: another checkpoint to load; empty if there is none."""
     others = before(path) or [p for p in reversed(complete(path.parent)) if p.name != path.name]
     return f"load {others[0]} instead" if others else ""
 
@@ -283,33 +310,37 @@ def _offer(path: Path) -> str:
 
 
 def begin(folder: Path, step: int, owner: str = "") -> Path:
-    """A fresh directory to write a checkpoint in, aside; what earlier writing left behind is removed.
+    """Creates a temporary directory to write a checkpoint in. Removes what earlier saves have left unfinished.
 
     Args:
-        owner: names the process that writes. What another thread of it is writing is left alone.
+        owner: name of the process that writes. Directories with this name stay: another thread may be writing there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob(".saving-*"), *folder.glob(".old-*")]:
         if not (owner and f".{owner}." in old.name):
             _discard(old)
-    aside = folder / ".".join(filter(None, (f".saving-{Place(0, step).name}", owner, uuid4().hex[:8])))
-    aside.mkdir()
-    return aside
+    parts = (f".saving-{SaveOrder(0, step).name}", owner, uuid4().hex[:8])
+    temporary = folder / ".".join(filter(None, parts))
+    temporary.mkdir()
+    return temporary
 
 
-def publish(aside: Path, manifest: Manifest, keep: int | None = None) -> Path:
-    """Makes a checkpoint out of a directory that holds all of it: from one instant to the next it is there.
+def publish(temporary: Path, manifest: Manifest, keep: int | None = None) -> Path:
+    """Makes a checkpoint of a temporary directory, by one rename: it is complete at once.
 
     Args:
-        keep: how many to keep, those that were saved last; older ones are removed. None keeps all.
+        keep: number of checkpoints to keep, the newest; older ones are removed. None: all.
 
-    Warns of what could not be done after the checkpoint was there: an older one that could not be removed.
+    Returns:
+        The checkpoint's path.
+
+    Warns if an older checkpoint could not be removed; the new one is published in any case.
     """
-    write_file(aside / MANIFEST, manifest.dump().encode())
-    _sync(aside)
-    folder = aside.parent
-    target = _next(folder, manifest.step)
-    os.rename(aside, target)
+    write_file(temporary / MANIFEST, manifest.dump().encode())
+    _sync(temporary)
+    folder = temporary.parent
+    target = _next_path(folder, manifest.step)
+    os.rename(temporary, target)
     _sync(folder)
     try:
         write_file(folder / f".{LATEST}", f"{target.name}\n".encode())
@@ -322,41 +353,41 @@ def publish(aside: Path, manifest: Manifest, keep: int | None = None) -> Path:
 
 
 def _outdated(target: Path, keep: int | None) -> list[Path]:
-    """What a new checkpoint takes the place of: others of its step, and all but the ``keep`` that were saved last."""
-    every = complete(target.parent)
-    replaced = [p for p in every if _step(p) == _step(target) and p != target]
-    others = [p for p in every if p not in replaced]
-    return replaced + (others[:-keep] if keep else [])
+    """The checkpoints to remove after ``target`` is published: others of its step, and those beyond the ``keep`` newest."""
+    all_paths = complete(target.parent)
+    same_step = [path for path in all_paths if _step(path) == _step(target) and path != target]
+    others = [path for path in all_paths if path not in same_step]
+    return same_step + (others[:-keep] if keep else [])
 
 
-def _next(folder: Path, step: int) -> Path:
-    """Where a checkpoint goes that is saved now: the last in the order of saving, at a name that nothing has."""
+def _next_path(folder: Path, step: int) -> Path:
+    """The path for a checkpoint that is saved now: last in the order of saving, with a name that is free."""
     last = newest(folder)
-    place = Place(0, step) if last is None else _place(last).next(step)
-    while os.path.lexists(folder / place.name):  # a file, or a link that leads nowhere
-        place = place.next(step)
-    return folder / place.name
+    order = SaveOrder(0, step) if last is None else _order(last).next(step)
+    while os.path.lexists(folder / order.name):  # a file or a broken link of this name, which complete() does not list
+        order = order.next(step)
+    return folder / order.name
 
 
-def _place(path: Path) -> Place:
-    place = Place.of(path.name)
-    assert place is not None
-    return place
+def _order(path: Path) -> SaveOrder:
+    order = SaveOrder.parse(path.name)
+    assert order is not None
+    return order
 
 
 def _step(path: Path) -> int:
-    return _place(path).step
+    return _order(path).step
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; from the first instant on it is none any more, not half of one."""
-    aside = path.with_name(f".old-{path.name}.{uuid4().hex[:8]}")
-    os.rename(path, aside)
-    _discard(aside)
+    """Removes a checkpoint. Renames it first, so that no part of it looks like a checkpoint at any time."""
+    renamed = path.with_name(f".old-{path.name}.{uuid4().hex[:8]}")
+    os.rename(path, renamed)
+    _discard(renamed)
 
 
 def _discard(path: Path) -> None:
-    """Removes a directory as far as that can be done; of a link to one only the link, for its content is elsewhere."""
+    """Removes a directory, ignoring errors. Of a symbolic link, removes the link and not the directory that it points to."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -364,7 +395,7 @@ def _discard(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A file that is on the disk when this returns."""
+    """Writes a file, and returns when its content is on the disk."""
     with path.open("wb") as opened:
         opened.write(content)
         opened.flush()
@@ -372,7 +403,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """The names in a directory, on the disk."""
+    """Returns when the names in a directory are on the disk."""
     opened = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)

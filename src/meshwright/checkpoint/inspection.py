@@ -1,5 +1,7 @@
-"""What is in a checkpoint: facts, for a person or a program. Nothing of a tensor is made; of the files all bytes are read,
-to be compared with their checksums, unless only sizes are asked for."""
+"""``Inspection``: the contents of a checkpoint as facts, for a person or a program.
+
+No tensor is made. All bytes of the files are read and compared with their checksums, unless only sizes are asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ class TensorFacts:
 
     Attributes:
         kind: ``model``, ``optimizer`` or ``rng``.
-        name: of a model's tensor, as on one device; of the optimizer's, the parameter's; of a generator, ``rank.kind``.
-        key: of the optimizer's state: ``exp_avg``; else empty.
-        shape, dtype: of the whole tensor.
-        pieces: how many it was saved as.
-        bytes: of its values.
+        name: of a model's tensor, its name on one device; of optimizer state, the parameter's name; of a generator's state,
+            ``rank.kind``.
+        key: of optimizer state, such as ``exp_avg``; empty for other kinds.
+        shape: of the whole tensor.
+        dtype: of the whole tensor, such as ``float32``.
+        pieces: number of chunks that it was saved as.
+        bytes: size of all values.
     """
 
     kind: str
@@ -45,17 +49,17 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        path: where it is.
-        step: optimizer steps that were done; -1 where the manifest cannot be read.
+        path: the directory of the checkpoint.
+        step: number of optimizer steps before the save; -1 if the manifest cannot be read.
         about: time, versions, mesh, branches, stages, aliases.
-        plan: as YAML; empty for a plain module's.
-        files: name → bytes, as they were written.
-        tensors: of model, optimizer and generators; none where the metadata is lost.
-        problems: what is missing, short or changed.
-        checked: ``contents``, or ``sizes`` alone.
+        plan: as YAML; empty if a plain module was saved.
+        files: name → size in bytes, as written.
+        tensors: of model, optimizer and generators; empty if the metadata cannot be read.
+        problems: one for each file that is missing, short or changed.
+        checked: ``contents`` if checksums were compared, ``sizes`` if only sizes.
     """
 
     path: Path
@@ -73,14 +77,15 @@ class Inspection:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(self.files.values())
 
     def of(self, kind: str) -> tuple[TensorFacts, ...]:
+        """The tensors of one kind: ``model``, ``optimizer`` or ``rng``."""
         return tuple(t for t in self.tensors if t.kind == kind)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The facts as plain values, for JSON."""
         return {
             "path": str(self.path), "step": self.step, "whole": self.whole, "checked": self.checked,
             "bytes": self.bytes, **self.about, "plan": self.plan, "files": dict(self.files),
@@ -90,69 +95,71 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], *, contents: bool = True) -> tuple[Inspection, ...]:
-    """The checkpoint at a path, or all in a folder of them, oldest first.
+    """Inspects the checkpoint at a path, or all checkpoints of a folder, oldest first.
 
     Args:
-        contents: False compares the sizes of files, and not what is in them.
+        contents: whether to compare checksums. False compares only the sizes of files.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path has no checkpoint.
     """
-    at = find(path)
-    return tuple(look(p, contents=contents) for p in ([at] if at == Path(path) else complete(path)))
+    checkpoint = find(path)
+    paths = [checkpoint] if checkpoint == Path(path) else complete(path)
+    return tuple(look(path, contents=contents) for path in paths)
 
 
 def unfinished(path: Path) -> tuple[str, ...]:
-    """What was begun in a folder of checkpoints and never completed, or is being written now."""
+    """Names of checkpoints in a folder that are being written, or were never completed."""
     return tuple(sorted(p.name for p in path.glob(".saving-*")))
 
 
 def look(path: Path, *, contents: bool = True) -> Inspection:
-    """One checkpoint, whole or damaged."""
+    """Inspects one checkpoint, complete or damaged."""
     checked = "contents" if contents else "sizes"
     try:
         manifest = read_manifest(path)
-    except CheckpointError as lost:
-        return Inspection(path, problems=lost.findings, checked=checked)
+    except CheckpointError as error:
+        return Inspection(path, problems=error.findings, checked=checked)
     problems = [p for name in sorted(manifest.files) if (p := _problem(path, name, manifest, contents)) is not None]
-    gone = {Path(problem.where).name for problem in problems}
+    damaged = {Path(problem.where).name for problem in problems}
     tensors: tuple[TensorFacts, ...] = ()
-    if METADATA not in gone:
+    if METADATA not in damaged:
         try:
             tensors = tuple(_tensors(path))
         except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError) as error:
             problems.append(Finding(str(path / METADATA), f"cannot be read: {error}", "as it was written"))
     plan = path / "plan.yaml"
-    text = plan.read_text(encoding="utf-8") if plan.is_file() and plan.name not in gone else ""
+    text = plan.read_text(encoding="utf-8") if plan.is_file() and plan.name not in damaged else ""
     files = {name: file.size for name, file in manifest.files.items()}
     files[MANIFEST] = (path / MANIFEST).stat().st_size
     return Inspection(path, manifest.step, manifest.about, text, files, tensors, tuple(problems), checked)
 
 
 def raise_if_damaged(inspections: Sequence[Inspection]) -> None:
-    """Raises CheckpointError with every problem of all of them."""
+    """Raises CheckpointError with the problems of all inspections, if there are any."""
     if problems := [problem for inspection in inspections for problem in inspection.problems]:
         raise CheckpointError(problems, "this checkpoint" if len(inspections) == 1 else "these checkpoints")
 
 
 def _problem(path: Path, name: str, manifest: Manifest, contents: bool) -> Finding | None:
-    file, at = manifest.files[name], path / name
-    if not contents and at.is_file() and at.stat().st_size == file.size:
+    """The damage of one file, or None. ``contents=False`` compares only the size."""
+    expected, on_disk = manifest.files[name], path / name
+    if not contents and on_disk.is_file() and on_disk.stat().st_size == expected.size:
         return None
-    return damage(path, name, file)
+    return damage(path, name, expected)
 
 
 def _tensors(path: Path) -> Iterator[TensorFacts]:
-    """In the order of their names; the model's first, then the optimizer's."""
+    """The tensors in the order of their names in DCP's metadata: the model's first, then the optimizer's."""
     tensors = read_metadata(path).state_dict_metadata
     for name in sorted(tensors, key=by_number):
-        known = tensors[name]
-        if not isinstance(known, TensorStorageMetadata):
+        tensor = tensors[name]
+        if not isinstance(tensor, TensorStorageMetadata):
             continue
         kind, _, rest = name.partition(".")
         key = ""
         if name.startswith(_STATE):
             rest, _, key = name.removeprefix(_STATE).rpartition(".")
-        shape, dtype = tuple(known.size), known.properties.dtype
+        shape, dtype = tuple(tensor.size), tensor.properties.dtype
         size = prod(shape) * dtype.itemsize
-        yield TensorFacts(kind, rest, key, shape, str(dtype).removeprefix("torch."), len(known.chunks), size)
+        yield TensorFacts(kind, rest, key, shape, str(dtype).removeprefix("torch."), len(tensor.chunks), size)

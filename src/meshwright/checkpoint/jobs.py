@@ -1,6 +1,6 @@
-"""Saving and loading whole: ``Job.save`` and ``Job.load``; ``save_checkpoint`` and ``load_checkpoint`` for plain modules.
+"""``Job.save`` and ``Job.load``; ``save_checkpoint`` and ``load_checkpoint`` for plain modules.
 
-Both are one: a job is saved by all its ranks, a plain module by the one process that holds all of it.
+One implementation serves both: all ranks save a job, and one process, which holds everything, saves a plain module.
 """
 
 from __future__ import annotations
@@ -36,19 +36,25 @@ from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
 
 if TYPE_CHECKING:
-    from meshwright.runtime.held import HeldModel
+    from meshwright.runtime.held import ShardedModel
+
+
+_SEED_STRIDE = 1_000_003  # a prime that is larger than most runs' number of steps: two seeds rarely give the same sum
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who saves or loads: one rank of a job, or a plain process.
+    """The side of a save or load that has the model: one rank of a job, or a plain process.
 
     Attributes:
-        contents: what of the module is here.
+        module: the model.
+        contents: the parts of the model that this rank holds.
         names: of every parameter and persistent buffer, on any rank.
-        recipe: None for a plain module.
-        random: the generators of this process.
-        rows: how rows combine, where that is known.
+        rank: as the plan's mesh counts; 0 for a plain process.
+        device: of this rank.
+        random: the random generators of this process.
+        recipe: of the job; None for a plain module.
+        rows: how rows of a batch combine, if the job has tried it; else ``auto``.
     """
 
     module: nn.Module
@@ -61,17 +67,17 @@ class Owner:
     rows: str = "auto"
 
     @classmethod
-    def of_job(cls, held: HeldModel, random: Generators, rows: str) -> Owner:
-        """A rank of a job, whose parameters are at rest."""
-        contents = of_job(held)
-        names = (*held.recipe.by_name, *(name for name, *_ in contents.buffers))
-        return cls(held.module, contents, names, held.rank, held.groups.device, random, held.recipe, rows)
+    def of_job(cls, model: ShardedModel, random: Generators, rows: str) -> Owner:
+        """The owner for a rank of a job. Parameters must be at rest: sharded, not gathered by FSDP2."""
+        contents = of_job(model)
+        names = (*model.recipe.by_name, *(name for name, *_ in contents.buffers))
+        return cls(model.module, contents, names, model.rank, model.groups.device, random, model.recipe, rows)
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Owner:
-        """A plain process."""
+        """The owner for a plain process."""
         contents = of_module(module)
-        names = [n for held in contents.parameters for n in (held.name, *held.aliases)]
+        names = [name for parameter in contents.parameters for name in parameter.names]
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         names += [name for name, *_ in contents.buffers]
         return cls(module, contents, tuple(names), 0, device, Generators(device, module))
@@ -82,12 +88,13 @@ class Owner:
 
     @property
     def branches(self) -> list[str]:
-        places = None if self.recipe is None else self.recipe.places
-        return [] if places is None else [places.spelled(p) for p in places.branches]
+        """The submeshes of the branches, as text."""
+        submeshes = None if self.recipe is None else self.recipe.places
+        return [] if submeshes is None else [submeshes.spelled(branch) for branch in submeshes.branches]
 
     def layout(self) -> dict[str, Any]:
-        """The layout, as the manifest tells it."""
-        aliases = {alias: held.name for held in self.contents.parameters for alias in held.aliases}
+        """The layout as plain values, for the manifest."""
+        aliases = {alias: parameter.name for parameter in self.contents.parameters for alias in parameter.aliases}
         if self.recipe is not None:
             aliases = {alias: line.name for line in self.recipe for alias in line.aliases}
         stages = [] if self.recipe is None else [s.where for s in self.recipe.stages]
@@ -95,132 +102,161 @@ class Owner:
 
 
 def save(
-    find_owner: Callable[[], Owner], talk: RankAgreement, folder: str | os.PathLike[str], optimizers: Optimizers, *,
+    find_owner: Callable[[], Owner], agreement: RankAgreement, folder: str | os.PathLike[str], optimizers: Optimizers, *,
     step: int, scheduler: Any, data: Any, extra: Any, keep: int | None, staging: Staging | None = None,
 ) -> Saving:  # fmt: skip
-    """See ``Job.save``. Collective.
+    """Saves a checkpoint. See ``Job.save``. Collective.
 
     Args:
-        find_owner: gives this rank's; it may run code of the model's.
-        staging: copies the tensors first, and the rest runs in a thread; None: all is written before this returns.
+        find_owner: returns this rank's owner. Called within the agreement of ranks, since it may run code of the model.
+        staging: copies the tensors first, and the rest of the save runs in a thread. None: the save is synchronous.
     """
 
     def collect() -> Snapshot:
-        owner, states = find_owner(), {"scheduler": scheduler, "data": data}
-        run = {name: of.state_dict() for name, of in states.items() if of is not None}
+        owner = find_owner()
+        run = {
+            name: source.state_dict()
+            for name, source in (("scheduler", scheduler), ("data", data))
+            if source is not None
+        }
         findings = Findings("this checkpoint")
         _check_numbers(step, keep, findings)
         snapshot = _snapshot(owner, optimizers, {**run, "extra": extra}, findings)
         return snapshot if staging is None else snapshot.staged(staging)
 
     failed = Finding(str(folder), "it was not saved", "state_dict() and get_extra_state() without an error, and memory")
-    snapshot = talk.do(collect, failed)
-    return Saving(lambda: write(snapshot, Path(folder), index(step), keep, talk), wait=staging is None)
+    snapshot = agreement.do(collect, failed)
+    return Saving(lambda: write(snapshot, Path(folder), index(step), keep, agreement), wait=staging is None)
 
 
 def _check_numbers(step: Any, keep: int | None, findings: Findings) -> None:
+    """Adds a finding for a ``step`` or ``keep`` that is not a number in its range."""
     if not hasattr(step, "__index__") or index(step) < 0:
         findings.add(
-            where="step", given=str(step), required="optimizer steps that were done: a number from 0", fix="step=1"
+            where="step",
+            given=str(step),
+            required="the number of optimizer steps that were done: 0 or more",
+            fix="step=1",
         )
     if keep is not None and keep < 1:
-        findings.add(where="keep", given=str(keep), required="how many checkpoints to keep: at least 1", fix="keep=2")
+        findings.add(
+            where="keep", given=str(keep), required="the number of checkpoints to keep: at least 1", fix="keep=2"
+        )
 
 
 def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], findings: Findings) -> Snapshot:
-    """What this rank has to save. Raises CheckpointError with ``findings``, and with what cannot be saved."""
+    """Everything that this rank saves.
+
+    Args:
+        run: name → other values to save: scheduler, data, extra.
+        findings: the problems that are known already.
+
+    Raises:
+        CheckpointError: with ``findings``, and one for each value that cannot be saved.
+    """
     contents = owner.contents
-    of_optimizers = [of_optimizer(o, contents, findings) for o in as_optimizers(optimizers)]
-    states = [piece for o in of_optimizers for piece in o.pieces]
-    plain = {"rows": owner.rows, "extra_state": contents.extra, **run}
-    copies = as_loaded({**plain, "optimizer": [(o.groups, o.scalars) for o in of_optimizers]}, findings)
+    originals = [of_optimizer(optimizer, contents, findings) for optimizer in as_optimizers(optimizers)]
+    values = {"rows": owner.rows, "extra_state": contents.extra, **run}
+    copies = as_loaded({**values, "optimizer": [(o.groups, o.scalars) for o in originals]}, findings)
     if findings:
         raise CheckpointError(findings, findings.subject)
-    of_optimizers = [
-        replace(o, groups=groups, scalars=scalars)
-        for o, (groups, scalars) in zip(of_optimizers, copies.pop("optimizer"), strict=True)
+    optimizer_contents = [
+        replace(original, groups=groups, scalars=scalars)
+        for original, (groups, scalars) in zip(originals, copies.pop("optimizer"), strict=True)
     ]
-    numbers = [Piece.whole(f"rng.{owner.rank}.{kind}", t) for kind, t in owner.random.tensors().items()]
-    pieces = [*contents.pieces(), *states, *numbers]
-    return Snapshot(pieces, of_optimizers, copies, files(owner.module, owner.recipe), {**about(), **owner.layout()})
+    states = [piece for optimizer in optimizer_contents for piece in optimizer.pieces]
+    random = [Piece.whole(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()]
+    pieces = [*contents.pieces(), *states, *random]
+    texts = files(owner.module, owner.recipe)
+    return Snapshot(pieces, optimizer_contents, copies, texts, {**about(), **owner.layout()})
 
 
 def load(
-    find_owner: Callable[[], Owner], talk: RankAgreement, path: str | os.PathLike[str], optimizers: Optimizers, *,
+    find_owner: Callable[[], Owner], agreement: RankAgreement, path: str | os.PathLike[str], optimizers: Optimizers, *,
     scheduler: Any, data: Any, verify: bool, or_before: bool = False,
 ) -> Loaded:  # fmt: skip
-    """See ``Job.load``. Collective. ``find_owner``: gives this rank's."""
+    """Loads a checkpoint. See ``Job.load``. Collective.
+
+    Args:
+        find_owner: returns this rank's owner. Called within the agreement of ranks, since it may run code of the model.
+    """
     if or_before:
-        stored, said = Stored.newest_whole(path, talk, verify=verify)
+        stored, damage_notes = Stored.newest_whole(path, agreement, verify=verify)
     else:
-        stored, said = Stored.open(path, talk, verify=verify), ()
+        stored, damage_notes = Stored.open(path, agreement, verify=verify), ()
     failed = Finding(str(stored.path), "it was not loaded", "get_extra_state() without an error, and memory")
-    owner, fitting = talk.do(lambda: _fitting(find_owner(), stored, optimizers, scheduler, data), failed)
-    stored.read(fitting.pieces, fitting.names, talk)
+    owner, load_plan = agreement.do(lambda: _load_plan(find_owner(), stored, optimizers, scheduler, data), failed)
+    stored.read(load_plan.pieces, load_plan.names, agreement)
     failed = replace(failed, required="load_state_dict() and set_extra_state() that take what was saved")
-    notes = talk.do(lambda: _put_back(owner, stored, fitting), failed)
-    return Loaded(stored.manifest.step, stored.path, stored.run["extra"], (*said, *notes), stored.run["rows"])
+    notes = agreement.do(lambda: _restore(owner, stored, load_plan), failed)
+    return Loaded(stored.manifest.step, stored.path, stored.run["extra"], (*damage_notes, *notes), stored.run["rows"])
 
 
 @dataclass(frozen=True)
-class _Fitting:
-    """A checkpoint that fits what is here.
+class _LoadPlan:
+    """The steps of loading a checkpoint that fits the model.
 
     Attributes:
-        pieces: what to read into, with memory of their own for what is not there yet.
-        names: name of a piece → its name in the checkpoint, where that is another.
-        rng: the generators' states, as they will be read; empty where they cannot go on.
-        puts: what to do when all is read.
+        pieces: the tensors to read into. Those of optimizers and generators are allocated for this.
+        names: name of a piece → its name in the checkpoint. A piece that is absent has the same name there.
+        rng: kind of a generator → the piece of its state; empty if the layouts draw random numbers differently.
+        restores: functions to call when all pieces have been read.
     """
 
     pieces: list[Piece]
     names: dict[str, str]
     rng: dict[str, Piece]
-    puts: tuple[Callable[[], None], ...]
+    restores: tuple[Callable[[], None], ...]
 
 
-def _fitting(owner: Owner, stored: Stored, optimizers: Optimizers, scheduler: Any, data: Any) -> tuple[Owner, _Fitting]:
-    """Raises CheckpointError with everything that does not fit; nothing has been changed then."""
-    contents, findings, wanted = owner.contents, Findings("this checkpoint"), as_optimizers(optimizers)
+def _load_plan(
+    owner: Owner, stored: Stored, optimizers: Optimizers, scheduler: Any, data: Any
+) -> tuple[Owner, _LoadPlan]:
+    """Compares a checkpoint with the model and its optimizers, and allocates the tensors to read into.
+
+    Raises:
+        CheckpointError: with everything that does not fit. Nothing has been changed.
+    """
+    contents, findings, current = owner.contents, Findings("this checkpoint"), as_optimizers(optimizers)
     compare(stored, contents, owner.names, findings)
-    if len(wanted) > (known := len(stored.run["optimizers"])):
-        given = f"{known} in {stored.path}, {len(wanted)} here"
+    if len(current) > (saved := len(stored.run["optimizers"])):
+        given = f"{saved} in {stored.path}, {len(current)} here"
         findings.add(where="optimizer", given=given, required="as many as were saved", fix="load without an optimizer")
     if findings:
         raise CheckpointError(findings, findings.subject)
-    states = [optimizer_state(stored, i, o, contents, findings) for i, o in enumerate(wanted)]
-    puts = [restore("scheduler", scheduler, stored, findings), restore("data", data, stored, findings)]
+    states = [optimizer_state(stored, i, optimizer, contents, findings) for i, optimizer in enumerate(current)]
+    restores = [restore("scheduler", scheduler, stored, findings), restore("data", data, stored, findings)]
     if findings:
         raise CheckpointError(findings, findings.subject)
     pieces, names = model_pieces(stored, contents)
     source = rng_source(stored.manifest.about, owner)
     rng = {} if source is None else dict(_rng(stored, source))
-    pieces += [p for s in states for p in s.pieces] + list(rng.values())
-    names |= {k: v for s in states for k, v in s.names.items()}
-    return owner, _Fitting(pieces, names, rng, (*(s.hand_over for s in states), *puts))
+    pieces += [piece for state in states for piece in state.pieces] + list(rng.values())
+    names |= {piece: saved_name for state in states for piece, saved_name in state.names.items()}
+    return owner, _LoadPlan(pieces, names, rng, (*(state.hand_over for state in states), *restores))
 
 
-def _put_back(owner: Owner, stored: Stored, fitting: _Fitting) -> tuple[str, ...]:
-    """What is no tensor of the model's; notes for a person."""
-    for put in fitting.puts:
-        put()
+def _restore(owner: Owner, stored: Stored, load_plan: _LoadPlan) -> tuple[str, ...]:
+    """Restores everything but the model's tensors, which have been read. Returns notes for a person."""
+    for restore_one in load_plan.restores:
+        restore_one()
     modules = dict(owner.module.named_modules())
     for name, value in stored.run["extra_state"].items():
         modules[name].set_extra_state(value)
-    return _draw_on(owner, stored, {kind: piece.local for kind, piece in fitting.rng.items()})
+    return _restore_generators(owner, stored, {kind: piece.local for kind, piece in load_plan.rng.items()})
 
 
 def save_checkpoint(
     folder: str | os.PathLike[str], module: nn.Module, optimizer: Optimizers = None, *,
     step: int, scheduler: Any = None, data: Any = None, extra: Any = None, keep: int | None = None,
 ) -> Path:  # fmt: skip
-    """Saves a plain module, of which this process holds all: ``Job.save`` without a job. A job of any layout loads it.
+    """Saves a plain module, like ``Job.save`` without a job. A job of any layout can load the checkpoint.
 
     Returns:
         The checkpoint's path.
 
     Raises:
-        CheckpointError: it could not be written, or would not load.
+        CheckpointError: it could not be written; or a value could not be loaded again.
     """
     saving = save(
         lambda: Owner.of_module(module), RankAgreement(None), folder, optimizer,
@@ -233,10 +269,10 @@ def load_checkpoint(
     path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizers = None, *,
     scheduler: Any = None, data: Any = None, verify: bool = True,
 ) -> Loaded:  # fmt: skip
-    """Loads a checkpoint, of whatever layout, into a plain module: ``Job.load`` without a job.
+    """Loads a checkpoint of any layout into a plain module, like ``Job.load`` without a job.
 
     Raises:
-        CheckpointError: it is damaged, or is not this model's; nothing has been changed then.
+        CheckpointError: it is damaged, or does not fit the model. Nothing has been changed.
     """
     return load(
         lambda: Owner.of_module(module),
@@ -249,11 +285,11 @@ def load_checkpoint(
     )
 
 
-# --- what stands beside the tensors -----------------------------------------------------------------------------------
+# --- files beside the tensors -----------------------------------------------------------------------------------------
 
 
 def files(module: nn.Module, recipe: Recipe | None) -> dict[str, str]:
-    """Plan, recipe, and the model's configuration where it has one that writes itself as JSON."""
+    """File name → text: the plan, the recipe, and the model's configuration if it has a ``to_json_string`` method."""
     texts = {} if recipe is None else {"plan.yaml": recipe.plan, "recipe.json": as_json(recipe)}
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         write_json = getattr(getattr(module, attribute, None), "to_json_string", None)
@@ -271,36 +307,39 @@ def files(module: nn.Module, recipe: Recipe | None) -> dict[str, str]:
 
 
 def rng_source(about: Mapping[str, Any], owner: Owner) -> int | None:
-    """The rank of the saved layout whose random numbers a rank goes on with; None where the layouts draw otherwise.
+    """The rank of the saved layout whose random state this rank continues with; None if the layouts draw differently.
 
-    What is drawn depends on the data rank and the stage; ranks of one tp group draw the same.
+    Random numbers depend on the data rank and the stage. All ranks of one tp group draw the same.
     """
-    saved, here, rank = Mesh(tuple(about["mesh"].items())), owner.mesh, owner.rank
-    if (saved, about["branches"]) == (here, owner.branches):
+    saved_mesh, mesh, rank = Mesh(tuple(about["mesh"].items())), owner.mesh, owner.rank
+    if (saved_mesh, about["branches"]) == (mesh, owner.branches):
         return rank
-    drawn = [(mesh.data_size, mesh.axis_size("pp")) for mesh in (saved, here)]
-    if owner.branches or about["branches"] or drawn[0] != drawn[1]:
+    if owner.branches or about["branches"]:
+        return None
+    if (saved_mesh.data_size, saved_mesh.axis_size("pp")) != (mesh.data_size, mesh.axis_size("pp")):
         return None
 
-    def place(mesh: Mesh, rank: int) -> tuple[int, int]:
+    def data_rank_and_stage(mesh: Mesh, rank: int) -> tuple[int, int]:
         return mesh.data_index(rank), mesh.coordinate(rank).get("pp", 0)
 
-    return next(r for r in range(saved.size) if place(saved, r) == place(here, rank))
+    ours = data_rank_and_stage(mesh, rank)
+    return next(other for other in range(saved_mesh.size) if data_rank_and_stage(saved_mesh, other) == ours)
 
 
 def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:
+    """(kind of a generator, piece for its state), for the states that rank ``source`` saved."""
     prefix = f"rng.{source}."
     for name in stored.metadata.state_dict_metadata:
-        if name.startswith(prefix) and (known := stored.tensor(name)) is not None:
-            yield name.removeprefix(prefix), Piece.whole(name, torch.empty(known.size, dtype=known.properties.dtype))
+        if name.startswith(prefix) and (saved := stored.tensor(name)) is not None:
+            yield name.removeprefix(prefix), Piece.whole(name, torch.empty(saved.size, dtype=saved.properties.dtype))
 
 
-def _draw_on(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str, ...]:
-    """Restores the random state. If the layout draws otherwise, seeds anew from seed, step, data rank and stage."""
+def _restore_generators(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str, ...]:
+    """Restores the random state, or seeds anew from seed, step, data rank and stage if ``rng`` is empty. Returns notes."""
     if rng:
         owner.random.set_tensors(rng)
         return ()
     seed, rank = 0 if owner.recipe is None else owner.recipe.seed, owner.rank
     stage = owner.mesh.coordinate(rank).get("pp", 0)
-    owner.random.start(seed * 1_000_003 + stored.manifest.step, owner.mesh.data_index(rank), stage)
+    owner.random.start(seed * _SEED_STRIDE + stored.manifest.step, owner.mesh.data_index(rank), stage)
     return ("random numbers (dropout) are not those of the run that was saved: its layout draws them otherwise",)

@@ -1,6 +1,6 @@
-"""Loading: verify what is there, compare it with what is here, and only then read; each rank its own slices.
+"""Loading: verify the checkpoint, compare it with the model, and only then read. Each rank reads its own slices.
 
-open ─► fits? (every problem, on every rank, at once) ─► allocate the optimizer's state ─► read (DCP) ─► restore
+open ─► compare (every problem, on every rank, at once) ─► allocate the optimizer's state ─► read (DCP) ─► restore
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.contents import Contents, Held
+from meshwright.checkpoint.contents import Contents, LocalParameter
 from meshwright.checkpoint.folder import Manifest, before, find, read_manifest
 from meshwright.checkpoint.folder import verify as check
 from meshwright.checkpoint.pieces import Piece, PieceLoader
@@ -26,19 +26,19 @@ from meshwright.checkpoint.storage import Reader, read_metadata
 from meshwright.checkpoint.talk import RankAgreement, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings, nearest
 
-_SHOWN = 8  # problems of a kind that are told one by one
+_SHOWN = 8  # most missing names, and most unexpected names, that an error lists one by one
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load brought besides what it put in place.
+    """The result of a load, besides the restored model and optimizers.
 
     Attributes:
-        step: optimizer steps that were done when it was saved.
+        step: number of optimizer steps before the save.
         path: the checkpoint.
-        extra: as given to save.
-        notes: what a person should know: what could not be as it was.
-        rows: how rows of a batch combine, where the run that was saved had found out.
+        extra: the value that ``save`` got as ``extra``.
+        notes: lines about state that could not be restored exactly.
+        rows: how rows of a batch combine, if the saved run had tried it; else ``auto``.
     """
 
     step: int
@@ -56,44 +56,57 @@ class Stored:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: Any, talk: RankAgreement, *, verify: bool = True) -> Stored:
-        """The checkpoint at a path, or the newest in it; the ranks share the reading of it. Collective.
+    def open(cls, path: Any, agreement: RankAgreement, *, verify: bool = True) -> Stored:
+        """Opens the checkpoint at a path, or the newest of a folder. Collective.
+
+        Args:
+            verify: whether to compare all files with their checksums. Each rank reads a share of the files.
 
         Raises:
-            CheckpointError: on every rank: there is none, or it is damaged.
+            CheckpointError: on every rank, if there is no checkpoint, or if it is damaged.
         """
         failed = Finding(str(path), "it could not be read", "files that every rank can read")
-        at = talk.first(lambda: find(path), failed)
-        failed = replace(failed, where=str(at))
-        stored = cls(at, talk.do(lambda: read_manifest(at), failed))
+        checkpoint = agreement.first(lambda: find(path), failed)
+        failed = replace(failed, where=str(checkpoint))
+        stored = cls(checkpoint, agreement.do(lambda: read_manifest(checkpoint), failed))
+
+        def verify_share() -> None:
+            check(
+                checkpoint,
+                stored.manifest,
+                part=agreement.rank,
+                parts=agreement.size,
+                on_progress=agreement.on_progress,
+            )
+
         if verify:
-            talk.do(lambda: check(at, stored.manifest, part=talk.rank, parts=talk.size, moved=talk.moved), failed)
-        talk.do(lambda: (stored.metadata, stored.run), failed)
+            agreement.do(verify_share, failed)
+        agreement.do(lambda: (stored.metadata, stored.run), failed)
         return stored
 
     @classmethod
-    def newest_whole(cls, folder: Any, talk: RankAgreement, *, verify: bool = True) -> tuple[Stored, tuple[str, ...]]:
-        """The newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.
+    def newest_whole(
+        cls, folder: Any, agreement: RankAgreement, *, verify: bool = True
+    ) -> tuple[Stored, tuple[str, ...]]:
+        """Opens the newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.
 
         Returns:
-            It, and a note for each that is damaged.
+            The checkpoint, and a note for each damaged one.
 
         Raises:
-            CheckpointError: on every rank: there is none, or all are damaged.
+            CheckpointError: on every rank, if there is no checkpoint, or if all are damaged.
         """
         failed = Finding(str(folder), "it could not be read", "a folder that rank 0 can read")
-        newest = talk.first(lambda: find(folder), failed)
+        newest = agreement.first(lambda: find(folder), failed)
         damaged: list[CheckpointError] = []
         notes: list[str] = []
-        for path in (newest, *talk.first(lambda: before(newest), failed)):
+        for path in (newest, *agreement.first(lambda: before(newest), failed)):
             try:
-                return cls.open(path, talk, verify=verify), tuple(notes)
+                return cls.open(path, agreement, verify=verify), tuple(notes)
             except CheckpointError as error:
                 damaged.append(error)
-                first = error.findings[0]
-                notes.append(
-                    f"{path} cannot be gone on from, and the one before is taken: {first.where}: {first.given}"
-                )
+                problem = error.findings[0]
+                notes.append(f"{path} is damaged; loading the checkpoint before it: {problem.where}: {problem.given}")
         raise CheckpointError([f for error in damaged for f in error.findings], "these checkpoints")
 
     @cached_property
@@ -102,66 +115,71 @@ class Stored:
 
     @cached_property
     def run(self) -> Mapping[str, Any]:
-        """What is no tensor of the model's, on the CPU. Nothing in it is code."""
+        """The values of ``run.pt``, on the CPU: scheduler, data, settings of optimizers. Loading them runs no code."""
         return loaded(self.path / RUN)
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
+        """DCP's metadata of a tensor: shape, dtype and chunks. None if the checkpoint has no tensor of this name."""
         metadata = self.metadata.state_dict_metadata.get(name)
         return metadata if isinstance(metadata, TensorStorageMetadata) else None
 
     @cached_property
     def states(self) -> Mapping[str, Mapping[str, TensorStorageMetadata]]:
-        """Name of a parameter → what its optimizer had for it."""
+        """Name of a parameter → key of its optimizer state, such as ``exp_avg`` → DCP's metadata."""
         states: dict[str, dict[str, TensorStorageMetadata]] = {}
         prefix = "optimizer.state."
-        for name, known in self.metadata.state_dict_metadata.items():
-            if name.startswith(prefix) and isinstance(known, TensorStorageMetadata):
+        for name, saved in self.metadata.state_dict_metadata.items():
+            if name.startswith(prefix) and isinstance(saved, TensorStorageMetadata):
                 parameter, _, key = name.removeprefix(prefix).rpartition(".")
-                states.setdefault(parameter, {})[key] = known
+                states.setdefault(parameter, {})[key] = saved
         return states
 
-    def known_as(self, names: Iterable[str]) -> str | None:
-        """Under which of a parameter's names it was saved."""
-        return next((n for n in names if self.tensor(f"model.{n}") is not None), None)
+    def saved_name(self, names: Iterable[str]) -> str | None:
+        """The first of a parameter's names under which the checkpoint has it; None if it has none of them."""
+        return next((name for name in names if self.tensor(f"model.{name}") is not None), None)
 
-    def read(self, pieces: Sequence[Piece], names: Mapping[str, str], talk: RankAgreement) -> None:
-        """Into the pieces' own memory, each rank by itself. Collective."""
+    def read(self, pieces: Sequence[Piece], names: Mapping[str, str], agreement: RankAgreement) -> None:
+        """Reads values into the memory of this rank's pieces. Collective.
+
+        Args:
+            names: name of a piece → its name in the checkpoint. A piece that is absent has the same name there.
+        """
         failed = Finding(str(self.path), "it could not be read", "files that every rank can read")
 
         def read() -> None:
             with without_warning():
-                planner = PieceLoader(pieces, names, talk.moved)
+                planner = PieceLoader(pieces, names, agreement.on_progress)
                 dcp.load({}, storage_reader=Reader(self.path), planner=planner, no_dist=True)
 
-        talk.do(read, failed)
+        agreement.do(read, failed)
 
 
-def compare(stored: Stored, contents: Contents, every: Iterable[str], findings: Findings) -> None:
-    """Adds to ``findings`` where the names and shapes of a model and a checkpoint differ.
+def compare(stored: Stored, contents: Contents, all_names: Iterable[str], findings: Findings) -> None:
+    """Adds a finding for each difference between the names and shapes of a model and of a checkpoint.
 
     Args:
-        every: all names of parameters and persistent buffers of the model, on any rank.
+        contents: the model's contents on this rank.
+        all_names: names of all parameters and persistent buffers of the model, on any rank.
     """
     saved = {n.removeprefix("model.") for n in stored.metadata.state_dict_metadata if n.startswith("model.")}
-    here = set(every)
-    unexpected = sorted(saved - here)
+    unexpected = sorted(saved - set(all_names))
     missing = []
-    for held in contents.parameters:
-        name = stored.known_as((held.name, *held.aliases))
+    for parameter in contents.parameters:
+        name = stored.saved_name(parameter.names)
         if name is None:
-            missing.append(held.name)
-        elif (known := stored.tensor(f"model.{name}")) is not None and tuple(known.size) != held.shape:
+            missing.append(parameter.name)
+        elif (tensor := stored.tensor(f"model.{name}")) is not None and tuple(tensor.size) != parameter.shape:
             findings.add(
-                where=held.name,
-                given=f"{tuple(known.size)} in {stored.path}",
-                required=f"{held.shape}, as the model has it",
+                where=parameter.name,
+                given=f"{tuple(tensor.size)} in {stored.path}",
+                required=f"{parameter.shape}, as the model has it",
             )
     missing += [name for name, *_ in contents.buffers if name not in saved]
     for name in missing[:_SHOWN]:
-        near = nearest(name, unexpected, 1)
+        similar = nearest(name, unexpected, 1)
         findings.add(
             where=name,
-            given=f"not in {stored.path}" + (f", which has {near[0]}" if near else ""),
+            given=f"not in {stored.path}" + (f", which has {similar[0]}" if similar else ""),
             required="every parameter and persistent buffer of the model",
         )
     _more(len(missing), "missing", findings)
@@ -171,22 +189,26 @@ def compare(stored: Stored, contents: Contents, every: Iterable[str], findings: 
 
 
 def _more(count: int, kind: str, findings: Findings) -> None:
+    """Adds a finding with the number of names that are not listed one by one."""
     if count > _SHOWN:
         findings.add(where="…", given=f"{count - _SHOWN} more that are {kind}", required="the same names on both sides")
 
 
 def model_pieces(stored: Stored, contents: Contents) -> tuple[list[Piece], dict[str, str]]:
-    """Where to read the model's values to, and under which names they were saved where those are others."""
+    """The pieces to read the model's values into; and name of a piece → its name in the checkpoint.
+
+    A buffer with another shape than the saved one is replaced by an empty tensor of that shape.
+    """
     pieces, names = [], {}
-    for held in contents.parameters:
-        piece = held.piece()
+    for parameter in contents.parameters:
+        piece = parameter.piece()
         pieces.append(piece)
-        names[piece.name] = f"model.{stored.known_as((held.name, *held.aliases))}"
+        names[piece.name] = f"model.{stored.saved_name(parameter.names)}"
     for name, module, key, _ in contents.buffers:
-        known = stored.tensor(f"model.{name}")
-        assert known is not None
-        if getattr(module, key).shape != known.size:  # some forwards put another in its place
-            setattr(module, key, getattr(module, key).new_empty(known.size))
+        saved = stored.tensor(f"model.{name}")
+        assert saved is not None
+        if getattr(module, key).shape != saved.size:  # a forward may assign a buffer of another shape
+            setattr(module, key, getattr(module, key).new_empty(saved.size))
         if not getattr(module, key).is_meta:
             pieces.append(Piece.whole(f"model.{name}", getattr(module, key).detach()))
     return pieces, names
@@ -194,12 +216,13 @@ def model_pieces(stored: Stored, contents: Contents) -> tuple[list[Piece], dict[
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state as it will be: allocated, to be read into, then handed to it.
+    """The state that a load gives to an optimizer: allocated first, then read into, then handed to the optimizer.
 
     Attributes:
-        pieces, names: where to read to, and the names it was saved under.
+        pieces: the tensors to read into.
+        names: name of a piece → its name in the checkpoint.
         state: index of a parameter in the optimizer → its state.
-        groups: as ``load_state_dict`` takes them.
+        groups: in the form that ``load_state_dict`` takes.
     """
 
     optimizer: Optimizer
@@ -209,30 +232,36 @@ class OptimizerState:
     groups: tuple[dict[str, Any], ...]
 
     def hand_over(self) -> None:
-        """By the optimizer's own ``load_state_dict``, which moves what belongs on another device."""
+        """Calls the optimizer's own ``load_state_dict``, which moves tensors to their parameter's device."""
         self.optimizer.load_state_dict({"state": dict(self.state), "param_groups": list(self.groups)})
 
 
 def optimizer_state(
     stored: Stored, number: int, optimizer: Optimizer, contents: Contents, findings: Findings
 ) -> OptimizerState:
-    """Allocates what an optimizer had for the parameters that are here."""
+    """Allocates the saved state of an optimizer, for the parameters of which this rank holds a part.
+
+    Args:
+        number: index of the optimizer among those that were saved.
+
+    Adds a finding for state that does not fit the layout, and for groups that were divided otherwise.
+    """
     saved = stored.run["optimizers"][number]
-    held = {id(h.p): h for h in contents.parameters}
-    index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    by_id = {id(local.parameter): local for local in contents.parameters}
     pieces: list[Piece] = []
     names: dict[str, str] = {}
     state: dict[int, dict[str, Any]] = {}
-    for line in (held[key] for key in index if key in held):
-        name = stored.known_as((line.name, *line.aliases)) or line.name
+    for parameter in (by_id[key] for key in index if key in by_id):
+        name = stored.saved_name(parameter.names) or parameter.name
         values: dict[str, Any] = dict(saved["scalars"].get(name, {}))
-        for key, known in stored.states.get(name, {}).items():
-            value = _allocated(line, key, known)
-            if value is None or (piece := line.state(key, value)) is None:
+        for key, tensor in stored.states.get(name, {}).items():
+            value = _allocated(parameter, key, tensor)
+            if value is None or (piece := parameter.state(key, value)) is None:
                 findings.add(
-                    where=f"optimizer.state[{line.name}][{key!r}]",
-                    given=f"{tuple(known.size)} in {stored.path}",
-                    required=f"the parameter's shape, {line.shape}, as it is cut here",
+                    where=f"optimizer.state[{parameter.name}][{key!r}]",
+                    given=f"{tuple(tensor.size)} in {stored.path}",
+                    required=f"the parameter's shape, {parameter.shape}, so that it can be sharded like the parameter",
                     fix="load without an optimizer",
                 )
                 continue
@@ -240,58 +269,85 @@ def optimizer_state(
             pieces.append(piece)
             names[piece.name] = f"optimizer.state.{name}.{key}"
         if values:
-            state[index[id(line.p)]] = values
+            state[index[id(parameter.parameter)]] = values
+    groups = _groups(stored, optimizer, saved["groups"], by_id, index, findings)
+    return OptimizerState(optimizer, tuple(pieces), names, state, groups)
+
+
+def _groups(
+    stored: Stored, optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]], by_id: Mapping[int, LocalParameter],
+    index: Mapping[int, int], findings: Findings,
+) -> tuple[dict[str, Any], ...]:  # fmt: skip
+    """The optimizer's groups with the saved settings, in the form that ``load_state_dict`` takes.
+
+    Args:
+        by_id: id of a parameter → the parameter, if this rank holds a part of it.
+        index: id of a parameter → its index in the optimizer.
+    """
     groups = []
-    for number_, group in enumerate(optimizer.param_groups):
-        lines = [held[id(p)] for p in group["params"] if id(p) in held]
-        known_as = {stored.known_as((h.name, *h.aliases)) or h.name for h in lines}
-        settings = _settings(number_, known_as, saved["groups"], findings)
-        kept = {k: v for k, v in group.items() if k != "params"}
-        settings = {k: _placed(v, kept.get(k)) for k, v in settings.items()}
-        groups.append({**kept, **settings, "params": [index[id(p)] for p in group["params"]]})
-    return OptimizerState(optimizer, tuple(pieces), names, state, tuple(groups))
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+        saved_names = {stored.saved_name(local.names) or local.name for local in parameters}
+        saved_settings = _settings(number, saved_names, saved_groups, findings)
+        settings = {k: v for k, v in group.items() if k != "params"}
+        settings |= {k: _on_device_of(settings.get(k), v) for k, v in saved_settings.items()}
+        groups.append({**settings, "params": [index[id(p)] for p in group["params"]]})
+    return tuple(groups)
 
 
-def _allocated(line: Held, key: str, known: TensorStorageMetadata) -> Tensor | None:
-    """A tensor such as the optimizer makes. Its count of steps is a plain number, whatever the parameter is; torch's own
-    ``load_state_dict`` tells it by the same name."""
-    dtype = known.properties.dtype
-    if tuple(known.size) == line.shape and (line.shape or key != "step"):
-        return torch.empty_like(line.p.detach(), dtype=dtype)
-    if not known.size:
+def _allocated(parameter: LocalParameter, key: str, saved: TensorStorageMetadata) -> Tensor | None:
+    """An empty tensor for a saved tensor of optimizer state: sharded like the parameter, or whole. None for other shapes.
+
+    ``step`` is a plain scalar, also if the parameter is one; torch's own ``load_state_dict`` makes the same exception by name.
+    """
+    dtype = saved.properties.dtype
+    if tuple(saved.size) == parameter.shape and (parameter.shape or key != "step"):
+        return torch.empty_like(parameter.parameter.detach(), dtype=dtype)
+    if not saved.size:
         return torch.empty((), dtype=dtype)
-    return torch.empty(known.size, dtype=dtype, device=line.p.device) if line.is_whole else None
+    if parameter.is_whole:
+        return torch.empty(saved.size, dtype=dtype, device=parameter.parameter.device)
+    return None
 
 
-def _placed(value: Any, here: Any) -> Any:
-    """A setting that is a tensor (a learning rate), on the device of the one that it takes the place of."""
-    return value.to(here.device) if isinstance(value, Tensor) and isinstance(here, Tensor) else value
+def _on_device_of(current: Any, saved: Any) -> Any:
+    """The saved setting; if both are tensors (a learning rate), on the device of the current one."""
+    return saved.to(current.device) if isinstance(saved, Tensor) and isinstance(current, Tensor) else saved
 
 
 def _settings(number: int, names: set[str], groups: Sequence[dict[str, Any]], findings: Findings) -> dict[str, Any]:
-    """The settings of the saved group that has these parameters; where it has none here, of that of the same number."""
-    of = [g for g in groups if names & set(g["names"])] if names else list(groups[number : number + 1])
-    settings = [{k: v for k, v in g.items() if k != "names"} for g in of]
-    if any(str(s) != str(settings[0]) for s in settings):
+    """The settings of the saved group that has parameters of these names; without names, of the saved group ``number``.
+
+    Adds a finding if the names were in several groups with different settings.
+    """
+    if names:
+        sources = [group for group in groups if names & set(group["names"])]
+    else:
+        sources = list(groups[number : number + 1])
+    settings = [{k: v for k, v in group.items() if k != "names"} for group in sources]
+    if any(str(other) != str(settings[0]) for other in settings):
         findings.add(
             where=f"optimizer.param_groups[{number}]",
-            given=f"parameters that were in {len(of)} groups of other settings",
+            given=f"parameters that were in {len(sources)} groups with different settings",
             required="parameters of one group",
             fix="make the groups as they were when it was saved",
         )
     return settings[0] if settings else {}
 
 
-def restore(what: str, of: Any, stored: Stored, findings: Findings) -> Callable[[], None]:
-    """What puts back the state of a scheduler or of data, later; adds to ``findings`` where it was not saved."""
-    if of is None:
+def restore(name: str, target: Any, stored: Stored, findings: Findings) -> Callable[[], None]:
+    """A function that restores a scheduler or data source (``target``) from the saved state ``name``; nothing if it is None.
+
+    Adds a finding if this state was not saved.
+    """
+    if target is None:
         return lambda: None
-    state = stored.run.get(what)
+    state = stored.run.get(name)
     if state is None:
         findings.add(
-            where=what,
+            where=name,
             given=f"none in {stored.path}",
-            required=f"what job.save(…, {what}=…) saved",
-            fix=f"load without {what}=",
+            required=f"what job.save(…, {name}=…) saved",
+            fix=f"load without {name}=",
         )
-    return lambda: of.load_state_dict(state)
+    return lambda: target.load_state_dict(state)

@@ -1,11 +1,12 @@
-"""One run at a time saves in a folder of checkpoints. No tensors, no ranks: rank 0's process does this for its run.
+"""The lock of a folder of checkpoints: one run at a time saves there. Rank 0 holds it for its run; no tensors here.
 
-    hold(folder) ─► .lock is made, if there is none ─► a thread counts in it ─► release: it is removed
-                    someone's? ─┬─ the holder is dead: taken over
-                                └─ it lives: wait a while, and say for whom; then CheckpointError
+    hold(folder) ─► creates .lock ─► a thread increments a count in the file ─► release() removes the file
+                    .lock exists ─┬─ its holder is dead: remove it, and take the lock
+                                  └─ its holder lives: wait with a message; then CheckpointError
 
-A holder on this machine is dead if its process is gone. On another machine its count tells: it stands still for as long as
-this process has looked. So no two clocks are compared, and a file system that shows changes late (NFS: seconds) is no harm.
+A holder on this machine is dead if its process has ended. A holder on another machine is dead if its count has not changed
+while this process watched it for ``PATIENCE`` seconds. So clocks of two machines are never compared, and a file system that
+shows changes seconds late, such as NFS, does no harm.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from meshwright import identity
 from meshwright.errors import CheckpointError, Finding
 
 LOCK = ".lock"
-PATIENCE = 60.0  # seconds to wait for a holder that lives, and to look at the count of one that may not
-_BEAT = 5.0  # seconds from one count to the next
-_LOOK = 0.2  # seconds between two looks at a lock
-_MOMENT = 5.0  # seconds to wait for others that only look at the file
+PATIENCE = 60.0  # seconds to wait for a living holder, and to watch the count of one that may be dead: twelve counts
+_BEAT = 5.0  # seconds from one count to the next: rare, as each is a synchronous write
+_LOOK = 0.2  # seconds between two looks at a lock of another process
+_MOMENT = (
+    5.0  # seconds that a release waits for a process that has locked the file to look at it, which takes milliseconds
+)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder.
+    """The process that holds a folder.
 
     Attributes:
-        key: of this lock alone.
-        host, pid: the process.
-        machine, started: tell the process from others of its number (see ``identity``).
-        since: the host's time, for people.
+        key: unique for each lock.
+        host, pid: of the process.
+        machine, started: distinguish the process from an earlier or later one with the same pid (see ``identity``).
+        since: the time of the host's clock, for people.
     """
 
     key: str
@@ -56,20 +59,20 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """This process, with a new key."""
+        """A holder for this process, with a new key."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         pid = os.getpid()
         return cls(uuid4().hex, socket.gethostname(), pid, identity.machine(), identity.started(pid), since)
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this process."""
-        here = Holder.here()
-        return (self.host, self.pid, self.machine, self.started) == (here.host, here.pid, here.machine, here.started)
+        """Whether the holder is this process."""
+        ours = Holder.here()
+        return (self.host, self.pid, self.machine, self.started) == (ours.host, ours.pid, ours.machine, ours.started)
 
     @property
     def name(self) -> str:
-        """For the names of what it is writing."""
+        """A part of the names of the directories that the process writes."""
         return f"{self.host}-{self.pid}"
 
     def lives(self) -> bool | None:
@@ -83,7 +86,7 @@ class Holder:
 
 
 class Lock:
-    """A folder that this process holds. In a ``with``, or until ``release``."""
+    """A folder that this process holds, until ``release`` or the end of a ``with`` block."""
 
     def __init__(self, path: Path, holder: Holder, file: int | None, beat: float) -> None:
         self.path, self.holder = path, holder
@@ -92,7 +95,7 @@ class Lock:
             threading.Thread(target=self._count, args=(file, beat), name="meshwright: lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken the folder over, which took this one for dead."""
+        """Raises CheckpointError if another process has taken the lock, because it believed this one dead."""
         holder, _ = _read(self.path)
         if holder is None or holder.key != self.holder.key:
             given = f"taken over by {holder}" if holder is not None else "the lock is gone"
@@ -100,23 +103,25 @@ class Lock:
             raise CheckpointError([Finding(str(self.path), given, required, _fix(self.path))], "this folder")
 
     def release(self) -> None:
-        """Others may hold the folder."""
+        """Removes the lock, so that others may hold the folder."""
         if self._file is None or self._released.is_set():
             return
         self._released.set()
-        # Who finds the lock of a dead holder before this one's may look at the file just now: only for a moment.
-        with contextlib.suppress(OSError, CheckpointError), _alone(self.path, patience=_MOMENT) as is_it:
-            if is_it:
+        # Another process may have locked the file for a moment, to see whether its holder is dead.
+        with contextlib.suppress(OSError, CheckpointError), _exclusive(self.path, patience=_MOMENT) as acquired:
+            if acquired:
                 self.check()
                 self.path.unlink()
 
     def _count(self, file: int, beat: float) -> None:
-        """Counts in the file that was opened, which is never another's, whatever happens to its name."""
+        """Increments the count in the open file. This file stays ours, even if another process replaces the one of its name."""
         count = 0
         try:
             while not self._released.wait(beat):
                 count += 1
-                with contextlib.suppress(OSError):  # a full disk; or another has taken it over, which ``check`` tells
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk; or another process has the lock, which ``check`` reports
                     os.pwrite(file, _text(self.holder, count), 0)
                     os.fsync(file)
         finally:
@@ -132,46 +137,48 @@ class Lock:
 def hold(
     folder: Path, *, patience: float = PATIENCE, beat: float = _BEAT, tell: Callable[[str], None] | None = None
 ) -> Lock:
-    """Holds a folder, which is made if there is none, for this process.
+    """Takes the lock of a folder for this process. Creates the folder if it does not exist.
 
-    A process that holds it already does so once more, as long as the first hold lasts.
+    If this process holds the folder already, the returned lock does nothing, and the first one stays in force.
 
     Args:
-        patience: seconds to wait for the end of another holder.
+        patience: seconds to wait for another holder.
         beat: seconds from one count to the next.
-        tell: is told for whom it waits; default: standard error is.
+        tell: called with a message if it has to wait. Default: prints to standard error.
 
     Raises:
-        CheckpointError: another process holds it, and lives.
-        OSError: nothing can be written there.
+        CheckpointError: another process holds the folder, and lives.
+        OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, began = folder / LOCK, time.monotonic()
-    seen: tuple[str, float] | None = None  # what was in the lock, and since when
-    changed = False
+    last_seen: tuple[str, float] | None = None  # the text of the lock, and the time when it was first seen
+    changed = False  # whether the text changed while this process watched
     while True:
         if (lock := _take(path, beat)) is not None:
             return lock
         holder, text = _read(path)
         if text is None:
-            continue  # released since
+            continue  # released in the meantime
         if holder is not None and holder.is_here:
             return Lock(path, holder, None, beat)
-        now, living = time.monotonic(), None if holder is None else holder.lives()
-        if seen is None:
-            (tell or _tell)(f"{folder} is held by {holder or 'a process that did not say which'}: waiting for its end")
-        if seen is None or seen[0] != text:
-            changed, seen = seen is not None, (text, now)
-        if living is False or (living is None and now - seen[1] >= patience):
+        now = time.monotonic()
+        living = None if holder is None else holder.lives()
+        if last_seen is None:
+            (tell or _tell)(f"{folder} is held by {holder or 'an unknown process'}: waiting for its end")
+        if last_seen is None or last_seen[0] != text:
+            changed, last_seen = last_seen is not None, (text, now)
+        is_dead = living is False or (living is None and now - last_seen[1] >= patience)
+        if is_dead:
             _break(path, holder, text)
         elif now - began >= patience and (living or changed):
-            raise CheckpointError([_held(folder, holder)], "this folder")
+            raise CheckpointError([_held_by_another(folder, holder)], "this folder")
         else:
             time.sleep(min(_LOOK, patience / 4))
 
 
-def _held(folder: Path, holder: Holder | None) -> Finding:
-    required = "one run at a time: each removes what the other has not finished, or what it keeps no longer"
+def _held_by_another(folder: Path, holder: Holder | None) -> Finding:
+    required = "one run at a time: runs would remove each other's unfinished and old checkpoints"
     return Finding(str(folder), f"held by {holder}", required, _fix(folder / LOCK))
 
 
@@ -180,7 +187,7 @@ def _fix(path: Path) -> str:
 
 
 def _take(path: Path, beat: float) -> Lock | None:
-    """The lock, if there was none."""
+    """Creates the lock's file. None if it exists already."""
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -197,19 +204,16 @@ def _take(path: Path, beat: float) -> Lock | None:
 
 
 def _text(holder: Holder, count: int) -> bytes:
-    """Of the same length for every count: whoever reads while it is written reads one or the other."""
+    """The text of the lock's file. It has the same length for every count, so a reader never sees a part of two texts."""
     return f"{json.dumps(vars(holder))}\n{count:012d}\n".encode()
 
 
 def _read(path: Path) -> tuple[Holder | None, str | None]:
-    """Who holds it, None if that cannot be read; and the text, None if there is no lock."""
+    """(holder, text of the file). The holder is None if the text is not valid; both are None if the file does not exist."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        if error.errno in (
-            errno.ENOENT,
-            errno.ESTALE,
-        ):  # stale: NFS's word for a file that was removed while it was open
+        if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: on NFS, a file that was removed while it was open
             return None, None
         raise
     try:
@@ -219,19 +223,22 @@ def _read(path: Path) -> tuple[Holder | None, str | None]:
 
 
 def _break(path: Path, holder: Holder | None, text: str) -> None:
-    """Removes the lock of a dead holder; not one that another process has made in its place meanwhile."""
-    with _alone(path) as is_it:
-        if is_it:
-            current, now = _read(path)
-            if current == holder if holder is not None else now == text:
+    """Removes the lock of a dead holder, unless another process has created a new lock in the meantime."""
+    with _exclusive(path) as acquired:
+        if acquired:
+            current_holder, current_text = _read(path)
+            unchanged = current_holder == holder if holder is not None else current_text == text
+            if unchanged:
                 path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(path: Path, patience: float = 0.0) -> Iterator[bool]:
-    """For the time of a block nobody else removes the file that this path names. False if somebody else does for more than
-    ``patience`` seconds, or there is none. Without this, one who found a dead holder a moment ago would remove the lock of who
-    has taken it over since."""
+def _exclusive(path: Path, patience: float = 0.0) -> Iterator[bool]:
+    """In its block, no other process removes the file of this name.
+
+    Yields False if another process has this right for more than ``patience`` seconds, or if the file does not exist. Without
+    it, a process that saw a dead holder a moment ago could remove the lock of a process that has taken over since.
+    """
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
@@ -239,7 +246,7 @@ def _alone(path: Path, patience: float = 0.0) -> Iterator[bool]:
         return
     try:
         until = time.monotonic() + patience
-        while not _locked(file):
+        while not _flock(file):
             if time.monotonic() >= until:
                 yield False
                 return
@@ -249,8 +256,8 @@ def _alone(path: Path, patience: float = 0.0) -> Iterator[bool]:
         os.close(file)
 
 
-def _locked(file: int) -> bool:
-    """Whether nobody else has the file's lock; on a file system that has no such locks, nobody has."""
+def _flock(file: int) -> bool:
+    """Takes the operating system's lock of a file. False if another process has it. True on file systems without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -261,7 +268,7 @@ def _locked(file: int) -> bool:
 
 
 def _is_named(path: Path, file: int) -> bool:
-    """Whether a path still names an open file."""
+    """Whether a path still names the open file, and not a newer one."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except OSError:

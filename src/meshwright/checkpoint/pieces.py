@@ -1,14 +1,15 @@
-"""A tensor's slices on this rank, as the chunks that DCP knows; its planners over them.
+"""``Piece``: a rank's slices of a tensor, as DCP chunks; and DCP's planners for saving and loading pieces.
 
-A recipe's slice may be several ranges of a dim (a fused QKV holds its rows of each block): each combination of ranges is a
-chunk of the whole tensor. So what is saved never knows how it was cut, and loads where it is cut otherwise.
+A rank's slice may be several ranges of a dim: of a fused QKV weight, a rank holds rows of each of three blocks. Each
+combination of ranges is one DCP chunk of the whole tensor. So a checkpoint does not depend on the layout, and loads into any
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -32,8 +33,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from meshwright.checkpoint.folder import Moved, nobody
-from meshwright.checkpoint.talk import plainly
+from meshwright.checkpoint.folder import OnProgress, ignore_progress
+from meshwright.checkpoint.talk import raising_plain_errors
 from meshwright.recipe import Slices
 
 Offsets = tuple[int, ...]
@@ -41,13 +42,13 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
         name: in the checkpoint.
         shape: of the whole tensor.
-        local: what is held, of the shape of the slices.
-        slices: per dim, ranges of the whole tensor, in local order.
+        local: this rank's part, with the shape of the slices.
+        slices: for each dim, ranges of the whole tensor, in the order in which they lie in ``local``.
     """
 
     name: str
@@ -57,20 +58,24 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, value: Tensor) -> Piece:
-        """A tensor that this rank holds all of."""
+        """The piece of a tensor that this rank holds completely."""
         return cls(name, tuple(value.shape), value, tuple(((0, n),) for n in value.shape))
 
     def chunks(self) -> Iterator[tuple[Offsets, Tensor]]:
-        """(offsets in the whole tensor, the part of the local tensor that stands there)."""
+        """For each chunk: its offsets in the whole tensor, and its part of the local tensor.
+
+        Slices ``((0, 2), (4, 6)), ((0, 3),)`` of a tensor of shape (8, 3) give the chunks at (0, 0) and (4, 0), each of
+        shape (2, 3).
+        """
         if not prod(self.shape):
             yield (0,) * len(self.shape), self.local
             return
-        starts = [[sum(b - a for a, b in ranges[:i]) for i in range(len(ranges))] for ranges in self.slices]
+        local_starts = [list(accumulate((stop - start for start, stop in ranges), initial=0)) for ranges in self.slices]
         for combination in product(*(range(len(ranges)) for ranges in self.slices)):
             part, offsets = self.local, []
             for dim, i in enumerate(combination):
                 start, stop = self.slices[dim][i]
-                part = part.narrow(dim, starts[dim][i], stop - start)
+                part = part.narrow(dim, local_starts[dim][i], stop - start)
                 offsets.append(start)
             yield tuple(offsets), part
 
@@ -80,97 +85,108 @@ class _Chunks:
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.pieces = {piece.name: piece for piece in pieces}
-        self._found = {(p.name, at): part for p in self.pieces.values() for at, part in p.chunks()}
+        self._parts = {(p.name, offsets): part for p in self.pieces.values() for offsets, part in p.chunks()}
 
     def of(self, name: str) -> list[ChunkStorageMetadata]:
-        return [_chunk(at, part) for at, part in self.pieces[name].chunks()]
+        """DCP's descriptions of a piece's chunks."""
+        return [_chunk(offsets, part) for offsets, part in self.pieces[name].chunks()]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        return self._found[index.fqn, tuple(index.offset or ())].detach()
+        """The part of the local tensor that a chunk lies in."""
+        return self._parts[index.fqn, tuple(index.offset or ())].detach()
 
 
 class PieceSaver(DefaultSavePlanner):
-    """DCP's planner for saving, over pieces. Copies are written once, by whichever of their ranks has least to write."""
+    """DCP's planner for saving pieces. DCP writes a chunk that several ranks hold once, on the rank with least to write."""
 
-    def __init__(self, pieces: Iterable[Piece], moved: Moved = nobody) -> None:
+    def __init__(self, pieces: Iterable[Piece], on_progress: OnProgress = ignore_progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks, self._moved = _Chunks(pieces), moved
+        self._chunks, self._on_progress = _Chunks(pieces), on_progress
 
     def create_local_plan(self) -> SavePlan:
-        """Every chunk that this rank holds."""
-        with plainly():
+        """A plan with every chunk that this rank holds."""
+        with raising_plain_errors():
             self.plan = SavePlan(list(self._items()))
             return self.plan
 
     def _items(self) -> Iterator[WriteItem]:
         for piece in self._chunks.pieces.values():
             properties = TensorProperties(dtype=piece.local.dtype)
-            for at, part in piece.chunks():
-                data = TensorWriteData(_chunk(at, part), properties, torch.Size(piece.shape))
-                yield WriteItem(MetadataIndex(piece.name, at), WriteItemType.SHARD, tensor_data=data)
+            for offsets, part in piece.chunks():
+                data = TensorWriteData(_chunk(offsets, part), properties, torch.Size(piece.shape))
+                yield WriteItem(MetadataIndex(piece.name, offsets), WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As DCP makes it, with the nesting that ``dcp_to_torch_save`` gives back."""
+        """DCP's plan; its metadata also has the nested keys of each name, which ``dcp_to_torch_save`` restores."""
         plans, metadata = super().create_global_plan(all_plans)
-        nested = {name: _path(name) for name in metadata.state_dict_metadata}
-        return plans, replace(metadata, planner_data=nested)
+        nested_keys = {name: _nested_keys(name) for name in metadata.state_dict_metadata}
+        return plans, replace(metadata, planner_data=nested_keys)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._chunks.at(index)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        self._moved()
+        self._on_progress()
         return self._chunks.at(write_item.index)
 
 
 class PieceLoader(DefaultLoadPlanner):
-    """DCP's planner for loading, into pieces: of each saved chunk what overlaps.
+    """DCP's planner for loading into pieces. Reads of each saved chunk the part that overlaps with a piece.
 
     Args:
-        names: name of a piece → its name in the checkpoint, where that is another.
+        names: name of a piece → its name in the checkpoint. A piece that is absent has the same name there.
     """
 
-    def __init__(self, pieces: Iterable[Piece], names: Mapping[str, str] | None = None, moved: Moved = nobody) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        names: Mapping[str, str] | None = None,
+        on_progress: OnProgress = ignore_progress,
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks, self._names, self._moved = _Chunks(pieces), names or {}, moved
+        self._chunks, self._names, self._on_progress = _Chunks(pieces), names or {}, on_progress
 
     def create_local_plan(self) -> LoadPlan:
-        """What to read, of what."""
+        """A plan that reads every chunk of this rank's pieces."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, piece in self._chunks.pieces.items():
-            saved = self._names.get(name, name)
-            known = self.metadata.state_dict_metadata[saved]
-            assert isinstance(known, TensorStorageMetadata)
+            saved_name = self._names.get(name, name)
+            saved = self.metadata.state_dict_metadata[saved_name]
+            assert isinstance(saved, TensorStorageMetadata)
             if not prod(piece.shape):
                 continue
-            reads = create_read_items_for_chunk_list(name, known, self._chunks.of(name))
-            items += [replace(i, storage_index=replace_name(i.storage_index, saved)) for i in reads]
+            reads = create_read_items_for_chunk_list(name, saved, self._chunks.of(name))
+            items += [replace(read, storage_index=replace_name(read.storage_index, saved_name)) for read in reads]
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the local tensor that is read into."""
+        """The part of the local tensor to read into."""
         part = self._chunks.at(read_item.dest_index)
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It has been written in place."""
-        self._moved()
+        """Called after a read. The values have been read into the local tensor itself, so nothing is left to copy."""
+        self._on_progress()
 
 
 def replace_name(index: MetadataIndex, name: str) -> MetadataIndex:
-    """The index of the same chunk of a tensor of another name."""
+    """The index with the name of another tensor; offset and number of the chunk stay."""
     return MetadataIndex(name, index.offset, index.index)
 
 
-def _chunk(at: Offsets, part: Tensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(at), part.size())
+def _chunk(offsets: Offsets, part: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), part.size())
 
 
-def _path(name: str) -> tuple[str, ...]:
-    """How ``get_state_dict`` nests what has this name: names of parameters have dots of their own."""
+def _nested_keys(name: str) -> tuple[str, ...]:
+    """The nested keys of a name in the dict of ``get_state_dict``.
+
+    ``optimizer.state.a.weight.exp_avg`` → ``("optimizer", "state", "a.weight", "exp_avg")``. Parameter names contain dots, so
+    splitting at each dot would be wrong.
+    """
     kind, _, rest = name.partition(".")
     if kind == "optimizer":
         state, _, rest = rest.partition(".")

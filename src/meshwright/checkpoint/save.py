@@ -1,9 +1,9 @@
-"""Saving: every rank writes its own pieces aside; rank 0 publishes when all are there.
+"""Saving: every rank writes its own pieces to a temporary directory; rank 0 publishes it when all ranks are done.
 
-    stage ─ write (DCP) ─ describe ─► rank 0: manifest, rename ─► all ranks: where it is
+    stage ─ write (DCP) ─ checksums ─► rank 0: manifest, rename ─► all ranks: path
 
-Asynchronously, the pieces are copied first, and the rest runs in a thread, over a process group of its own. All that is no
-piece is copied at the call in any case: a copy shows that it can be loaded.
+An asynchronous save copies the pieces first. The rest runs in a thread, with a process group for checkpoints alone. All
+other values are copied at the call in any case, by ``torch.save`` and ``torch.load``, which shows that they can be loaded.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from meshwright.checkpoint.talk import RankAgreement, because, cause, without_wa
 from meshwright.errors import CheckpointError, Finding, Findings
 
 RUN = "run.pt"
+_WIDTH = 200  # most characters of an exception's text in an error
 
 
 class Saving:
-    """A checkpoint that is being written, or has been."""
+    """A checkpoint that is being written, or has been written."""
 
     def __init__(self, write: Callable[[], Path], *, wait: bool) -> None:
         self._result: Future[Path] = Future()
@@ -50,40 +51,40 @@ class Saving:
             return
         try:
             Thread(target=self._run, name="meshwright: saving").start()
-        except RuntimeError:  # no more threads: the other ranks wait for this one's share
+        except RuntimeError:  # no thread can be started; write now, since the other ranks wait for this rank's pieces
             self._run()
 
     def _run(self) -> None:
         try:
-            if self._device is not None:  # which is each thread's own
+            if self._device is not None:  # the current device is a setting of each thread
                 torch.accelerator.set_device_index(self._device)
             self._result.set_result(self._write())
         except BaseException as failed:
             self._result.set_exception(failed)
 
     def done(self) -> bool:
-        """Whether it is there, or has failed."""
+        """Whether the save has finished or failed."""
         return self._result.done()
 
     def wait(self) -> Path:
-        """Where it is, once it is there.
+        """Waits until the checkpoint is written, and returns its path.
 
         Raises:
-            CheckpointError: it could not be written; nothing of it is left.
+            CheckpointError: it could not be written. No part of it remains.
         """
         return self._result.result()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank has to save.
+    """Everything that one rank saves. Rank 0's ``run``, ``files`` and ``about`` are written; those of other ranks are not.
 
     Attributes:
         pieces: tensors.
-        optimizers: what they have besides: copies.
-        run: of rank 0: what else is restored (scheduler, data, extra), by name: copies.
-        files: of rank 0: texts that are put beside, by file name.
-        about: of rank 0: facts for the manifest.
+        optimizers: scalars and settings of the optimizers, copied.
+        run: name → other values that a load restores (scheduler, data, extra), copied.
+        files: name of an additional file → its text.
+        about: facts for the manifest.
     """
 
     pieces: Sequence[Piece]
@@ -93,106 +94,127 @@ class Snapshot:
     about: Mapping[str, Any]
 
     def staged(self, staging: Staging) -> Snapshot:
-        """With tensors that training does not write to. All else was copied when it was collected."""
+        """The snapshot with copies of its tensors, which training does not write to. Other values are copies already."""
         return replace(self, pieces=staging(self.pieces))
 
 
-def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: RankAgreement) -> Path:
-    """Writes and publishes. Collective.
+def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, agreement: RankAgreement) -> Path:
+    """Writes and publishes a checkpoint in a folder, and returns its path. Collective.
+
+    Args:
+        step: number of optimizer steps that were done.
+        keep: number of newest checkpoints to keep. None: all.
 
     Raises:
-        CheckpointError: on every rank, if any could not write; nothing of it is left.
+        CheckpointError: on every rank, if a rank could not write. No part of the checkpoint remains.
     """
-    with ExitStack() as held:  # of rank 0: the folder is its own until this ends
-        return _write(snapshot, folder, step, keep, talk, lambda: held.enter_context(hold(folder)))
+    with ExitStack() as locks:  # rank 0 holds the folder's lock until the checkpoint is published
+        return _write(snapshot, folder, step, keep, agreement, lambda: locks.enter_context(hold(folder)))
 
 
 def _write(
-    snapshot: Snapshot, folder: Path, step: int, keep: int | None, talk: RankAgreement, take: Callable[[], Lock]
+    snapshot: Snapshot,
+    folder: Path,
+    step: int,
+    keep: int | None,
+    agreement: RankAgreement,
+    take_lock: Callable[[], Lock],
 ) -> Path:
-    """``take``: gives rank 0 the folder's lock."""
+    """``take_lock``: called on rank 0 alone; returns the folder's lock."""
     failed = Finding(str(folder), "it could not be written", "a folder that every rank can write to, with space")
     locks: list[Lock] = []
 
-    def begun() -> Path:
-        locks.append(take())
+    def begin_on_rank_0() -> Path:
+        locks.append(take_lock())
         return begin(folder, step, locks[0].holder.name)
 
-    def published() -> Path:
+    def publish_on_rank_0() -> Path:
         locks[0].check()
-        return _publish(snapshot, aside, step, keep, files, optimizers)
+        return _publish(snapshot, temporary, step, keep, files, optimizers)
 
-    aside = Path(talk.first(begun, failed))
+    temporary = Path(agreement.first(begin_on_rank_0, failed))
     try:
-        files = _pieces(snapshot, aside, talk, failed)
-        optimizers = talk.gather(lambda: [(o.groups, o.scalars) for o in snapshot.optimizers], failed)
-        return Path(talk.first(published, failed))
-    except CheckpointError:  # on every rank: none goes on before the rest of it is gone
-        talk.first(lambda: shutil.rmtree(aside, ignore_errors=True), failed)
+        files = _write_pieces(snapshot, temporary, agreement, failed)
+        optimizers = agreement.gather(lambda: [(o.groups, o.scalars) for o in snapshot.optimizers], failed)
+        return Path(agreement.first(publish_on_rank_0, failed))
+    except CheckpointError:  # raised on every rank; no rank continues before the directory is removed
+        agreement.first(lambda: shutil.rmtree(temporary, ignore_errors=True), failed)
         raise
-    except BaseException:  # on this rank alone: an interrupt, or the end of another rank
-        if talk.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+    except (
+        BaseException
+    ):  # raised on this rank alone: an interrupt, or a collective that failed since another rank ended
+        if agreement.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _pieces(snapshot: Snapshot, aside: Path, talk: RankAgreement, failed: Finding) -> dict[str, Any]:
-    """Writes this rank's pieces; the files of all ranks, described."""
-    writer = Writer(aside, talk.moved)
+def _write_pieces(snapshot: Snapshot, directory: Path, agreement: RankAgreement, failed: Finding) -> dict[str, Any]:
+    """Writes this rank's pieces. Returns name → size and checksums, for the files of all ranks."""
+    writer = Writer(directory, agreement.on_progress)
     try:
-        with without_warning() if talk.group is None else nullcontext():
+        with without_warning() if agreement.group is None else nullcontext():
             dcp.save(
-                {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces, talk.moved),
-                process_group=talk.group, no_dist=talk.group is None,
+                {}, storage_writer=writer, planner=PieceSaver(snapshot.pieces, agreement.on_progress),
+                process_group=agreement.group, no_dist=agreement.group is None,
             )  # fmt: skip
     except CheckpointException as error:
-        causes = dict.fromkeys(f"rank {rank}: {cause(of_rank[0])}" for rank, of_rank in error.failures.items())
+        causes = dict.fromkeys(f"rank {rank}: {cause(failure[0])}" for rank, failure in error.failures.items())
         raise CheckpointError([because(failed, "; ".join(causes))], "this checkpoint") from None
-    return {name: file for files in talk.gather(lambda: writer.files, failed) for name, file in files.items()}
+    return {name: file for files in agreement.gather(lambda: writer.files, failed) for name, file in files.items()}
 
 
 def _publish(
-    snapshot: Snapshot, aside: Path, step: int, keep: int | None, files: dict[str, Any], optimizers: list[Any]
+    snapshot: Snapshot, directory: Path, step: int, keep: int | None, files: dict[str, Any], optimizers: list[Any]
 ) -> Path:
-    write_file(aside / RUN, dumped({**snapshot.run, "optimizers": _merged(optimizers)}))
+    """Writes the files that rank 0 alone writes, and the manifest; then publishes the directory.
+
+    Args:
+        files: the files of all ranks' pieces.
+        optimizers: for each rank, (groups, scalars) of each optimizer.
+    """
+    write_file(directory / RUN, dumped({**snapshot.run, "optimizers": _merged(optimizers)}))
     for name, text in snapshot.files.items():
-        write_file(aside / name, text.encode())
+        write_file(directory / name, text.encode())
     for name in (METADATA, RUN, *snapshot.files):
-        files[name] = described(aside / name)
-    return publish(aside, Manifest(step, snapshot.about, files), keep)
+        files[name] = described(directory / name)
+    return publish(directory, Manifest(step, snapshot.about, files), keep)
 
 
-def _merged(of_ranks: list[Any]) -> list[dict[str, Any]]:
-    """What each optimizer has that is no tensor: of each group the names of all ranks."""
-    optimizers = []
-    for of_optimizer in zip(*of_ranks, strict=True):
-        groups = [
-            {**of_group[0], "names": list(dict.fromkeys(n for g in of_group for n in g["names"]))}
-            for of_group in zip(*(groups for groups, _ in of_optimizer), strict=True)
-        ]
-        scalars = {name: values for _, scalars_of_rank in of_optimizer for name, values in scalars_of_rank.items()}
-        optimizers.append({"groups": groups, "scalars": scalars})
-    return optimizers
+def _merged(optimizers_by_rank: list[Any]) -> list[dict[str, Any]]:
+    """The groups and scalars of each optimizer, merged over ranks.
+
+    Args:
+        optimizers_by_rank: for each rank, (groups, scalars) of each optimizer. A rank's groups name its own parameters only.
+    """
+    merged = []
+    for one_optimizer in zip(*optimizers_by_rank, strict=True):  # (groups, scalars) on each rank
+        groups = []
+        for one_group in zip(*(groups for groups, _ in one_optimizer), strict=True):  # this group on each rank
+            names = dict.fromkeys(name for group in one_group for name in group["names"])
+            groups.append({**one_group[0], "names": list(names)})
+        scalars = {name: values for _, rank_scalars in one_optimizer for name, values in rank_scalars.items()}
+        merged.append({"groups": groups, "scalars": scalars})
+    return merged
 
 
 def dumped(run: Mapping[str, Any]) -> bytes:
-    """As bytes that ``torch.load`` takes with ``weights_only``."""
+    """The values as bytes of ``torch.save``, for ``loaded``."""
     opened = io.BytesIO()
     torch.save(dict(run), opened)
     return opened.getvalue()
 
 
 def as_loaded(run: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """Copies, on the CPU: what a load will give of each value. What happens to the values later is not in them.
+    """The values as a load will return them: copies, on the CPU. Later changes of the values do not change the copies.
 
-    Adds to ``findings`` what a load would refuse, by its name: it would need code of the checkpoint's to be run.
+    Adds a finding for each value that a load would refuse, since unpickling it would run code.
     """
     copies = {}
     for name, value in run.items():
         try:
             copies[name] = loaded(io.BytesIO(dumped({name: value})))[name]
-        except Exception as refused:
-            why = (str(refused).strip().splitlines() or [type(refused).__name__])[-1][:200]
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:_WIDTH]
             findings.add(
                 where=name,
                 given=f"{type(value).__name__} that torch.load(weights_only=True) refuses: {why}",
@@ -202,13 +224,13 @@ def as_loaded(run: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 def loaded(source: Path | BinaryIO) -> Mapping[str, Any]:
-    """What ``dumped`` wrote, on the CPU wherever it was. Nothing in it is run."""
+    """The values that ``dumped`` wrote, with all tensors on the CPU. Runs no code of the file."""
     values: Mapping[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
     return values
 
 
 def about() -> dict[str, Any]:
-    """Versions and time."""
+    """The time and the versions, for the manifest."""
     from meshwright import __version__
 
     return {
@@ -220,5 +242,5 @@ def about() -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """A value of dataclasses, as text."""
+    """A value that contains dataclasses, as JSON."""
     return json.dumps(value, default=lambda x: asdict(x) if hasattr(x, "__dataclass_fields__") else str(x), indent=1)

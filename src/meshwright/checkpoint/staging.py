@@ -1,4 +1,4 @@
-"""Copies of what is saved, so that training goes on while they are written."""
+"""``Staging``: copies of the tensors to save, so that training continues while a thread writes the copies."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from meshwright.checkpoint.pieces import Piece
 
 
 class Staging:
-    """Copies pieces to the CPU with DCP's stager, into memory that the next copies are written to again.
+    """Copies pieces to the CPU with DCP's stager. Each call reuses the memory of the previous one.
 
-    On a GPU the memory is pinned, and the host waits once for all copies. What was copied lasts until the next call. Before
-    torch 2.13 a stager serves one call: each call has a new one, and memory of its own.
+    The copies are valid until the next call. With a GPU the memory is pinned, and the host waits once for all copies. Before
+    torch 2.13 a stager can be called once only: then each call makes a new stager, with new memory.
     """
 
     def __init__(self) -> None:
-        self._stager = _stager()
+        self._stager = _new_stager()
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:
         copies = self._stager.stage({"pieces": [piece.local for piece in pieces]})
-        assert isinstance(copies, dict)  # not a future: it is not asynchronous
-        if not _serves_again():
-            self._stager = _stager()
+        assert isinstance(copies, dict)  # not a future, since the stager is not asynchronous
+        if not _stager_is_reusable():
+            self._stager = _new_stager()
         return [replace(piece, local=copy) for piece, copy in zip(pieces, copies["pieces"], strict=True)]
 
 
-def _stager() -> DefaultStager:
+def _new_stager() -> DefaultStager:
     gpu = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
@@ -40,9 +40,9 @@ def _stager() -> DefaultStager:
 
 
 @functools.cache
-def _serves_again() -> bool:
-    """Whether a stager can be called again: torch 2.11 and 2.12 close it after each call, and do not say so."""
-    stager = _stager()
+def _stager_is_reusable() -> bool:
+    """Whether a stager can be called twice. Torch 2.11 and 2.12 close a stager after each call, without documenting it."""
+    stager = _new_stager()
     try:
         for _ in range(2):
             stager.stage({})

@@ -1,4 +1,4 @@
-"""DCP's files. What it writes is described piece by piece; what it reads is not trusted."""
+"""DCP's reader and writer of files. The writer computes a checksum for each piece; the reader does not trust pickles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint.folder import File, Moved, described, nobody
-from meshwright.checkpoint.talk import plainly
+from meshwright.checkpoint.folder import File, OnProgress, described, ignore_progress
+from meshwright.checkpoint.talk import raising_plain_errors
 
 METADATA = ".metadata"
 
-# What DCP pickles into its metadata, and nothing else.
+# The types that DCP pickles into its metadata. The unpickler refuses all others.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -35,60 +35,66 @@ _ALLOWED = {
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's chunks, one at a time, into files of its own.
+    """Writes this rank's chunks, one at a time, into files that no other rank writes to.
 
     Attributes:
-        files: of this rank, after writing: name → size and checksums.
+        files: after writing, the files of this rank: name → size and checksums.
     """
 
-    def __init__(self, path: Path, moved: Moved = nobody) -> None:
+    def __init__(self, path: Path, on_progress: OnProgress = ignore_progress) -> None:
         super().__init__(path, sync_files=True, overwrite=False)
-        self._at, self._moved = path, moved
+        self._folder, self._on_progress = path, on_progress
         self.files: Mapping[str, File] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As DCP does; then each chunk's checksum, of what the file has."""
-        with plainly():
+        """Writes as DCP does, then reads each chunk from its file and computes the checksum."""
+        with raising_plain_errors():
             future = super().write_data(plan, planner)
-            pieces: dict[str, list[tuple[str, int, int]]] = {}
+            chunks: dict[str, list[tuple[str, int, int]]] = {}  # file → (name of a tensor, offset, length)
             for result in future.wait():
-                at = result.storage_data
-                pieces.setdefault(at.relative_path, []).append((result.index.fqn, at.offset, at.length))
-            self.files = {name: described(self._at / name, parts, self._moved) for name, parts in pieces.items()}
+                stored = result.storage_data
+                chunks.setdefault(stored.relative_path, []).append((result.index.fqn, stored.offset, stored.length))
+            self.files = {
+                name: described(self._folder / name, parts, self._on_progress) for name, parts in chunks.items()
+            }
             return future
 
 
 class Reader(FileSystemReader):
-    """Reads chunks (``weights_only``), and the metadata through a list of what may stand in it."""
+    """Reads chunks with ``weights_only``, and the metadata with an unpickler that allows DCP's own types alone."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._at = path
+        self._folder = path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError where the file names anything but DCP's own types."""
-        metadata = read_metadata(self._at)
+        """DCP's metadata. Raises pickle.UnpicklingError if the file names a type that is not DCP's own."""
+        metadata = read_metadata(self._folder)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Which piece of which tensor stands where in a checkpoint. Raises pickle.UnpicklingError as ``Reader`` does."""
+    """DCP's metadata of a checkpoint: the file and offset of each chunk of each tensor.
+
+    Raises:
+        pickle.UnpicklingError: the file names a type that is not DCP's own.
+    """
     with (path / METADATA).open("rb") as opened:
-        metadata = _Known(opened).load()
+        metadata = _MetadataUnpickler(opened).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
     return metadata
 
 
-class _Known(pickle.Unpickler):
-    """Unpickles DCP's metadata, and nothing else: whoever can write a pickle can otherwise run what he likes."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the types of ``_ALLOWED`` alone. A pickle can otherwise run any code of whoever wrote it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The allowed type of this name; dtypes are torch's own constants."""
+        """The allowed type of this name, or a dtype or layout of torch."""
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(constant := getattr(torch, name, None), torch.dtype | torch.layout):
+            return constant
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's {METADATA}")

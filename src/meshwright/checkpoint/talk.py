@@ -1,10 +1,10 @@
-"""How the ranks of a save or load agree: an exception of any rank is one CheckpointError on every rank.
+"""``RankAgreement``: in a save or load, an exception of any rank becomes one CheckpointError on every rank.
 
-    do       each rank works, and keeps what it has made
-    gather   each rank works; every rank gets what each has made
-    first    rank 0 works; every rank gets what it has made
+    do       each rank calls a function; each rank gets its own result
+    gather   each rank calls a function; every rank gets the results of all
+    first    rank 0 calls a function; every rank gets its result
 
-No rank goes on to the next of these, where it would wait for the others, while another has failed.
+All ranks meet at the end of each of these calls. So no rank waits in the next one for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.folder import Moved, nobody
+from meshwright.checkpoint.folder import OnProgress, ignore_progress
 from meshwright.errors import CheckpointError, Finding, PlanError
 
 T = TypeVar("T")
 
-_WIDTH = 300  # characters of an exception's text
-_SHOWN = 4  # ranks that are named one by one
+_WIDTH = 300  # most characters of an exception's text in an error
+_SHOWN = 4  # most ranks that an error names one by one
 
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """The processes of a save or load; a plain process is alone.
+    """The ranks that take part in a save or load, or one plain process.
 
     Attributes:
-        group: of all of them; None for a plain process.
-        subject: what problems are in, as errors name it.
-        moved: is called whenever this process has read or written a part.
+        group: the process group of all ranks; None for a plain process.
+        subject: the name of what is saved or loaded, for the first line of an error.
+        on_progress: called whenever this process has read or written a part.
     """
 
     group: dist.ProcessGroup | None
     subject: str = "this checkpoint"
-    moved: Moved = nobody
+    on_progress: OnProgress = ignore_progress
 
     @property
     def rank(self) -> int:
@@ -49,61 +49,68 @@ class RankAgreement:
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def do(self, work: Callable[[], T], failed: Finding) -> T:
-        """What this rank makes of its work. Collective.
+    def do(self, function: Callable[[], T], failed: Finding) -> T:
+        """Calls ``function`` on each rank, and returns its result on this rank. Collective.
 
         Args:
-            failed: what is told if the work raises an exception, which is added to it.
+            failed: the finding to report if the function raises an exception, whose text is added.
 
         Raises:
-            CheckpointError: on every rank: the work of some rank raised an exception.
+            CheckpointError: on every rank, if the function raised an exception on some rank.
         """
-        attempt = _Attempt.of(work, failed)
-        self._settle(attempt, self._all((attempt.findings, attempt.cause)), failed)
+        attempt = _Attempt.of(function)
+        self._raise_failures(attempt, self._gathered((attempt.findings, attempt.cause)), failed)
         return attempt.value
 
-    def gather(self, work: Callable[[], T], failed: Finding) -> list[T]:
-        """What every rank makes of its work, on every rank; else as ``do``."""
-        attempt = _Attempt.of(lambda: self._packed(work()), failed)
-        told = self._all((attempt.findings, attempt.cause, attempt.value))
-        self._settle(attempt, [(findings, cause) for findings, cause, _ in told], failed)
-        return [self._unpacked(value) for *_, value in told]
+    def gather(self, function: Callable[[], T], failed: Finding) -> list[T]:
+        """Like ``do``, but returns the results of all ranks, in rank order."""
+        attempt = _Attempt.of(lambda: self._packed(function()))
+        attempts = self._gathered((attempt.findings, attempt.cause, attempt.value))
+        self._raise_failures(attempt, [(findings, cause) for findings, cause, _ in attempts], failed)
+        return [self._unpacked(value) for *_, value in attempts]
 
-    def first(self, work: Callable[[], T], failed: Finding) -> T:
-        """What rank 0 makes of some work, on every rank; else as ``do``."""
-        return self.gather(lambda: work() if self.rank == 0 else None, failed)[0]  # type: ignore[return-value]
+    def first(self, function: Callable[[], T], failed: Finding) -> T:
+        """Like ``do``, but calls ``function`` on rank 0 alone, and returns its result on every rank."""
+        return self.gather(lambda: function() if self.rank == 0 else None, failed)[0]  # type: ignore[return-value]
 
     def _packed(self, value: Any) -> Any:
-        """As bytes, before ranks meet: what cannot be pickled is then this rank's failure, and not one within torch."""
+        """The value as bytes. A value that cannot be pickled raises here, as a failure of this rank, not within torch."""
         return value if self.group is None else pickle.dumps(value)
 
     def _unpacked(self, value: Any) -> Any:
         return value if self.group is None else pickle.loads(value)
 
-    def _all(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+    def _gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
         if self.group is None:
             return [value]
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _settle(self, attempt: _Attempt, told: list[tuple[tuple[Finding, ...], str]], failed: Finding) -> None:
-        """Raises what any rank told; equal causes are told once, with the ranks that have them."""
-        findings = list(dict.fromkeys(finding for of_rank, _ in told for finding in of_rank))
-        for text in dict.fromkeys(cause for _, cause in told if cause):
-            ranks = [rank for rank, (_, cause) in enumerate(told) if cause == text]
-            findings.append(because(failed, text if self.group is None else f"{_spelled(ranks)}: {text}"))
+    def _raise_failures(
+        self, attempt: _Attempt, failures: list[tuple[tuple[Finding, ...], str]], failed: Finding
+    ) -> None:
+        """Raises one CheckpointError with the failures of all ranks, if there are any.
+
+        Args:
+            attempt: that of this rank.
+            failures: (findings, cause) of each rank. Ranks with an equal cause share one finding.
+        """
+        findings = list(dict.fromkeys(finding for rank_findings, _ in failures for finding in rank_findings))
+        for text in dict.fromkeys(cause for _, cause in failures if cause):
+            ranks = [rank for rank, (_, cause) in enumerate(failures) if cause == text]
+            findings.append(because(failed, text if self.group is None else f"{_ranks_text(ranks)}: {text}"))
         if not findings:
             return
         if isinstance(attempt.error, KeyboardInterrupt | SystemExit):
-            raise attempt.error  # of this process, and the others know
+            raise attempt.error  # this process ends as it was asked to; the other ranks raise CheckpointError
         raise CheckpointError(findings, self.subject) from attempt.error
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Some work of one rank: its value, or what was found, or why it failed."""
+    """One call on one rank: the returned value; or the findings of a PlanError; or the text of another exception."""
 
     value: Any = None
     findings: tuple[Finding, ...] = ()
@@ -111,9 +118,10 @@ class _Attempt:
     error: BaseException | None = None
 
     @classmethod
-    def of(cls, work: Callable[[], Any], failed: Finding) -> _Attempt:
+    def of(cls, function: Callable[[], Any]) -> _Attempt:
+        """Calls the function, and catches whatever it raises."""
         try:
-            return cls(work())
+            return cls(function())
         except PlanError as error:
             return cls(findings=error.findings, error=error)
         except BaseException as error:
@@ -121,7 +129,10 @@ class _Attempt:
 
 
 def cause(error: BaseException) -> str:
-    """An exception as a line: of DCP's, the one that it carries; the system's errors say what they are, others by type."""
+    """An exception as one line of text: an OSError's own text; for others, the type and the text.
+
+    Of DCP's CheckpointException, the first exception within.
+    """
     if failures := getattr(error, "failures", None):  # DCP's CheckpointException, whose module takes a while to import
         return cause(next(iter(failures.values()))[0])
     text = (str(error).strip().splitlines() or [""])[0][:_WIDTH]
@@ -129,28 +140,33 @@ def cause(error: BaseException) -> str:
 
 
 def because(failed: Finding, why: object) -> Finding:
-    """The finding with its cause."""
+    """The finding, with a reason added to its ``given``."""
     return replace(failed, given=f"{failed.given}: {why}")
 
 
 @contextmanager
 def without_warning() -> Iterator[None]:
-    """Around DCP, if it works without a group: it warns that it does. For the main thread: warnings are a process's."""
+    """In its block, suppresses DCP's warning that no process group exists. Only for the main thread: warning filters are one
+    for the whole process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Around what DCP calls: it sends exceptions to other ranks, and waits for ever for one that cannot be pickled."""
+def raising_plain_errors() -> Iterator[None]:
+    """In its block, turns any exception into an OSError with its text.
+
+    For functions that DCP calls: it sends exceptions to other ranks, and hangs if one cannot be pickled.
+    """
     try:
         yield
     except Exception as error:
         raise OSError(cause(error)) from error
 
 
-def _spelled(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Such as ``rank 3``, or ``ranks 0, 1, 2, 3 and 4 more``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""

@@ -1,10 +1,10 @@
-"""Files of safetensors: a folder of them by the names in it, and one written tensor by tensor.
+"""Safetensors files: opens all tensors of a folder by name, and writes a file tensor by tensor.
 
     8 bytes   the header's length, little-endian
     header    JSON: name → {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, padded with spaces
     data      the tensors' bytes, one after another
 
-Reading is safetensors' own. Writing is here, since its own ``save_file`` takes all tensors of a file at once.
+The safetensors package reads. Writing is our own, since the package's ``save_file`` needs all tensors of a file in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from meshwright.errors import Findings
 from meshwright.layout import in_one_dim
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FORMAT = {"format": "pt"}  # transformers refuses a file without
+_SHOWN = 6  # most file names in an error
+FORMAT = {"format": "pt"}  # transformers refuses a file without this metadata
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -40,26 +41,34 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def open_folder(path: Path) -> dict[str, LazyTensor]:
-    """Every tensor of a folder of weights, or of a single file, by its name; nothing of them is read.
+    """Opens every tensor of a folder of weights, or of a single file, without reading values.
 
-    Raises PlanError with everything that is wrong with it: no such folder or files, a file that is missing or damaged, a
-    tensor that the index names and its file lacks.
+    Returns:
+        Name → lazy tensor.
+
+    Raises:
+        PlanError: with every problem: no such folder, no files of weights, a file that is missing or damaged, a tensor that
+            the index names and its file lacks.
     """
     findings = Findings("this folder")
-    where = _weight_map(path, findings)
+    names_by_file = _weight_map(path, findings)
     findings.raise_if_any()
     tensors: dict[str, LazyTensor] = {}
-    for file, expected in where.items():
-        there = _open_file(file, findings)
-        tensors |= there
-        for name in sorted(set(expected) - set(there)) if there else ():
+    for file, expected in names_by_file.items():
+        in_file = _open_file(file, findings)
+        tensors |= in_file
+        lacking = set(expected) - set(in_file) if in_file else ()  # an empty file has been reported already
+        for name in sorted(lacking):
             findings.add(where=str(file), given=f"no {name}", required=f"{name}, which {INDEX} says is in it")
     findings.raise_if_any()
     return tensors
 
 
 def _weight_map(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
-    """The files, each with the names that the index says are in it."""
+    """File → names of the tensors that the index expects in it; no names if there is no index.
+
+    Adds a finding if there are no files of weights, or several without an index.
+    """
     if path.is_file():
         return {path: ()}
     if (path / INDEX).is_file():
@@ -69,16 +78,18 @@ def _weight_map(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if len(files) == 1:
         return {files[0]: ()}
-    names = (
-        ", ".join(file.name for file in (files or sorted(path.iterdir()))[:6]) if path.is_dir() else "no such folder"
-    )
+    given = "no such folder"
+    if path.is_dir():
+        shown = (files or sorted(path.iterdir()))[:_SHOWN]
+        given = ", ".join(file.name for file in shown) or "an empty folder"
     required = f"{WEIGHTS}, or {INDEX} and its files"
     fix = "model.save_pretrained(folder)  # of transformers; weights in other formats are not read"
-    findings.add(where=str(path), given=names or "an empty folder", required=required, fix=fix)
+    findings.add(where=str(path), given=given, required=required, fix=fix)
     return {}
 
 
 def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
+    """File → names of its tensors, from ``model.safetensors.index.json``. Adds a finding if the index is not valid."""
     names: dict[Path, tuple[str, ...]] = {}
     try:
         weight_map = json.loads((path / INDEX).read_text())["weight_map"]
@@ -95,6 +106,7 @@ def _indexed(path: Path, findings: Findings) -> dict[Path, tuple[str, ...]]:
 
 
 def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
+    """Name → lazy tensor, for the tensors of one file. Adds a finding if the file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, LazyTensor] = {}
@@ -107,9 +119,9 @@ def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
                 continue
             tensors[name] = FromFile(part.get_shape(), DTYPES[code], part)
     except (OSError, SafetensorError) as error:
-        fix = "fetch it anew: it is cut off, or is no such file" if file.exists() else ""
+        fix = "download it again: the file is cut off, or not in safetensors format" if file.exists() else ""
         given = "no such file" if not file.exists() else str(error)
-        findings.add(where=str(file), given=given, required="a whole file of safetensors", fix=fix)
+        findings.add(where=str(file), given=given, required="a complete safetensors file", fix=fix)
     return tensors
 
 
@@ -118,7 +130,7 @@ def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written."""
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,9 +142,13 @@ class Entry:
 
 
 def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], Tensor]) -> None:
-    """Writes a file of safetensors; ``values`` is asked for one tensor at a time, and none is kept.
+    """Writes a safetensors file.
 
-    Raises ValueError where a value is not what its entry says.
+    Args:
+        values: called for one tensor at a time, in the order of ``in_order``. No value is kept.
+
+    Raises:
+        ValueError: a value has another shape or dtype than its entry.
     """
     ordered = in_order(entries)
     with open(path, "wb") as file:
@@ -146,14 +162,15 @@ def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], T
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The order in which ``write_file`` asks for values.
+    """The entries in the order of their values in the file.
 
-    The widest types come first, as safetensors' own writer has them: each tensor then starts at a multiple of its width.
+    The widest types come first, as in files of the safetensors package: each tensor then starts at a multiple of its width.
     """
     return sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
 
 
 def _header(entries: Iterable[Entry]) -> bytes:
+    """The header's length and the header, padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": FORMAT}
     start = 0
     for entry in entries:
@@ -166,5 +183,5 @@ def _header(entries: Iterable[Entry]) -> bytes:
 
 
 def _bytes(value: Tensor) -> Any:
-    """A tensor's bytes, without a copy where it is contiguous."""
+    """A tensor's bytes, without a copy if the tensor is contiguous."""
     return in_one_dim(value.detach().cpu()).view(torch.uint8).numpy().data

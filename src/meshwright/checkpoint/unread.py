@@ -1,17 +1,18 @@
-"""``LazyTensor``: a tensor in a file of which nothing is read before a part of it is asked for.
+"""``LazyTensor``: a tensor in a file, whose values are read when a part of it is asked for.
 
-Joining, stacking, cutting and transposing one gives another, so that what transformers does to a folder's tensors on their
-way into a model (experts that become one tensor, a fused tensor that becomes three) is done by its own code, and a rank
-still reads its own slices only:
+``torch.cat``, ``stack``, ``split``, ``chunk`` and ``transpose`` of lazy tensors are lazy again. So transformers' own code can
+convert a folder's tensors for a model (stack experts into one tensor, split a fused tensor into three), and a rank still reads
+its own slices only:
 
     FromFile    a tensor of a safetensors file
+    InMemory    a tensor that has been read already
     Joined      torch.cat
     Stacked     torch.stack
     Part        an interval of one dim: torch.chunk, torch.split
     Swapped     torch.transpose
-    Squeezed    a dim of size 1 less
+    Squeezed    a tensor without one of its dims, of size 1
 
-Any other function gets the whole tensor, read then.
+Any other function reads the whole tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from meshwright.layout import Interval
 from meshwright.private import pytree
 from meshwright.recipe import Slices
 
-Box = tuple[Interval, ...]  # an interval of each dim
+Box = tuple[Interval, ...]
+"""A part of a tensor: an interval of each dim."""
 
 
 class LazyTensor:
-    """A tensor by its shape and type.
+    """A tensor with a shape and a dtype, whose values are read on demand.
 
     Attributes:
         shape: of the whole tensor.
@@ -42,16 +44,16 @@ class LazyTensor:
         self.shape, self.dtype = torch.Size(shape), dtype
 
     def copy_to(self, out: Tensor, box: Box) -> None:
-        """Reads the elements of ``box`` into ``out``, which has its shape, and may have another type."""
+        """Reads the elements of ``box`` into ``out``, which has the shape of the box, and may have another dtype."""
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """The whole tensor."""
+        """Reads the whole tensor."""
         out = torch.empty(self.shape, dtype=self.dtype)
         self.copy_to(out, tuple((0, n) for n in self.shape))
         return out
 
-    # --- what code that knows tensors asks of it ---------------------------------------------------------------------
+    # --- the interface of a tensor that conversions use --------------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,8 +88,8 @@ class LazyTensor:
         return getattr(self.read(), name)
 
 
-class Read(LazyTensor):
-    """A tensor that is in memory already."""
+class InMemory(LazyTensor):
+    """A tensor that has been read already."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__(value.shape, value.dtype)
@@ -98,18 +100,18 @@ class Read(LazyTensor):
 
 
 class FromFile(LazyTensor):
-    """A tensor of a safetensors file, by safetensors' own slice of it."""
+    """A tensor of a safetensors file. ``file_slice`` is what ``safe_open(…).get_slice(name)`` returns."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, part: Any) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, file_slice: Any) -> None:
         super().__init__(shape, dtype)
-        self._part = part
+        self._file_slice = file_slice
 
     def copy_to(self, out: Tensor, box: Box) -> None:
-        out.copy_(self._part[tuple(slice(*interval) for interval in box) or ...])
+        out.copy_(self._file_slice[tuple(slice(*interval) for interval in box) or ...])
 
 
 class Joined(LazyTensor):
-    """Several, one after another along a dim."""
+    """Lazy tensors, concatenated along a dim."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = list(parts[0].shape)
@@ -121,13 +123,14 @@ class Joined(LazyTensor):
         first, last = box[self._dim]
         starts = accumulate((part.shape[self._dim] for part in self._parts), initial=0)
         for start, part in zip(starts, self._parts, strict=False):
-            lo, hi = max(first, start), min(last, start + part.shape[self._dim])
+            lo, hi = max(first, start), min(last, start + part.shape[self._dim])  # the overlap of the box and this part
             if lo < hi:
-                part.copy_to(out.narrow(self._dim, lo - first, hi - lo), _with(box, self._dim, lo - start, hi - start))
+                out_part = out.narrow(self._dim, lo - first, hi - lo)
+                part.copy_to(out_part, _with_interval(box, self._dim, lo - start, hi - start))
 
 
 class Stacked(LazyTensor):
-    """Several of one shape along a new dim."""
+    """Lazy tensors of one shape, stacked along a new dim."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = parts[0].shape
@@ -141,95 +144,109 @@ class Stacked(LazyTensor):
 
 
 class Part(LazyTensor):
-    """An interval of one dim of another."""
+    """An interval of one dim of a lazy tensor."""
 
-    def __init__(self, of: LazyTensor, dim: int, start: int, size: int) -> None:
-        shape = list(of.shape)
+    def __init__(self, source: LazyTensor, dim: int, start: int, size: int) -> None:
+        shape = list(source.shape)
         shape[dim] = size
-        super().__init__(shape, of.dtype)
-        self._of, self._dim, self._start = of, dim, start
+        super().__init__(shape, source.dtype)
+        self._source, self._dim, self._start = source, dim, start
 
     def copy_to(self, out: Tensor, box: Box) -> None:
         first, last = box[self._dim]
-        self._of.copy_to(out, _with(box, self._dim, self._start + first, self._start + last))
+        self._source.copy_to(out, _with_interval(box, self._dim, self._start + first, self._start + last))
 
 
 class Swapped(LazyTensor):
-    """Another with two dims swapped."""
+    """A lazy tensor with two dims swapped."""
 
-    def __init__(self, of: LazyTensor, dim0: int, dim1: int) -> None:
-        super().__init__(_swapped(of.shape, dim0, dim1), of.dtype)
-        self._of, self._dims = of, (dim0, dim1)
+    def __init__(self, source: LazyTensor, dim0: int, dim1: int) -> None:
+        super().__init__(_swapped(source.shape, dim0, dim1), source.dtype)
+        self._source, self._dims = source, (dim0, dim1)
 
     def copy_to(self, out: Tensor, box: Box) -> None:
-        self._of.copy_to(out.transpose(*self._dims), _swapped(box, *self._dims))
+        self._source.copy_to(out.transpose(*self._dims), _swapped(box, *self._dims))
 
 
 class Squeezed(LazyTensor):
-    """Another without one of its dims, of size 1."""
+    """A lazy tensor without one of its dims, of size 1."""
 
-    def __init__(self, of: LazyTensor, dim: int) -> None:
-        super().__init__((*of.shape[:dim], *of.shape[dim + 1 :]), of.dtype)
-        self._of, self._dim = of, dim
+    def __init__(self, source: LazyTensor, dim: int) -> None:
+        super().__init__((*source.shape[:dim], *source.shape[dim + 1 :]), source.dtype)
+        self._source, self._dim = source, dim
 
     def copy_to(self, out: Tensor, box: Box) -> None:
-        self._of.copy_to(out.unsqueeze(self._dim), (*box[: self._dim], (0, 1), *box[self._dim :]))
+        self._source.copy_to(out.unsqueeze(self._dim), (*box[: self._dim], (0, 1), *box[self._dim :]))
 
 
-def read_slices(value: LazyTensor, slices: Slices, out: Tensor) -> None:
-    """Fills ``out``, a rank's local tensor, with its slices of a whole one; reads nothing else, a box at a time."""
-    places = [_places(ranges) for ranges in slices]
-    for chosen in product(*places):
-        here = _narrowed(out, tuple(at for at, _ in chosen))
-        value.copy_to(here, tuple(interval for _, interval in chosen))
+def read_slices(lazy: LazyTensor, slices: Slices, out: Tensor) -> None:
+    """Reads a rank's slices of a tensor into ``out``, the local tensor. Reads one box at a time, and nothing else.
+
+    Args:
+        slices: for each dim, ranges of the whole tensor, in the order in which they lie in ``out``.
+    """
+    intervals = [_intervals(ranges) for ranges in slices]
+    for combination in product(*intervals):
+        local_box = tuple(local for local, _ in combination)
+        lazy.copy_to(_narrowed(out, local_box), tuple(interval for _, interval in combination))
 
 
-def _places(ranges: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
-    """(interval in the local tensor, interval in the whole one), of one dim."""
-    starts = accumulate((stop - start for start, stop in ranges), initial=0)
-    return [((at, at + stop - start), (start, stop)) for at, (start, stop) in zip(starts, ranges, strict=False)]
+def _intervals(ranges: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+    """For each range of a dim: (its interval in the local tensor, its interval in the whole tensor).
+
+    >>> _intervals([(0, 2), (4, 7)])
+    [((0, 2), (0, 2)), ((2, 5), (4, 7))]
+    """
+    local_starts = accumulate((stop - start for start, stop in ranges), initial=0)
+    return [
+        ((local, local + stop - start), (start, stop))
+        for local, (start, stop) in zip(local_starts, ranges, strict=False)
+    ]
 
 
 def _narrowed(value: Tensor, box: Box) -> Tensor:
+    """The part of a tensor that a box covers, as a view."""
     for dim, (start, stop) in enumerate(box):
         value = value.narrow(dim, start, stop - start)
     return value
 
 
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+def _with_interval(box: Box, dim: int, start: int, stop: int) -> Box:
+    """The box with another interval in one dim."""
     return (*box[:dim], (start, stop), *box[dim + 1 :])
 
 
 def _swapped(values: Sequence[Any], a: int, b: int) -> tuple[Any, ...]:
+    """The values with those at ``a`` and ``b`` swapped."""
     swapped = list(values)
     swapped[a], swapped[b] = swapped[b], swapped[a]
     return tuple(swapped)
 
 
-# --- torch's functions of them --------------------------------------------------------------------------------------
+# --- torch's functions, for lazy tensors ------------------------------------------------------------------------------
 
 
-def _unread(values: Sequence[Any]) -> list[LazyTensor]:
-    return [value if isinstance(value, LazyTensor) else Read(value) for value in values]
+def _as_lazy(values: Sequence[Any]) -> list[LazyTensor]:
+    return [value if isinstance(value, LazyTensor) else InMemory(value) for value in values]
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
-    return Joined(_unread(tensors), dim % tensors[0].ndim)
+    return Joined(_as_lazy(tensors), dim % tensors[0].ndim)
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
-    return Stacked(_unread(tensors), dim % (tensors[0].ndim + 1))
+    return Stacked(_as_lazy(tensors), dim % (tensors[0].ndim + 1))
 
 
 def _split(tensor: LazyTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
-    dim, whole = dim % tensor.ndim, tensor.shape[dim]
+    dim, total = dim % tensor.ndim, tensor.shape[dim]
     if isinstance(split_size_or_sections, int):
         step = split_size_or_sections
-        sizes = [min(step, whole - start) for start in range(0, whole, step)]
+        sizes = [min(step, total - start) for start in range(0, total, step)]
     else:
         sizes = list(split_size_or_sections)
-    if sum(sizes) != whole:
-        raise ValueError(f"sizes {sizes} of a dim of {whole}")
+    if sum(sizes) != total:
+        raise ValueError(f"sizes {sizes} of a dim of size {total}")
     starts = accumulate(sizes, initial=0)
     return tuple(Part(tensor, dim, start, size) for start, size in zip(starts, sizes, strict=False))
 

@@ -1,20 +1,23 @@
 """The command line: ``meshwright show | check | plan | predict | dryrun | calibrate | train | compare | report | …``.
 
     TARGET, --set ──► load_target ─┬─► show    recipe ─ shard map ─ drawn, or JSON; starts no process
-    --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ the same as one device?
+    --plan, --mesh, --set ──► Plan ┼─► check   local workers ─ compared with one device
     --loss, --device ──────────────┼─► train   local workers, or this process under torchrun
     --hardware, --global-batch ────┴─► predict, dryrun   ranks rehearsed, one after the other ─ drawn, or JSON
 
-    options      what several commands take
-    given        what a command line names, read as a whole
-    subject      what predict and dryrun are asked about: a batch of so many rows, a profile
+    request      the options of a command line, as typed
+    options      their declarations for typer
+    given        the inputs that a request names, read and checked together: target, plan, loss, device
+    subject      these inputs with a global batch and a hardware profile, for commands that predict
     comparison   plan --compare: two plans instead of a search
-    processes    local workers; how a command ends
-    files        what commands write
-    help         help that teaches
-    show check plan predict dryrun calibrate train compare report inspect export env    the commands, a file each; bar: of train
+    foretold     the observed steps of a run, with predictions, for report
+    course live  the folder of a run and its progress display, for train
+    processes    local workers; error messages and exit codes
+    files        writes files
+    help         prints --help with examples
+    show check plan predict dryrun calibrate train compare report inspect export env    the commands, a file each
 
-What is wrong with any of what is given is told at once, without a traceback, and ends with exit code 2.
+A command reports all problems of its arguments at once, without a traceback, and exits with code 2.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ app = typer.Typer(
 
 def main() -> None:
     """The ``meshwright`` command."""
-    # To import torch and transformers makes a million objects that stay, and Python's collector looks at them again and again:
-    # a second. Its default is 700 new objects.
+    # Importing torch and transformers makes a million objects that stay. Python's garbage collector runs after every 700 new
+    # objects by default and looks at them again and again, which takes a second.
     gc.set_threshold(20_000, 10, 10)
     try:
         processes.recorded(app)()
@@ -65,7 +68,7 @@ def main() -> None:
 
 @app.callback(
     epilog="""
-# what is here; who would hold what of 7 billion parameters
+# this machine; which rank would hold which part of 7 billion parameters
 meshwright env
 meshwright show hf:llama --mesh dp_shard=128,tp=8
 
@@ -96,10 +99,10 @@ def _about() -> None:
     """Run any PyTorch model, unedited, over a mesh of devices: data parallel (DDP, FSDP, HSDP), tensor and sequence
     parallel, pipeline, branches, and all of these combined.
 
-    TARGET names the model: a function of yours, or hf: and a model type of
-    transformers (an extra). --mesh names the axes and their sizes. Meshwright finds
-    how to shard each parameter from the model's own forward; a plan, or --set,
-    overrides it.
+    TARGET names the model: your own function, or hf: and a model type of
+    transformers (an extra). --mesh names the axes and their sizes. Meshwright decides
+    from the model's own forward how to shard each parameter; a plan or --set
+    overrides the decision.
     """
 
 
@@ -109,15 +112,15 @@ app.command(
 # 1024 ranks, on a laptop
 meshwright show hf:llama --mesh dp_shard=128,tp=8
 
-# the slices of rank 3; two pictures of who holds which part
+# the slices of rank 3; two pictures of which rank holds which part
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --rank 3
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --parameter '*.c_attn.*' --pictures 2
 
-# a plan, and what it changes
+# a plan, and its effect
 printf 'mesh: {tp: 2}\\nmodules:\\n  "*.mlp": {tp: replicate}\\n' > plan.yaml
 meshwright show hf:gpt2 --plan plan.yaml --parameter 'transformer.h.0' --pictures 0
 
-# all pictures in one file; with the step, predicted
+# all pictures in one file; the second also has a predicted step
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --html gpt2.html
 meshwright show hf:gpt2 --mesh pp=2,tp=2 --hardware h100 --html gpt2.html \\
     --set microbatches=4,n_layer=2,n_embd=64,n_head=4,vocab_size=512
@@ -137,7 +140,7 @@ meshwright check hf:gpt2 --mesh tp=2 \\
     --set n_layer=2,n_embd=64,n_head=4,vocab_size=512 \\
     --set sequence_parallel=true,recompute=blocks
 
-# a model whose output is no loss
+# a model whose output is not a loss
 cat > tiny.py <<'END'
 import torch
 
@@ -154,7 +157,7 @@ meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
 app.command(
     cls=Taught,
     epilog="""
-# the fastest plans for 8 H100 that fit; the best one, in a file that train takes
+# the fastest plans that fit 8 H100; writes the best one to a file for train
 meshwright plan hf:gpt2 --devices 8 --hardware h100 --seq 1024 --global-batch 64 \\
     --set vocab_size=50304 --out best.yaml
 
@@ -162,7 +165,7 @@ meshwright plan hf:gpt2 --devices 8 --hardware h100 --seq 1024 --global-batch 64
 meshwright plan hf:gpt2 --devices 64 --nodes 8 --hardware a100-80 --global-batch 256 \\
     --top 2 --verify --set vocab_size=50304,n_layer=4
 
-# what the second of two plans takes more than the first, term by term
+# the difference in time and memory between two plans, term by term
 echo 'mesh: {dp_shard: 4, tp: 2}' > one.yaml; echo 'mesh: {pp: 2, dp_shard: 4}' > two.yaml
 meshwright plan hf:gpt2 --compare one.yaml two.yaml --hardware h100 --set n_layer=2
 
@@ -189,7 +192,7 @@ meshwright predict hf:gpt2 --mesh pp=2,dp_shard=8 --hardware h100 --network roce
 app.command(
     cls=Taught,
     epilog="""
-# rank 5 of 64: what lives at its peak, what it exchanges, beside the prediction
+# rank 5 of 64: its memory at the peak and its collectives, beside the prediction
 meshwright dryrun hf:gpt2 --rank 5 --mesh dp_shard=16,tp=4 --hardware h100 \\
     --set vocab_size=50304,n_layer=2
 
@@ -232,8 +235,8 @@ END
 meshwright train rows.py:model --loss rows.py:loss --mesh fsdp=2 \\
     --global-batch 32 --lr 1e-2
 
-# the same command goes on where a run stopped: by itself, where ranks were killed,
-# under torchrun, here or on many machines
+# under torchrun, on one or many machines: if ranks die, torchrun starts the command
+# again, and it resumes from the newest checkpoint
 torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \\
     --loss rows.py:loss --mesh fsdp=2 --global-batch 32 --lr 1e-2 --device cpu \\
     --save-every 5 --out runs/rows
@@ -243,7 +246,7 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \
 app.command(
     cls=Taught,
     epilog="""
-# a script of yours, of which one step is recorded: on one process, and on two
+# your own script; record one of its steps on one process and on two
 cat > script.py <<'END'
 import os, sys
 import torch
@@ -266,14 +269,14 @@ python script.py runs/one
 torchrun --standalone --nproc-per-node 2 script.py runs/two
 meshwright compare runs/one runs/two
 
-# names that differ by a prefix; as data
+# if names differ by a prefix; as JSON
 meshwright compare runs/one runs/two --map '^model\\.='
 meshwright compare runs/one runs/two --json > verdict.json
 """,
 )(compare)
 
 _SAVED = """
-# a run that saves
+# a run with checkpoints
 meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
     --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
 """
@@ -281,7 +284,7 @@ meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
 app.command(
     cls=Taught,
     epilog=f"""{_SAVED}
-# its loss, rate, memory and checkpoints: here, and in run/report.html
+# its loss, rate, memory and checkpoints, in the terminal and in run/report.html
 meshwright report run
 meshwright report run --json > run.json
 """,
@@ -290,7 +293,7 @@ meshwright report run --json > run.json
 app.command(
     cls=Taught,
     epilog=f"""{_SAVED}
-# its checkpoints; the newest, tensor by tensor; as data
+# its checkpoints; each tensor of the newest; as JSON
 meshwright inspect run
 meshwright inspect run --tensors
 meshwright inspect run --quick --json > run.json
@@ -303,7 +306,7 @@ app.command(
 # its newest checkpoint, for transformers: from_pretrained("gpt2-64")
 meshwright export run gpt2-64
 
-# in halves, in files of at most 100 kB
+# in bfloat16, in files of at most 100 kB
 meshwright export run gpt2-64-bf16 --dtype bfloat16 --shard-size 100KB
 """,
 )(export)

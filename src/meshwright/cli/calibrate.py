@@ -1,4 +1,4 @@
-"""``meshwright calibrate``: this machine, measured."""
+"""``meshwright calibrate``: measures this machine, and writes a hardware profile."""
 
 from __future__ import annotations
 
@@ -17,63 +17,66 @@ from meshwright.errors import Findings
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Link, Profile
 
-_PROCESSES = 4096  # of a machine: all of them are within one node
+_DEVICES_PER_NODE = 4096  # a device is a process here, and any number of processes of one machine are one node
 
 
 def calibrate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write; default: where predict finds it as cpu-local", show_default=False, dir_okay=False
+            help="The file to write; default: the place in which other commands look for cpu-local",
+            show_default=False,
+            dir_okay=False,
         ),
     ] = None,
     threads: Annotated[
         int, typer.Option(help="Threads of each process: as many as the ranks of your runs have", min=1)
     ] = 1,
 ) -> None:
-    """Measure this machine, for predict: a profile in which each device is a process.
+    """Measure this machine, and write a profile for predict in which each device is a process.
 
-    Times products of matrices, attention, copies, what Python takes for a function, and
-    all-reduces between local processes. Takes about half a minute; what else the
-    machine does meanwhile counts. Other commands find the profile as cpu-local.
+    Times matrix products, attention, copies, the host time of a function call, and
+    all-reduces between local processes. Takes about half a minute. Other work on the
+    machine makes the result worse. Other commands find the profile as cpu-local.
     """
-    with processes.told():
+    with processes.reported_errors():
         from meshwright.hardware.local import calibrated_file, keep_profile
 
         file = out or calibrated_file()
         _check_out(file, out)
-        measured = measured_profile(threads, _tell)
-        keep_profile(measured.text(), file)
-        from meshwright.draw.hardware import profile as drawn
+        profile = measured_profile(threads, _tell)
+        keep_profile(profile.text(), file)
+        from meshwright.draw.hardware import profile as profile_text
 
-        console().print(drawn(measured))
+        console().print(profile_text(profile))
         name = "cpu-local" if out is None else str(file)
         console().print(Text(f"\nwritten to {file}; use it as --hardware {name}"), soft_wrap=True)
 
 
 def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
-    """This machine: what a process does by itself, and the link between as many processes as have a core, at least 2.
+    """A profile of this machine: the speed of one process, and the link between one process for each core (at least 2).
 
     Args:
-        threads: of each process.
-        tell: is told what is measured next.
+        threads: number of torch threads of each process.
+        tell: called with a text before each measurement.
     """
     import torch
 
     from meshwright.hardware.calibrate import calibrate as measure
 
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        profile = measure(devices_per_node=_PROCESSES, tell=tell)
+        profile = measure(devices_per_node=_DEVICES_PER_NODE, tell=tell)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
     ranks = max(2, profile.cores)
     tell(f"all-reduces between {ranks} processes")
     return replace(profile, node=_link(ranks, threads))
 
 
 def _link(ranks: int, threads: int) -> Link:
+    """The link between local processes, measured by all-reduces."""
     from meshwright.hardware.exchange import measured_link
     from meshwright.workers.pool import local_workers
 
@@ -82,12 +85,12 @@ def _link(ranks: int, threads: int) -> Link:
     return links[0]
 
 
-def _tell(doing: str) -> None:
-    console(stderr=True).print(Text(f"measuring {doing}", style="dim"))
+def _tell(measurement: str) -> None:
+    console(stderr=True).print(Text(f"measuring {measurement}", style="dim"))
 
 
 def _check_out(file: Path, out: Path | None) -> None:
-    """Raises PlanError if the file of ``--out`` cannot be written, before half a minute is spent."""
+    """Raises PlanError if the folder of ``--out`` does not exist. Called before the measurement, which takes half a minute."""
     findings = Findings("this command")
     if out is not None and not file.absolute().parent.is_dir():
         findings.add(

@@ -1,4 +1,4 @@
-"""``meshwright check``: the same as one device?"""
+"""``meshwright check``: compares a plan with plain PyTorch on one device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli import processes
-from meshwright.cli.given import Given
+from meshwright.cli.given import Inputs
 from meshwright.cli.options import (
     DeviceOption,
     LossOption,
@@ -38,13 +38,13 @@ def check(
     precision of the plan, against one device in the same types. Starts a local
     process for each rank. Exit code: 0 if all are equal, 1 if not.
     """
-    with processes.told():
+    with processes.reported_errors():
         request = Request(target, mesh, plan, set_, loss, seq, ranks, device)
-        given = Given.read(request, length=16, rows=lambda pieces: max(2 * pieces, 4))
-        processes.tell_found(given)
+        inputs = Inputs.read(request, length=16, rows=lambda pieces: max(2 * pieces, 4))
+        processes.print_search_notes(inputs)
         from meshwright.parity import check as compare
 
-        with processes.workers(given) as workers:
-            report = compare(given.target.build, given.target.batch, given.plan, loss=given.loss, workers=workers)
+        with processes.workers(inputs) as workers:
+            report = compare(inputs.target.build, inputs.target.batch, inputs.plan, loss=inputs.loss, workers=workers)
         console().print(Text(str(report)), soft_wrap=True)
     raise typer.Exit(0 if report.passed else 1)

@@ -1,4 +1,4 @@
-"""``meshwright plan --compare``: what the plan of one file takes more or less than that of another."""
+"""``meshwright plan --compare``: the predicted difference in time and memory between the plans of two files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from meshwright.draw.console import console
 from meshwright.errors import Findings
 
 
-def compared(files: tuple[Path, Path], request: Request, others: dict[str, Any], *, as_json: bool) -> None:
-    """Predicts both plans, and prints the difference.
+def print_comparison(
+    files: tuple[Path, Path], request: Request, search_options: dict[str, Any], *, as_json: bool
+) -> None:
+    """Predicts the plans of two files, and prints the difference.
 
     Args:
-        others: options of the search that were given: they say nothing of plans that are there.
+        files: YAML files with a plan each.
+        request: the model, the batch and the hardware that both plans are predicted for.
+        search_options: options of the search that the command line has. Each is an error, since nothing is searched.
+        as_json: print JSON.
 
-    Raises PlanError with every problem of both files, the target, the profile and the options.
+    Raises:
+        PlanError: with every problem of both files, the target, the profile and the options.
     """
     problems = Problems()
-    problems.of(lambda: _check_others(others))
-    plans = problems.of(lambda: plans_in([str(file) for file in files], request.sets))
-    subject = problems.of(lambda: Subject.read(request))
+    problems.collect(lambda: _refuse(search_options))
+    plans = problems.collect(lambda: plans_in([str(file) for file in files], request.sets))
+    subject = problems.collect(lambda: Subject.read(request))
     problems.raise_if_any()
     assert plans is not None and subject is not None
     batch = subject.batch_of(plans, request.global_batch)
@@ -32,17 +38,18 @@ def compared(files: tuple[Path, Path], request: Request, others: dict[str, Any],
     from meshwright.prediction.difference import compare
 
     with quiet(), console().status("rehearsing both plans", spinner="dots"):
-        build, loss_of = subject.given.target.build, subject.given.loss
-        difference = compare(build, batch, plans, hardware=subject.profile, loss=loss_of)
+        inputs = subject.inputs
+        difference = compare(inputs.target.build, batch, plans, hardware=subject.profile, loss=inputs.loss)
     if as_json:
         print(json.dumps(difference.json()))
     else:
         console().print(drawn(difference, [str(file) for file in files]))
 
 
-def _check_others(others: dict[str, Any]) -> None:
+def _refuse(search_options: dict[str, Any]) -> None:
+    """Raises PlanError if the command line has an option of the search."""
     findings = Findings("this command")
-    for option, value in others.items():
+    for option, value in search_options.items():
         findings.add(
             where=option, given=f"{value}, and --compare" if value is not True else "given, and --compare",
             required="plans that are there, and no search", fix=f"leave out {option}",

@@ -1,9 +1,9 @@
-"""A course of training: what is trained on, and where it is kept, so that the same command goes on with it.
+"""The folder of a training run, and ``run.json`` in it, with which the same command resumes the run.
 
 runs/gpt2/
-  run.json          what must stay the same: target, settings, rows a step, learning rate, seed
-  metrics.jsonl     a line a step; verdicts.jsonl, timelines.jsonl beside it
-  report.html       all of it, drawn
+  run.json          what must not change at a resume: target, settings, rows per step, learning rate, seed
+  metrics.jsonl     a line for each step; verdicts.jsonl and timelines.jsonl beside it
+  report.html       the run, drawn
   step-00000100/    checkpoints
 """
 
@@ -31,7 +31,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Same:
-    """What a run is, apart from its layout: a checkpoint is gone on from under the same only."""
+    """What must not change when a run resumes. The layout is not among it: a checkpoint loads into any layout."""
 
     target: str
     settings: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Same:
 
 
 def folder_of(target: str) -> Path:
-    """Where a run goes that is not told where.
+    """The default folder of a run.
 
     >>> folder_of("hf:gpt2"), folder_of("some/rows.py:model")
     (PosixPath('runs/gpt2'), PosixPath('runs/rows-model'))
@@ -52,19 +52,19 @@ def folder_of(target: str) -> Path:
 
 
 def begun(folder: Path) -> Same | None:
-    """The run in a folder, where it has a checkpoint to go on from."""
+    """The ``Same`` of the run in a folder. None if the folder has no complete checkpoint, or no valid ``run.json``."""
     from meshwright.checkpoint.folder import newest
 
     try:
         if newest(folder) is None:
             return None
         return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # no such file, or another's: then nothing is known to compare
+    except (OSError, ValueError, TypeError):  # no such file, or not ours: there is nothing to compare with
         return None
 
 
 def read(folder: Path) -> Same:
-    """The run in a folder. Raises PlanError: the folder does not say what it is of."""
+    """The ``Same`` of the run in a folder. Raises PlanError if the folder has no valid ``run.json``."""
     try:
         return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -75,25 +75,31 @@ def read(folder: Path) -> Same:
 
 
 def write(folder: Path, same: Same) -> None:
-    """Says what run a folder has; at no moment half of it."""
+    """Writes ``run.json``. Creates the folder if it does not exist. The rename at the end makes the write atomic."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{FILE}.part"
-    aside.write_text(json.dumps(asdict(same), indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(aside, folder / FILE)
+    temporary = folder / f"{FILE}.part"
+    temporary.write_text(json.dumps(asdict(same), indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / FILE)
 
 
 def check_same(folder: Path, before: Same, now: Same) -> None:
-    """Raises PlanError if a command would go on with a run as if it were another."""
+    """Raises PlanError if the command line differs from the run that it would resume.
+
+    Args:
+        before: read from ``run.json``.
+        now: of the command line.
+    """
     findings = Findings("this command")
-    was, said = asdict(before), json.loads(json.dumps(asdict(now), default=str))
-    for key in ("target", "loss"):  # where the file stands is another matter: another node may have it elsewhere
-        was[key], said[key] = (PurePath(d[key]).name if d[key] else None for d in (was, said))
-    for key in was:
-        if was[key] != said[key]:
+    saved, current = asdict(before), json.loads(json.dumps(asdict(now), default=str))
+    for values in (saved, current):
+        for key in ("target", "loss"):  # compare file names without folders: another node may have them elsewhere
+            values[key] = PurePath(values[key]).name if values[key] else None
+    for key in saved:
+        if saved[key] != current[key]:
             findings.add(
                 where=_OPTIONS.get(key, "TARGET"),
-                given=f"{_shown(said[key])}, where the run in {folder} has {_shown(was[key])}",
-                required="the same, to go on with that run; or another folder",
+                given=f"{_shown(current[key])}, but the run in {folder} has {_shown(saved[key])}",
+                required="the same value, to resume that run; or another folder",
                 fix=f"--out {folder}-2, or --fresh",
             )
     findings.raise_if_any()
@@ -104,9 +110,9 @@ def _shown(value: object) -> str:
 
 
 def check_fresh(folder: Path) -> None:
-    """Raises PlanError if a launcher would start afresh again at each of its restarts."""
+    """Raises PlanError if the launcher may restart the ranks: each restart would then start a new run."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        required = "no --fresh beside --max-restarts: each restart would begin afresh"
+        required = "no --fresh together with --max-restarts: each restart would start a new run"
         raise PlanError.of(
             "this command",
             where="--fresh",
@@ -117,7 +123,11 @@ def check_fresh(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Gives the run in a folder another name, so that nothing is lost; that name, or None where there was none."""
+    """Renames the folder of a run to ``<name>.old-1`` or the next free number, so that nothing is lost.
+
+    Returns:
+        The new path; None if the folder does not exist or is empty.
+    """
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
     number = 1

@@ -1,4 +1,4 @@
-"""``meshwright dryrun``: what one rank of a run of any size does in a step."""
+"""``meshwright dryrun``: rehearses one step of one rank, for a mesh of any size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.draw.console import console
 
 def dryrun(
     target: TargetArgument,
-    rank: Annotated[int, typer.Option(help="The rank that is rehearsed")] = 0,
+    rank: Annotated[int, typer.Option(help="The rank to rehearse")] = 0,
     mesh: MeshOption = None,
     plan: PlanOption = None,
     set_: SetOption = None,
@@ -43,25 +43,25 @@ def dryrun(
 ) -> None:
     """Rehearse the step of one rank: its peak memory, its collectives, its functions.
 
-    Runs the real code of that rank of a run of any size, on the CPU, on tensors
-    without values, and prints the memory beside what predict says of its role. If the
-    step reads a value on the host, for which a GPU would wait, the model's line is told
-    and the exit code is 2.
+    Runs the real code of that rank on the CPU, on tensors without values, for a mesh
+    of any size. Prints the memory beside the prediction for ranks of this role. If the
+    step reads a tensor's value on the host, which makes a GPU wait, the command names
+    the model's line and exits with code 2.
     """
-    with processes.told():
+    with processes.reported_errors():
         request = Request(
             target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
         )
         subject = Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank))
-        processes.tell_found(subject.given)
+        processes.print_search_notes(subject.inputs)
         from meshwright.draw.prediction import rehearsed
         from meshwright.prediction.dryrun import dry_run
         from meshwright.prediction.host_reads import check_host_reads
 
-        given = subject.given
+        inputs = subject.inputs
         with quiet():
             run = dry_run(
-                given.target.build, subject.batch, given.plan, rank, hardware=subject.profile, loss=given.loss
+                inputs.target.build, subject.batch, inputs.plan, rank, hardware=subject.profile, loss=inputs.loss
             )
         if as_json:
             print(json.dumps(run.json()))

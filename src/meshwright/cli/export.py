@@ -1,4 +1,4 @@
-"""``meshwright export``: a checkpoint as a Hugging Face folder."""
+"""``meshwright export``: writes a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def export(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="A checkpoint, or a folder of checkpoints, of which the newest is taken",
+            help="A checkpoint, or a folder of checkpoints: then the newest is exported",
             show_default=False,
         ),
     ],
@@ -31,12 +31,12 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder.
 
-    Writes safetensors with their index, and config.json if the model has one: what
-    from_pretrained loads. The checkpoint may be of any layout. One process does it,
-    without the model's code, with one tensor in memory at a time. Optimizer state is
-    not exported.
+    Writes what from_pretrained loads: safetensors files with their index, and
+    config.json if the model has one. The checkpoint may have any layout. The command
+    is one process. It needs no model code, and holds one tensor in memory at a time.
+    It does not export optimizer state.
     """
-    with processes.told():
+    with processes.reported_errors():
         from meshwright.checkpoint.export import export as write
 
         exported = write(checkpoint, out, shard_size=shard_size, dtype=dtype)

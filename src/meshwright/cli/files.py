@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a file, whole or not at all; its folder is made where there is none."""
+    """Writes a file completely or not at all: the text goes to a temporary file, which is then renamed.
+
+    Creates the parent folder if it does not exist.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=file.suffix)
     with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -18,7 +21,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    """What this process takes away from the modes of files that it makes. It can only be read by setting it."""
+    """The umask of this process: the permission bits that new files do not get. It can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""The steps of a run in time: as they were observed, and the same predicted, each under the plan that it ran under."""
+"""Timelines of a run's observed steps, each beside the prediction for the plan that the step ran under."""
 
 from __future__ import annotations
 
@@ -22,70 +22,85 @@ if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
     from meshwright.train.history import History, Observed
 
-_FEW = 8  # rows that a made-up batch is made of; where it has more, they repeat
-_DRAWN = 24  # steps of a run that are drawn: a page holds them all
+_DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
+_DRAWN = 24  # most steps that are drawn: one HTML page holds them all
 
 
 def steps_in_time(
     run: Path, history: History, hardware: str | None, network: str | None, step: int | None = None
 ) -> tuple[StepInTime, ...]:
-    """The steps that were observed, in order; of many, ``worth_drawing``.
+    """The observed steps that ``worth_drawing`` selects, in order, each with its prediction.
 
     Args:
-        run: its folder.
-        hardware: the profile to predict for, as ``predict`` takes it; ``network``: likewise.
-        step: one that is wanted in any case.
+        run: the folder of the run.
+        history: what the run's files tell.
+        hardware: the profile to predict for, as ``predict`` takes it.
+        network: the network of that profile, as ``predict`` takes it.
+        step: a step to include in any case.
 
     Raises:
-        PlanError: there is no such profile.
+        PlanError: ``hardware`` names no profile, or ``network`` none of its networks.
     """
     steps = not_foretold(history, step)
     if not steps:
         return ()
     if hardware is not None:
-        named_profile(hardware, network)  # who names one hears that there is none
-    shown = worth_drawing(history.observed, step)
-    plans = {one.plan: one for one in shown}  # most runs have one, and steps of one plan are predicted once
-    foretold = {plan: _foretold(run, one, hardware, network) for plan, one in plans.items()}
-    return tuple(replace(step, **foretold[one.plan]) for step, one in zip(steps, shown, strict=True))
+        named_profile(
+            hardware, network
+        )  # raises: a wrong name on the command line is an error, a missing default is not
+    selected = worth_drawing(history.observed, step)
+    first_of_plan = {observed.plan: observed for observed in selected}  # steps of one plan are predicted once
+    predictions = {
+        plan: _prediction_fields(run, observed, hardware, network) for plan, observed in first_of_plan.items()
+    }
+    return tuple(
+        replace(in_time, **predictions[observed.plan]) for in_time, observed in zip(steps, selected, strict=True)
+    )
 
 
 def not_foretold(history: History, step: int | None = None) -> tuple[StepInTime, ...]:
-    """The same without predictions, which take seconds."""
+    """The observed steps that ``worth_drawing`` selects, without predictions, which take seconds."""
     return tuple(
-        StepInTime(one.step, from_plain(Timeline, one.timeline), why="meshwright report predicts it")
-        for one in worth_drawing(history.observed, step)
+        StepInTime(observed.step, from_plain(Timeline, observed.timeline), why="meshwright report predicts it")
+        for observed in worth_drawing(history.observed, step)
     )
 
 
 def worth_drawing(observed: Sequence[Observed], step: int | None = None) -> list[Observed]:
-    """Of many observed steps the first, the last, the slowest, ``step``, and others at even distances; all, of a few."""
+    """Selects about ``_DRAWN`` of the observed steps: the first, the last, the slowest, ``step``, and others at even
+    distances. All of them, if there are no more than ``_DRAWN``."""
     if len(observed) <= _DRAWN:
         return list(observed)
     slowest = max(range(len(observed)), key=lambda i: float(observed[i].timeline["length"]))
-    even = {round(i * (len(observed) - 1) / (_DRAWN - 2)) for i in range(_DRAWN - 1)}
-    wanted = {i for i, one in enumerate(observed) if one.step == step}
-    return [observed[i] for i in sorted({*even, slowest, *wanted})]
+    evenly_spaced = {round(i * (len(observed) - 1) / (_DRAWN - 2)) for i in range(_DRAWN - 1)}
+    asked_for = {i for i, one in enumerate(observed) if one.step == step}
+    return [observed[i] for i in sorted({*evenly_spaced, slowest, *asked_for})]
 
 
-def _foretold(run: Path, observed: Observed, hardware: str | None, network: str | None) -> dict[str, Any]:
-    """The fields of a ``StepInTime`` that tell a prediction, or why there is none."""
+def _prediction_fields(run: Path, observed: Observed, hardware: str | None, network: str | None) -> dict[str, Any]:
+    """The fields of a ``StepInTime`` that hold its prediction; or ``why``, if there is none."""
     try:
         profile = named_profile(hardware, network)
         return {"predicted": _predicted(run, observed, profile), "hardware": profile.name, "why": ""}
     except PlanError as error:
-        return {"why": "; ".join(f"{one.where}: {one.given}" for one in error.findings)}
+        return {"why": "; ".join(f"{finding.where}: {finding.given}" for finding in error.findings)}
 
 
 def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:
-    """The step before it runs, for a profile. Raises PlanError: the target is not what it was, or does not fit the profile."""
+    """The predicted timeline of an observed step on a profile.
+
+    Raises:
+        PlanError: the target cannot be loaded any more, or the plan does not fit the profile.
+    """
     from meshwright.prediction.predict import predict
 
     same = courses.read(run)
-    plan = Plan.from_yaml(observed.plan).replace(weights=DRAWN, verify=0)  # an ordinary step
-    target = load_target(same.target, same.settings, rows=min(_FEW, same.global_batch), length=LENGTH)
-    made_up = target.dataset is not None or target.spec.startswith(HF)
-    batch = batch_of_rows(target.batch, same.global_batch if made_up else None, pieces_of(plan))
+    plan = Plan.from_yaml(observed.plan).replace(
+        weights=DRAWN, verify=0
+    )  # without loading, and without comparing replicas
+    target = load_target(same.target, same.settings, rows=min(_DISTINCT_ROWS, same.global_batch), length=LENGTH)
+    has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
+    batch = batch_of_rows(target.batch, same.global_batch if has_generated_batch else None, pieces_of(plan))
     loss = TargetLoss(same.loss) if same.loss else None
     with quiet():
         prediction = predict(target.build, batch, plan, hardware=profile, loss=loss)

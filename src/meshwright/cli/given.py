@@ -1,4 +1,4 @@
-"""What a command line names: the target, the plan, the loss, the device; or every problem of all of them at once."""
+"""``Inputs``: the target, the plan, the loss and the device that a command line names, read and checked together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
 
 _T = TypeVar("_T")
+_MOST_ROWS = 8  # of a generated batch by default: planning needs shapes alone, and a small batch is made at once
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a command line names: the target, the plan, the loss of the output (None: its own), the device.
+class Inputs:
+    """What a command works on.
 
     Attributes:
-        searched: of a plan whose mesh was found, the rows of the step that it was found for, and what was chosen and why.
+        target: the model and its batch.
+        plan: with one mesh. It stays ``auto`` only on a rank of torchrun: ranks search together.
+        loss: a function of the model's output. None: the output's own loss.
+        device: ``cpu`` or ``cuda``. None: ``cuda`` if there is a GPU.
+        settings: of the target.
+        rows: number of rows of the batch that an ``hf:`` target generates.
+        length: number of tokens in each of these rows.
+        searched: the result of the search, if the plan's mesh was ``auto``.
     """
 
     target: Target
@@ -46,123 +54,161 @@ class Given:
         request: Request,
         *,
         length: int,
-        rows: Callable[[int], int] = lambda pieces: min(pieces, 8),
+        rows: Callable[[int], int] = lambda pieces: min(pieces, _MOST_ROWS),
         check: Callable[[Plan], None] = lambda plan: None,
-        beside: Callable[[], object] = lambda: None,
+        check_others: Callable[[], object] = lambda: None,
         profile: Callable[[], Profile] | None = None,
-        whole: Whole = lambda target, settings, pieces: None,
-    ) -> Given:
-        """Raises PlanError with every problem of all of them; but if any can be told before the target is imported, which
-        takes seconds for a model of transformers, these alone.
+        rows_to_search_for: RowsToSearchFor = lambda target, settings, pieces: None,
+    ) -> Inputs:
+        """Reads the inputs that a request names; with ``mesh: auto``, also searches the plan.
 
         Args:
-            length: tokens of a row that an ``hf:`` target makes up, if the request does not say.
-            rows: data ranks × microbatches → rows of the batch that an ``hf:`` target makes up.
-            check: raises PlanError if the command does not fit the plan.
-            beside: raises PlanError with what is wrong with what else the command line names.
-            profile: of the devices for which ``mesh: auto`` is found; it has been tried by ``beside``. Default: those of this
-                machine.
-            whole: (target, its settings, data ranks at most) → rows of a step for which it is found. None: the batch's.
+            length: number of tokens in a row that an ``hf:`` target generates, if the request has no ``--seq``.
+            rows: data ranks × microbatches → number of rows that an ``hf:`` target generates.
+            check: raises PlanError if the command cannot work with the plan.
+            check_others: raises PlanError with the problems of the command's other options.
+            profile: reads the hardware profile to search a plan for; ``check_others`` has reported its errors before. Default:
+                the profile of this machine.
+            rows_to_search_for: (target, its settings, number of devices) → rows of the step to search a plan for. None: as
+                many as the target's batch has.
+
+        Raises:
+            PlanError: with every problem. Problems that are known before an ``hf:`` target is imported, which takes seconds,
+                are raised alone.
         """
         plan_settings, target_settings = _settings_of(request)
         problems = Problems()
-        plan = problems.of(lambda: _at(Plan.from_command(request.plan, request.mesh, plan_settings), request.ranks))
+        plan = problems.collect(
+            lambda: _with_mesh(Plan.from_command(request.plan, request.mesh, plan_settings), request.ranks)
+        )
         searches = plan is not None and plan.auto and "RANK" not in os.environ
-        ranks = (
-            (request.ranks or _gpus()) if searches else 0
-        )  # (to count GPUs takes torch, whose import takes a second)
-        made_rows = 1
+        devices = 0
+        if searches:
+            devices = request.ranks or _gpus()  # (only here: it imports torch, which takes a second)
+        generated_rows = 1
         if plan is not None:
-            made_rows = rows(pieces_of(plan.replace(mesh={"dp_shard": ranks}) if searches else plan))
+            sized = plan.replace(mesh={"dp_shard": devices}) if searches else plan
+            generated_rows = rows(pieces_of(sized))
             if not searches:
-                problems.of(partial(check, plan))
-        problems.of(beside)
-        hardware = problems.of(lambda: _profile_of(request.device)) if searches and profile is None else None
-        target, loss = _loaded(request, target_settings, made_rows, length, problems)
+                problems.collect(partial(check, plan))
+        problems.collect(check_others)
+        hardware = None
+        if searches and profile is None:
+            hardware = problems.collect(lambda: _profile_of(request.device))
+        target, loss = _loaded(request, target_settings, generated_rows, length, problems)
         assert plan is not None
         searched = None
         if searches:
             hardware = profile() if profile is not None else hardware
             assert hardware is not None
-            plan, searched = _searched(target, plan, loss, ranks, whole(target, target_settings, ranks), hardware)
+            step_rows = rows_to_search_for(target, target_settings, devices)
+            plan, searched = _searched(target, plan, loss, devices, step_rows, hardware)
             check(plan)
-        return Given(target, plan, loss, request.device, target_settings, made_rows, length, searched)
+        return Inputs(target, plan, loss, request.device, target_settings, generated_rows, length, searched)
 
     @staticmethod
     def from_names(
         spec: str, settings: Mapping[str, Any], rows: int, length: int, plan: Plan, loss: TargetLoss | None,
         device: str | None,
-    ) -> Given:  # fmt: skip
-        """The inverse of `named`, in another process."""
+    ) -> Inputs:  # fmt: skip
+        """Loads the target again in another process, from the arguments that `names` returned."""
         target = load_target(spec, settings, rows=rows, length=length)
-        return Given(target, plan, loss, device, settings, rows, length)
+        return Inputs(target, plan, loss, device, settings, rows, length)
 
-    def named(self) -> tuple[Any, ...]:
-        """What another process needs to find the same."""
+    def names(self) -> tuple[Any, ...]:
+        """Arguments of `from_names`, which travel to a worker in place of the model and the dataset."""
         return self.target.spec, self.settings, self.rows, self.length, self.plan, self.loss, self.device
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces a batch is divided: data ranks, those within a branch too, × microbatches."""
+        """The number of pieces that a batch is divided into. See `pieces_of`."""
         return pieces_of(self.plan)
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What ``mesh: auto`` was found for: rows of a step; and what was chosen, and why."""
+    """The result of a search for ``mesh: auto``.
+
+    Attributes:
+        rows: number of rows in the step that the plan was searched for.
+        notes: the chosen plan and the reasons, as lines of text.
+    """
 
     rows: int
     notes: tuple[str, ...]
 
 
-Whole: TypeAlias = Callable[[Target, Mapping[str, Any], int], int | None]
+RowsToSearchFor: TypeAlias = Callable[[Target, Mapping[str, Any], int], int | None]
 
 
 def _settings_of(request: Request) -> tuple[list[str], dict[str, Any]]:
-    """Settings of the plan, as text; settings of the target, as values."""
-    plan_settings, others = divided(request.sets or ())
-    values = {key: _value(text) for key, text in others.items()}
-    return plan_settings, values | ({"seq_len": request.seq} if request.seq else {})
+    """Divides ``--set`` into settings of the plan, as text, and settings of the target, as values. ``--seq`` is one of the
+    target."""
+    plan_settings, target_texts = divided(request.sets or ())
+    target_settings = {key: _value(text) for key, text in target_texts.items()}
+    if request.seq:
+        target_settings["seq_len"] = request.seq
+    return plan_settings, target_settings
 
 
 def _loaded(
     request: Request, settings: Mapping[str, Any], rows: int, length: int, problems: Problems
 ) -> tuple[Target, TargetLoss | None]:
-    """The target and the loss. Raises PlanError with every problem, those that are known already among them."""
-    problems.of(lambda: check_target(request.target, settings))
+    """Loads the target and the loss.
+
+    Args:
+        rows: number of rows that an ``hf:`` target generates.
+        length: number of tokens in each of these rows.
+        problems: the problems that are known already.
+
+    Raises:
+        PlanError: with every problem, those in ``problems`` among them.
+    """
+    problems.collect(lambda: check_target(request.target, settings))
     if request.target.startswith(HF):
-        problems.raise_if_any()
-    target = problems.of(lambda: load_target(request.target, settings, rows=rows, length=length))
-    loss = problems.of(partial(TargetLoss, request.loss)) if request.loss else None
-    problems.of(lambda: _check_device(request.device))
+        problems.raise_if_any()  # before transformers is imported, which takes seconds
+    target = problems.collect(lambda: load_target(request.target, settings, rows=rows, length=length))
+    loss = problems.collect(partial(TargetLoss, request.loss)) if request.loss else None
+    problems.collect(lambda: _check_device(request.device))
     problems.raise_if_any()
     assert target is not None
     return target, loss
 
 
 def _searched(
-    target: Target, plan: Plan, loss: TargetLoss | None, ranks: int, rows: int | None, hardware: Profile
+    target: Target, plan: Plan, loss: TargetLoss | None, devices: int, rows: int | None, hardware: Profile
 ) -> tuple[Plan, Searched]:
-    """The plan that ``mesh: auto`` stands for. Raises PlanError if none fits."""
+    """Searches the plan that ``mesh: auto`` stands for. Raises PlanError if none fits.
+
+    Args:
+        devices: number of ranks of the mesh.
+        rows: number of rows in a step. None: as many as the target's batch has.
+    """
     from meshwright.runtime.rows.microbatches import rows_of
     from meshwright.search.choice import chosen_plan
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a run would tell
+        warnings.simplefilter("ignore")  # a run shows the warnings of the chosen plan
         chosen, notes = chosen_plan(
-            target.build, target.batch, plan, devices=ranks, hardware=hardware, global_batch=rows, loss=loss
+            target.build, target.batch, plan, devices=devices, hardware=hardware, global_batch=rows, loss=loss
         )
     return chosen, Searched(rows or rows_of(target.batch), notes)
 
 
 class Problems:
-    """The problems of several things that are read one after the other, to be told as one."""
+    """Collects the problems of several readers, to raise them as one error.
+
+    >>> problems = Problems()
+    >>> problems.collect(lambda: 3)
+    3
+    >>> problems.raise_if_any()
+    """
 
     def __init__(self) -> None:
         self.errors: list[PlanError] = []
 
-    def of(self, read: Callable[[], _T]) -> _T | None:
-        """What is read; None where that has problems."""
+    def collect(self, read: Callable[[], _T]) -> _T | None:
+        """Calls a reader and returns its result. If it raises PlanError, keeps the error and returns None."""
         try:
             return read()
         except PlanError as error:
@@ -170,15 +216,21 @@ class Problems:
             return None
 
     def raise_if_any(self) -> None:
+        """Raises one PlanError with the findings of all kept errors, each once."""
         if self.errors:
             subject = self.errors[0].subject if len(self.errors) == 1 else "this command"
-            findings = dict.fromkeys(finding for error in self.errors for finding in error.findings)  # each once
+            findings = dict.fromkeys(finding for error in self.errors for finding in error.findings)
             raise PlanError(findings, subject)
 
 
-def _at(plan: Plan, ranks: int | None) -> Plan:
-    """The plan with its mesh chosen: for as many processes as a launcher has started, or ``ranks``; where neither is said,
-    for auto as many as there are GPUs, and of several meshes the first. Auto stays auto for several processes."""
+def _with_mesh(plan: Plan, ranks: int | None) -> Plan:
+    """The plan with one of its meshes: for the number of processes of a launcher, or for ``ranks``.
+
+    Without both, the first of several meshes, and for auto the number of GPUs. Auto stays auto if there are several processes.
+
+    Raises:
+        PlanError: ``ranks`` is not the size of the mesh.
+    """
     if "RANK" in os.environ:
         return plan.at(int(os.environ.get("WORLD_SIZE", 1)))
     if ranks is None:
@@ -193,7 +245,7 @@ def _at(plan: Plan, ranks: int | None) -> Plan:
 
 
 def check_rank(mesh: Mesh, rank: int | None) -> None:
-    """Raises PlanError if the mesh lacks the rank."""
+    """Raises PlanError if the mesh lacks the rank of ``--rank``."""
     findings = Findings("this command")
     if rank is not None and not 0 <= rank < mesh.size:
         required = f"a rank of {mesh}: 0 to {mesh.size - 1}"
@@ -217,12 +269,13 @@ def _gpus() -> int:
 
 
 def pieces_of(plan: Plan) -> int:
-    within = [Mesh(entry.mesh).data_size for entry in plan.modules.values() if entry.mesh is not None]
-    return plan.mesh.data_size * plan.pieces * max(within, default=1)
+    """The number of pieces that a batch is divided into: data ranks × microbatches × the data ranks within a branch."""
+    branch_meshes = [Mesh(entry.mesh) for entry in plan.modules.values() if entry.mesh is not None]
+    return plan.mesh.data_size * plan.pieces * max((mesh.data_size for mesh in branch_meshes), default=1)
 
 
 def _check_device(device: str | None) -> None:
-    """Raises PlanError if there is no such device."""
+    """Raises PlanError if the device of ``--device`` does not exist."""
     findings = Findings("this command")
     if device == "cuda":
         import torch
@@ -236,24 +289,27 @@ def _check_device(device: str | None) -> None:
 
 
 def divided(sets: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Settings of the plan, and those of the target. ``a=1,b=2`` are two; ``mesh=dp_shard=2,tp=2`` is one.
+    """Divides ``--set`` texts into settings of the plan and settings of the target.
+
+    ``a=1,b=2`` are two settings; ``mesh=dp_shard=2,tp=2`` is one.
 
     >>> divided(["recompute=all,modules.*.up.tp=column,n_layer=2"])
     (['recompute=all', 'modules.*.up.tp=column'], {'n_layer': '2'})
     """
-    ours: list[str] = []
-    others: dict[str, str] = {}
+    plan_settings: list[str] = []
+    target_settings: dict[str, str] = {}
     for text in sets:
         for setting in [text] if text.startswith("mesh=") else re.split(r",(?=[\w.*?\[\]!-]+=)", text):
             key, sign, value = setting.partition("=")
             if not sign or key.split(".")[0].strip() in KEYS:
-                ours.append(setting)  # also what is no setting at all: the plan says what one looks like
+                plan_settings.append(setting)  # also a text without "=": the plan's reader raises a good error for it
             else:
-                others[key.strip()] = value
-    return ours, others
+                target_settings[key.strip()] = value
+    return plan_settings, target_settings
 
 
 def _value(text: str) -> Any:
+    """The text of a setting as YAML reads it: a number, a bool, a list; or the text itself, if YAML cannot read it."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

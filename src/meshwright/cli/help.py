@@ -1,4 +1,4 @@
-"""Help that teaches: a few lines on what a command does, its options, and examples that can be pasted as they stand."""
+"""``--help`` of the commands: a few lines on what a command does, its options, and examples to paste."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from meshwright.draw.console import console
 
 
 class Taught(TyperCommand):
-    """A command whose epilog is examples: printed below its options, line by line, and none broken."""
+    """A command whose epilog is examples. They are printed below its options, line by line, without line breaks."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _above(self, super().format_help, ctx, formatter)
+        _print_help(self, super().format_help, ctx, formatter)
 
 
 class TaughtGroup(TyperGroup):
-    """The same of a group of commands."""
+    """A group of commands whose epilog is examples, printed as ``Taught`` prints them."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _above(self, super().format_help, ctx, formatter)
+        _print_help(self, super().format_help, ctx, formatter)
 
 
-def _above(command: Any, format_help: Any, ctx: Any, formatter: Any) -> None:
-    examples, command.epilog = command.epilog, None  # typer would wrap its lines
+def _print_help(command: Any, format_help: Any, ctx: Any, formatter: Any) -> None:
+    """Prints typer's help of a command, then its examples."""
+    examples, command.epilog = command.epilog, None  # typer would wrap the lines of the examples
     try:
         format_help(ctx, formatter)
     finally:
         command.epilog = examples
-    console().print(Text("Examples", style="bold"), _text(examples or ""), sep="\n", soft_wrap=True)
+    console().print(Text("Examples", style="bold"), _examples_text(examples or ""), sep="\n", soft_wrap=True)
 
 
-def _text(examples: str) -> Text:
-    """Examples with their comments dim; at the left margin, where an indented end of a here-document would be none."""
+def _examples_text(examples: str) -> Text:
+    """The examples with dim comments, at the left margin: a shell does not see an indented ``END`` of a here-document."""
     lines = [Text(line, style="dim" if line.startswith("#") else "") for line in examples.strip().splitlines()]
     return Text("\n").join(lines)

@@ -1,4 +1,4 @@
-"""``meshwright inspect``: what is in a checkpoint."""
+"""``meshwright inspect``: shows what a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: its step, sizes, and the layout that saved it.
 
-    Reads all files and compares them with their checksums. If something is missing,
-    short or changed, the command names file and tensor, and exits with code 2. For
-    a folder of checkpoints, it prints a line for each. It runs no code from a checkpoint.
+    Reads all files and compares them with their checksums. If a file is missing,
+    short or changed, the command names the file and its tensors, and exits with code 2.
+    For a folder of checkpoints, it prints a line for each. It runs no code from a checkpoint.
     """
-    with processes.told():
+    with processes.reported_errors():
         from meshwright.checkpoint.inspection import inspect as look
         from meshwright.checkpoint.inspection import raise_if_damaged, unfinished
         from meshwright.draw.checkpoints import one, several
 
         inspections = look(checkpoint, contents=not quick)
-        alone = len(inspections) == 1 and inspections[0].path == checkpoint
-        begun = () if alone else unfinished(checkpoint)
+        single = len(inspections) == 1 and inspections[0].path == checkpoint
+        incomplete = () if single else unfinished(checkpoint)
         if as_json:
             data = [inspection.to_dict() for inspection in inspections]
-            of_folder = {"newest": inspections[-1].path.name, "unfinished": list(begun), "checkpoints": data}
-            print(json.dumps(data[0] if alone else of_folder, indent=1))
-        elif alone:
+            folder_data = {"newest": inspections[-1].path.name, "unfinished": list(incomplete), "checkpoints": data}
+            print(json.dumps(data[0] if single else folder_data, indent=1))
+        elif single:
             console().print(one(inspections[0], tensors=tensors))
         else:
             console().print(several(inspections))
-            for name in begun:
-                console().print(Text(f"{name}: being written, or never completed; no checkpoint", style="dim"))
+            for name in incomplete:
+                console().print(Text(f"{name}: being written, or never completed; not a checkpoint", style="dim"))
             if tensors:
                 console().print("", one(inspections[-1], tensors=True), sep="\n")
         raise_if_damaged(inspections)

@@ -1,4 +1,4 @@
-"""Progress of training, as it is shown: a panel on a terminal, lines otherwise.
+"""Progress of training: a live panel on a terminal, lines of text otherwise.
 
 ╭─ hf:gpt2 over dp_shard=2 × tp=2 ────────────────────────────╮
 │ ━━━━━━━━━━━━━━━╺━━━━━━━━  120/200  0:01:02, 0:00:41 to go    │
@@ -28,19 +28,20 @@ from meshwright.draw.text import sparkline
 if TYPE_CHECKING:
     from meshwright.train import loop
 
-_RECENT = 10  # steps whose mean says how long the rest takes
-_LOSSES = 40  # of the curve
-_ONE_BY_ONE = 8  # ranks whose memory is told by itself
-_CELLS = 12
+_RECENT = 10  # last steps, whose mean duration estimates the remaining time
+_LOSSES = 40  # last losses, which the curve shows: one character each
+_ONE_BY_ONE = 8  # most ranks that get a line of memory each; with more, only the least and the most are shown
+_CELLS = 12  # characters of the longest memory bar
+_LINES = 10  # lines in a whole run, if there is no panel: about one for each tenth of the steps
 
 
 class Live:
-    """Progress, on rank 0 alone.
+    """The progress display. Used as a context manager, in which ``tell`` is called after each step.
 
     Args:
-        steps: of the run.
-        title: what is trained, and over which mesh.
-        shown: False on other ranks: nothing is told.
+        steps: total number of optimizer steps of the run.
+        title: the model and the mesh.
+        shown: True on rank 0. On other ranks nothing is printed but notes.
     """
 
     def __init__(self, steps: int, title: str = "", *, shown: bool) -> None:
@@ -62,52 +63,52 @@ class Live:
             self._panel.stop()
 
     def tell(self, step: loop.Progress | str) -> None:
-        """Shows a step, or a note."""
+        """Shows the progress after a step, or prints a note."""
         if isinstance(step, str):
             self.console.print(step, highlight=False, soft_wrap=True)
             return
         self._step, self._memories = step, step.memories or self._memories
         self._losses.append(step.loss)
         self._seconds.append(step.seconds)
-        every = max(1, self.steps // 10)
+        every = max(1, self.steps // _LINES)
         if self.shown and self._panel is None and (step.step in (1, self.steps) or step.step % every == 0):
             self.console.print(f"step {step.step}/{self.steps}  {self.line(step)}", highlight=False)
 
     def line(self, step: loop.Progress) -> str:
-        """A step in a line."""
-        told = [
+        """One line of text about a step: loss, rate, memory, waiting time, remaining time."""
+        parts = [
             f"loss {step.loss:.4f}",
             f"{count_text(step.rate)} {step.unit}/s",
             self._memory_text() or size_text(step.memory),
             f"waiting {100 * step.waiting:.0f} %",
         ]
         if step.skipped:
-            told.append(f"{step.skipped} skipped")
+            parts.append(f"{step.skipped} skipped")
         if step.step < self.steps:
-            told.append(f"{clock(self.left)} to go")
-        return "  ".join(told)
+            parts.append(f"{clock(self.seconds_left)} to go")
+        return "  ".join(parts)
 
     @property
-    def left(self) -> float:
-        """Seconds that the rest takes, if its steps are like the last ones."""
+    def seconds_left(self) -> float:
+        """Estimate of the remaining seconds: the remaining steps times the mean duration of the last ones."""
         done = self._step.step if self._step is not None else 0
         return (self.steps - done) * sum(self._seconds) / max(1, len(self._seconds))
 
     def _memory_text(self) -> str:
-        """Memory of all ranks, from the least to the most."""
+        """The least and the most memory of a rank, such as ``1.1 GiB to 1.2 GiB``; empty if not known yet."""
         if not self._memories:
             return ""
         least, most = size_text(min(self._memories)), size_text(max(self._memories))
         return least if least == most else f"{least} to {most}"
 
     def drawn(self) -> RenderableType:
-        """The panel."""
+        """The panel, as rich prints it."""
         step = self._step
         bar = Table.grid(padding=(0, 2))
         elapsed = clock(time.monotonic() - self._started)
-        left = f", {clock(self.left)} to go" if step is not None and step.step < self.steps else ""
         done = step.step if step is not None else 0
-        bar.add_row(ProgressBar(self.steps, done, width=32), f"{done}/{self.steps}", f"{elapsed}{left}")
+        to_go = f", {clock(self.seconds_left)} to go" if step is not None and done < self.steps else ""
+        bar.add_row(ProgressBar(self.steps, done, width=32), f"{done}/{self.steps}", f"{elapsed}{to_go}")
         body: list[RenderableType] = [bar]
         if step is None:
             body.append(Text("starting", style="dim"))
@@ -116,6 +117,7 @@ class Live:
         return Panel(Group(*body), title=self.title or None, title_align="left", expand=False)
 
     def _numbers(self, step: loop.Progress) -> Table:
+        """The lines of loss, rate and waiting."""
         grid = Table.grid(padding=(0, 2))
         finite = [loss for loss in self._losses if loss == loss]
         least = min(finite, default=0.0)
@@ -129,21 +131,24 @@ class Live:
         return grid
 
     def _ranks(self) -> Table:
+        """The lines of memory."""
         grid = Table.grid(padding=(0, 2))
         memories = self._memories
         if len(memories) > _ONE_BY_ONE:
-            low, high = (pick(range(len(memories)), key=memories.__getitem__) for pick in (min, max))
-            text = f"{size_text(memories[low])} (rank {low}) to {size_text(memories[high])} (rank {high})"
+            least, most = min(memories), max(memories)
+            text = (
+                f"{size_text(least)} (rank {memories.index(least)}) to {size_text(most)} (rank {memories.index(most)})"
+            )
             grid.add_row(Text("memory", style="dim"), text)
             return grid
-        for rank, held in enumerate(memories):
-            bar = "█" * max(1, round(_CELLS * held / max(memories)))
-            grid.add_row(Text("memory" if not rank else "", style="dim"), f"rank {rank}", size_text(held), bar)
+        for rank, nbytes in enumerate(memories):
+            bar = "█" * max(1, round(_CELLS * nbytes / max(memories)))
+            grid.add_row(Text("memory" if not rank else "", style="dim"), f"rank {rank}", size_text(nbytes), bar)
         return grid
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a clock has them.
+    """Seconds as minutes and seconds, or hours, minutes and seconds.
 
     >>> clock(3), clock(75.4), clock(7384)
     ('0:03', '1:15', '2:03:04')

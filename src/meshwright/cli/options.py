@@ -1,4 +1,4 @@
-"""The arguments and options of commands. Those of one command stand here too, if there are many of them."""
+"""Arguments and options of the commands: those that several commands share, and the long lists of single commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 _TARGET = "file.py:function, package.module:function (returns model, batch), or hf:<model type or config.json>"
-_SET = "key=value: a setting of the plan (recompute=blocks) or of the target (hidden_size=64); several with commas, or again"
+_SET = "key=value: a setting of the plan (recompute=blocks) or of the target (hidden_size=64); separate by commas, or repeat"
 _LOSS = "file.py:function or package.module:function, called with the model's output; default: output.loss"
 
 TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET, show_default=False)]
@@ -16,7 +16,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="Axes of the mesh and their sizes, such as dp_shard=2,tp=2; auto: the fastest that is found for --ranks",
+        help="Axes of the mesh and their sizes, such as dp_shard=2,tp=2; auto: the fastest mesh found for --ranks",
     ),
 ]
 PlanOption = Annotated[str | None, typer.Option("--plan", help="A YAML file with a plan")]
@@ -24,34 +24,35 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help=_SET)]
 LossOption = Annotated[str | None, typer.Option("--loss", help=_LOSS)]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: cuda, if there is a GPU")]
 RanksOption = Annotated[
-    int | None, typer.Option("--ranks", help="Number of local processes, if the mesh is auto or one of several", min=1)
+    int | None,
+    typer.Option("--ranks", help="Number of local processes, if the mesh is auto or the plan has several", min=1),
 ]
 SeqOption = Annotated[
-    int | None, typer.Option("--seq", help="Tokens in each row of the batch that an hf: target makes up", min=1)
+    int | None, typer.Option("--seq", help="Tokens in each row of the batch that an hf: target generates", min=1)
 ]
 GlobalBatchOption = Annotated[int | None, typer.Option(help="Rows of a step, over all ranks", min=1)]
 JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
 def written(help_: str, metavar: str | None = None) -> Any:
-    """The option of a file that a command writes."""
+    """The option that names a file for a command to write."""
     return typer.Option(help=help_, metavar=metavar, dir_okay=False, show_default=False)
 
 
-# Of ``show`` and ``report``.
+# Options of ``show`` and ``report``.
 
 HTMLOption = Annotated[
     Path | None, written("Write all pictures to this one file, which a browser opens from disk", "FILE")
 ]
-RunHTMLOption = Annotated[Path | None, written("Write this file; default: report.html in the folder", "FILE")]
+RunHTMLOption = Annotated[Path | None, written("The HTML file to write; default: report.html in the folder", "FILE")]
 ObservedStepOption = Annotated[
     int | None,
-    typer.Option("--step", help="The observed step that is shown first; default: the last", show_default=False),
+    typer.Option("--step", help="The observed step to show first; default: the last", show_default=False),
 ]
 
-# Of ``show`` alone.
+# Options of ``show`` alone.
 
-ShownRankOption = Annotated[int | None, typer.Option(help="The rank whose shards are shown; default: 0")]
+ShownRankOption = Annotated[int | None, typer.Option(help="The rank whose shards to show; default: 0")]
 ParameterOption = Annotated[str | None, typer.Option(help="Show only parameters that match this glob, with pictures")]
 PicturesOption = Annotated[
     int | None,
@@ -75,20 +76,20 @@ OtherPlansOption = Annotated[
     ),
 ]
 
-# Of ``plan`` alone.
+# Options of ``plan`` alone.
 
 DevicesOption = Annotated[
-    int | None, typer.Option(help="Devices to plan for: ranks of the mesh", min=1, show_default=False)
+    int | None, typer.Option(help="Number of devices to plan for: the ranks of the mesh", min=1, show_default=False)
 ]
 NodesOption = Annotated[
-    int | None, typer.Option(help="Nodes that they stand on; default: as many as the profile's nodes take", min=1)
+    int | None, typer.Option(help="Number of nodes of these devices; default: as few as the profile allows", min=1)
 ]
 PrecisionOption = Annotated[
     str | None, typer.Option(help="bfloat16, float32 or float64; default: bfloat16, and float32 on a CPU")
 ]
-TopOption = Annotated[int, typer.Option(help="How many plans", min=1)]
+TopOption = Annotated[int, typer.Option(help="Number of plans to show", min=1)]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify", help="Rehearse the plans that are found, as predict does: surer, and slower")
+    bool, typer.Option("--verify", help="Rehearse the plans that are found, as predict does: more accurate, and slower")
 ]
 BestPlanOption = Annotated[Path | None, written("Write the best plan to this file, for train")]
 MeasureOption = Annotated[
@@ -97,41 +98,47 @@ MeasureOption = Annotated[
         metavar="STEPS",
         show_default=False,
         min=2,
-        help="Also run so many steps of each plan in local processes; sort by what was measured",
+        help="Also run this many steps of each plan in local processes, and sort the plans by the measured time",
     ),
 ]
 TwoPlansOption = Annotated[
     tuple[Path, Path] | None,
-    typer.Option(metavar="FILE FILE", show_default=False, help="Search nothing: show what a second plan takes more"),
+    typer.Option(
+        metavar="FILE FILE",
+        show_default=False,
+        help="Compare two plans instead of a search",
+    ),
 ]
 
-# Of ``predict`` and ``dryrun``.
+# Options of ``predict``, ``dryrun`` and other commands that predict.
 
 HardwareOption = Annotated[
     str | None,
     typer.Option(
         "--hardware",
-        help="Profile of the devices: h100 or another that ships, a YAML file, or cpu-local, which calibrate measures; "
+        help="Profile of the devices: h100 or another built-in one, a YAML file, or cpu-local, which calibrate measures; "
         "default: cpu-local",
     ),
 ]
 NetworkOption = Annotated[
-    str | None, typer.Option("--network", help="Which of the profile's networks joins the nodes; default: its first")
+    str | None, typer.Option("--network", help="The network of the profile that connects the nodes; default: its first")
 ]
 
-# Of ``train`` alone.
+# Options of ``train`` alone.
 
 StepsOption = Annotated[
     int, typer.Option(help="Total number of optimizer steps, including those before a resume", min=1)
 ]
 RateOption = Annotated[float, typer.Option("--lr", help="Learning rate of AdamW")]
 OutOption = Annotated[
-    Path | None, typer.Option(help="Folder of checkpoints and metrics; default: runs/ and the name of the target")
+    Path | None, typer.Option(help="Folder for checkpoints and metrics; default: runs/ and the name of the target")
 ]
 SaveEveryOption = Annotated[
-    int | None, typer.Option(help="Save a checkpoint every so many steps, and at the end", min=1)
+    int | None, typer.Option(help="Save a checkpoint every this many steps, and at the end", min=1)
 ]
-KeepOption = Annotated[int | None, typer.Option(help="Keep only the newest checkpoints, so many; default: all", min=1)]
+KeepOption = Annotated[
+    int | None, typer.Option(help="Keep only this many checkpoints, the newest; default: all", min=1)
+]
 AsyncSaveOption = Annotated[bool, typer.Option("--async-save", help="Continue to train while a checkpoint is written")]
 FreshOption = Annotated[
     bool, typer.Option("--fresh", help="Start a new run; a run that is in --out is renamed, not deleted")
@@ -142,8 +149,8 @@ TensorboardOption = Annotated[
 ObserveEveryOption = Annotated[
     int | None,
     typer.Option(
-        help="Follow one step in so many, from the third on: when each action, transfer and collective began and ended; "
-        "meshwright report draws it",
+        help="From the third step on, record one step in this many: begin and end of each action, transfer and collective; "
+        "meshwright report draws them",
         min=1,
     ),
 ]
@@ -151,5 +158,5 @@ TimeoutOption = Annotated[
     float, typer.Option(help="Abort with a report of every rank after this many seconds without progress", min=1)
 ]
 NumWorkersOption = Annotated[
-    int, typer.Option(help="Processes of each rank that read rows of the dataset ahead of the steps", min=0)
+    int, typer.Option(help="Number of processes of each rank that read rows of the dataset ahead of the steps", min=0)
 ]

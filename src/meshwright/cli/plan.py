@@ -1,4 +1,4 @@
-"""``meshwright plan``: the best plans of a model for so many devices, found."""
+"""``meshwright plan``: searches the fastest plans of a model for a number of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import processes
-from meshwright.cli.comparison import compared
+from meshwright.cli.comparison import print_comparison
 from meshwright.cli.files import write_whole
 from meshwright.cli.given import Problems
 from meshwright.cli.options import (
@@ -43,12 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Search:
-    """What ``plan`` is to find, as typed.
+    """The options of the search, as typed. None means that the option is absent.
 
     Attributes:
-        devices: ranks; ``nodes``: that they stand on.
-        top: how many plans; ``verify``: whether they are rehearsed; ``measure``: steps of each that are run here.
-        out: the file of the best.
+        devices: number of ranks to plan for.
+        nodes: number of nodes of these devices.
+        precision: the type to compute in.
+        top: number of plans to return.
+        verify: whether to rehearse these plans.
+        out: the file to write the best plan to.
+        measure: number of steps of each plan to run on this machine.
     """
 
     devices: int | None
@@ -59,8 +63,8 @@ class Search:
     out: Path | None
     measure: int | None
 
-    def said(self) -> dict[str, Any]:
-        """The options that were given, by their names, but for ``--top``, which has a default."""
+    def options(self) -> dict[str, Any]:
+        """Option → value, for each option of the command line but ``--top``, which has a default."""
         options = {"--devices": self.devices, "--nodes": self.nodes, "--precision": self.precision,
                    "--verify": self.verify or None, "--out": self.out, "--measure": self.measure}  # fmt: skip
         return {option: value for option, value in options.items() if value is not None}
@@ -86,38 +90,38 @@ def plan(
 ) -> None:
     """Find the fastest plans that fit: mesh, pipeline, microbatches, recompute.
 
-    A few blocks of the model are rehearsed with each size of tp; every plan is then
-    estimated by arithmetic. The best ones are shown, of one size of pp and tp each.
-    Needs no GPU, and starts no process but for --measure. With --compare, the plans
-    of two files are predicted, and each term of the second shown against the first.
+    Rehearses a few blocks of the model with each size of tp, and estimates every plan
+    from them by arithmetic. Shows the fastest plans, at most one of each size of pp and
+    tp. Needs no GPU, and starts processes only with --measure. With --compare, predicts
+    the plans of two files instead, and shows each term of the second against the first.
     """
     request = Request(
         target, "dp_shard=1", sets=set_, loss=loss, seq=seq, hardware=hardware, network=network,
         global_batch=global_batch,
     )  # fmt: skip
     search = Search(devices, nodes, precision, top, verify, out, measure)
-    with processes.told():
+    with processes.reported_errors():
         if compare is not None:
-            compared(compare, request, search.said(), as_json=as_json)
+            print_comparison(compare, request, search.options(), as_json=as_json)
             return
         subject = _subject(request, search)
         with quiet(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
-            plans = _found(subject, request, search, status.update)
+            found = _best_plans(subject, request, search, status.update)
         if out is not None:
-            write_whole(out, plans.plans[0].plan.dump())
+            write_whole(out, found.plans[0].plan.dump())
         if as_json:
-            print(json.dumps(_data(plans)))
+            print(json.dumps(_data(found)))
         else:
             from meshwright.draw.plans import drawn
 
-            console().print(drawn(plans, subject.profile, str(out) if out is not None else None))
+            console().print(drawn(found, subject.profile, str(out) if out is not None else None))
 
 
 def _subject(request: Request, search: Search) -> Subject:
-    """What is asked about. Raises PlanError with every problem of the request and of the search."""
+    """The model, the batch and the profile. Raises PlanError with every problem of the request and of the search."""
     problems = Problems()
-    problems.of(lambda: _check(search.devices, search.precision))
-    subject = problems.of(
+    problems.collect(lambda: _check(search.devices, search.precision))
+    subject = problems.collect(
         lambda: Subject.read(request, lambda plan, profile: _check_measured(search.measure, search.devices, profile))
     )
     problems.raise_if_any()
@@ -125,15 +129,19 @@ def _subject(request: Request, search: Search) -> Subject:
     return subject
 
 
-def _found(subject: Subject, request: Request, search: Search, tell: Callable[[str], None]) -> Found:
-    """The plans; run here as well, if the search says so."""
+def _best_plans(subject: Subject, request: Request, search: Search, tell: Callable[[str], None]) -> Found:
+    """Searches the plans, and with ``--measure`` also runs them here.
+
+    Args:
+        tell: called with a text about what is being done.
+    """
     from meshwright.search.find import find_plans
 
     assert search.devices is not None
-    given = subject.given
+    inputs = subject.inputs
     found = find_plans(
-        given.target.build, subject.batch, devices=search.devices, nodes=search.nodes, global_batch=request.global_batch,
-        hardware=subject.profile, options={"precision": search.precision} if search.precision else None, loss=given.loss,
+        inputs.target.build, subject.batch, devices=search.devices, nodes=search.nodes, global_batch=request.global_batch,
+        hardware=subject.profile, options={"precision": search.precision} if search.precision else None, loss=inputs.loss,
         top=search.top, verify=search.verify or search.measure is not None, tell=tell,
     )  # fmt: skip
     if search.measure is None:
@@ -144,20 +152,25 @@ def _found(subject: Subject, request: Request, search: Search, tell: Callable[[s
 def _measured(
     subject: Subject, found: Found, devices: int, rows: int | None, steps: int, tell: Callable[[str], None]
 ) -> Found:
-    """Its plans, run in as many local processes, with as many threads each as the profile was measured with."""
+    """The found plans with measurements: each runs ``steps`` steps in ``devices`` local processes.
+
+    Each process has as many threads as the profile was measured with.
+    """
     from meshwright.search.measured import measured
 
-    given = replace(subject.given, plan=Plan({"dp_shard": devices}))
+    inputs = replace(subject.inputs, plan=Plan({"dp_shard": devices}))
     threads = max(1, processes.cores() // subject.profile.cores)
-    with processes.workers(given, threads=threads) as workers:
+    with processes.workers(inputs, threads=threads) as workers:
         return measured(
-            found, given.target.build, subject.batch, steps=steps, workers=workers, global_batch=rows, loss=given.loss,
+            found, inputs.target.build, subject.batch, steps=steps, workers=workers, global_batch=rows, loss=inputs.loss,
             tell=tell,
         )  # fmt: skip
 
 
 def _check(devices: int | None, precision: str | None) -> None:
-    findings, known = Findings("this command"), ("bfloat16", "float32", "float64")
+    """Raises PlanError if ``--devices`` is absent, or the precision is unknown."""
+    findings = Findings("this command")
+    known = ("bfloat16", "float32", "float64")
     if devices is None:
         findings.add(
             where="--devices", given="nothing", required="how many devices to plan for; or --compare", fix="--devices 8"
@@ -170,12 +183,13 @@ def _check(devices: int | None, precision: str | None) -> None:
 
 
 def _check_measured(measure: int | None, devices: int | None, profile: Profile) -> None:
+    """Raises PlanError if ``--measure`` cannot run so many devices here."""
     if measure is not None and devices is not None:
         check_measurable(Plan({"dp_shard": devices}), profile)
 
 
 def _data(found: Found) -> dict[str, Any]:
-    """It as plain values."""
+    """The result of the search as plain values, for JSON."""
     return {
         "considered": found.considered,
         "fitting": found.fitting,
@@ -187,7 +201,7 @@ def _data(found: Found) -> dict[str, Any]:
                 "terms": dict(proposal.terms),
                 "estimated": {"seconds": proposal.estimate.seconds, "bytes": proposal.estimate.nbytes},
                 "prediction": proposal.prediction.json() if proposal.prediction is not None else None,
-                **_run(proposal),
+                **_measurement(proposal),
             }
             for proposal in found.plans
         ],
@@ -208,8 +222,8 @@ def _data(found: Found) -> dict[str, Any]:
     }
 
 
-def _run(proposal: Proposal) -> dict[str, Any]:
-    """What was measured, and the signed errors of the prediction."""
+def _measurement(proposal: Proposal) -> dict[str, Any]:
+    """The measured numbers of a plan, and the signed errors of its prediction."""
     if proposal.measured is None or proposal.prediction is None:
         return {"measured": None, "errors": None}
     return {"measured": proposal.measured.json(), "errors": proposal.prediction - proposal.measured}

@@ -1,4 +1,4 @@
-"""``meshwright predict``: memory and time of a step, before it runs."""
+"""``meshwright predict``: predicts memory and time of a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def predict(
     network: NetworkOption = None,
     global_batch: GlobalBatchOption = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also run some steps in local processes, and print both with errors")
+        bool,
+        typer.Option(
+            "--measure", help="Also run some steps in local processes, and print both with the prediction's errors"
+        ),
     ] = False,
     as_json: JSONOption = False,
     loss: LossOption = None,
@@ -47,45 +50,46 @@ def predict(
 ) -> None:
     """Predict memory and time of a training step under a plan, before it runs.
 
-    The run's own code is run for one rank of each role, without values and without
-    other ranks; a profile of the hardware turns its work into seconds. Starts no
+    Runs the code of a step for one rank of each role, on tensors without values and
+    without other ranks. A hardware profile turns the work into seconds. Starts no
     process and needs no GPU, so the mesh may have a thousand ranks. Exit code: 0 if
     the plan fits the devices' memory, 1 if not.
     """
-    with processes.told():
+    with processes.reported_errors():
         request = Request(
             target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
         )
         subject = Subject.read(request, check_measurable if measure else lambda plan, profile: None)
-        processes.tell_found(subject.given)
+        processes.print_search_notes(subject.inputs)
         with quiet():
             predicted = _predicted(subject)
         measured = _measured(subject) if measure else None
         if as_json:
             print(json.dumps(_data(subject, predicted, measured)))
         else:
-            _draw(subject, predicted, measured)
+            _print(subject, predicted, measured)
     raise typer.Exit(0 if predicted.fits else 1)
 
 
 def _predicted(subject: Subject) -> Prediction:
     from meshwright.prediction.predict import predict as mw_predict
 
-    given = subject.given
-    return mw_predict(given.target.build, subject.batch, given.plan, hardware=subject.profile, loss=given.loss)
+    inputs = subject.inputs
+    return mw_predict(inputs.target.build, subject.batch, inputs.plan, hardware=subject.profile, loss=inputs.loss)
 
 
 def _measured(subject: Subject) -> Prediction:
-    """The same of a run in local workers, with as many threads each as the profile was measured with."""
+    """Memory and time of steps that run in local workers, each with as many threads as the profile was measured with."""
     from meshwright.prediction.predict import measure as mw_measure
 
-    given, threads = subject.given, max(1, processes.cores() // subject.profile.cores)
-    with processes.workers(given, threads=threads) as workers:
-        return mw_measure(given.target.build, subject.batch, given.plan, loss=given.loss, workers=workers)
+    inputs = subject.inputs
+    threads = max(1, processes.cores() // subject.profile.cores)
+    with processes.workers(inputs, threads=threads) as workers:
+        return mw_measure(inputs.target.build, subject.batch, inputs.plan, loss=inputs.loss, workers=workers)
 
 
 def _data(subject: Subject, predicted: Prediction, measured: Prediction | None) -> dict[str, Any]:
-    """Both as plain values."""
+    """The prediction and, if there is one, the measurement and the errors, as plain values for JSON."""
     from meshwright.runtime.rows.microbatches import amount_of
 
     unit, amount = amount_of(subject.batch)
@@ -95,7 +99,7 @@ def _data(subject: Subject, predicted: Prediction, measured: Prediction | None) 
     return data | {"measured": measured.json(), "errors": predicted - measured}
 
 
-def _draw(subject: Subject, predicted: Prediction, measured: Prediction | None) -> None:
+def _print(subject: Subject, predicted: Prediction, measured: Prediction | None) -> None:
     from meshwright.draw.prediction import beside, drawn
     from meshwright.runtime.rows.microbatches import amount_of
 

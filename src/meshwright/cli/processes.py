@@ -1,4 +1,4 @@
-"""Where a command works: local workers; and how it ends."""
+"""Local workers of a command, its error messages, and its exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
-from meshwright.cli.given import Given
+from meshwright.cli.given import Inputs
 from meshwright.draw.console import console
 from meshwright.errors import NonFiniteError, PlanError, ReplicaError, RowsError
 
@@ -25,9 +25,15 @@ if TYPE_CHECKING:  # torch and the workers are imported by the commands that nee
 
 
 @contextmanager
-def told(*, quiet: bool = False) -> Iterator[None]:
-    """A person's mistake is told once, without a traceback: exit code 2; a worker's failure, a loss that is not finite,
-    or ranks that came to differ, once: 1."""
+def reported_errors(*, quiet: bool = False) -> Iterator[None]:
+    """Prints an expected error of the block without a traceback, and exits.
+
+    Exit code 2 for a ``PlanError``, a person's mistake. Exit code 1 for a worker that failed, a loss that is not finite, and
+    ranks that disagree.
+
+    Args:
+        quiet: print nothing. Under torchrun rank 0 alone prints.
+    """
     from meshwright.workers.pool import WorkerError
 
     try:
@@ -36,15 +42,17 @@ def told(*, quiet: bool = False) -> Iterator[None]:
         error = getattr(raised, "plan_error", None) or raised
         if not quiet:
             console(stderr=True).print(Text(str(error)), soft_wrap=True)
-        _leave_for_torchrun(error)
+        _write_error_file(error)
         raise typer.Exit(2 if isinstance(error, PlanError) else 1) from None
 
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives one to each rank, and sums up what ranks leave there
+_ERROR_FILE = (
+    "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank, and prints a summary of what ranks write there
+)
 
 
 def recorded(command: Callable[[], None]) -> Callable[[], None]:
-    """The command; if this process is a rank of torchrun, an exception that it raises is in torchrun's summary too."""
+    """Wraps a command such that torchrun's summary contains its exception. Without torchrun, returns the command itself."""
     if _ERROR_FILE not in os.environ:
         return command
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -52,9 +60,11 @@ def recorded(command: Callable[[], None]) -> Callable[[], None]:
     return record(command)
 
 
-def _leave_for_torchrun(error: Exception) -> None:
-    """A person's mistake in torchrun's summary, which shows a message if there is no traceback; of every
-    rank, as torchrun ends the others once the first has failed."""
+def _write_error_file(error: Exception) -> None:
+    """Writes the message of an error to torchrun's error file, without a traceback: then torchrun's summary shows the message.
+
+    Every rank writes its file, as torchrun ends the other ranks once the first one has failed.
+    """
     if _ERROR_FILE not in os.environ:
         return
     data = {"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}
@@ -63,17 +73,17 @@ def _leave_for_torchrun(error: Exception) -> None:
 
 
 def end_at_once(code: object) -> None:
-    """Ends the process without freeing one by one the objects of torch and transformers, which takes a second.
+    """Exits the process without freeing the objects of torch and transformers one by one, which takes a second.
 
-    Returns if that would leave something undone: other threads or processes run, a rank's peers wait for it, or output
-    cannot be written.
+    Returns instead, and Python exits as usual, if other threads or processes run, if this process is a rank (its peers may
+    wait), or if output cannot be flushed.
     """
     if not isinstance(code, int | None) or "RANK" in os.environ:
         return
     if threading.active_count() > 1 or multiprocessing.active_children():
         return
     try:
-        atexit._run_exitfuncs()  # private: there is no public way to run what is to run at the end, and go on
+        atexit._run_exitfuncs()  # private: there is no public way to run the exit functions and continue
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception:
@@ -82,24 +92,31 @@ def end_at_once(code: object) -> None:
 
 
 @contextmanager
-def workers(given: Given, *, threads: int | None = None) -> Iterator[LocalWorkers]:
-    """As many local workers as the mesh has ranks; they share the cores. ``threads``: of each; default its share of them."""
+def workers(inputs: Inputs, *, threads: int | None = None) -> Iterator[LocalWorkers]:
+    """A pool of local workers, one for each rank of the mesh.
+
+    Args:
+        inputs: the plan, whose mesh says how many, and the device.
+        threads: number of torch threads of each worker. Default: an equal share of the cores.
+    """
     import torch
 
     from meshwright.workers.pool import local_workers
 
-    size = given.plan.mesh.size
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    size = inputs.plan.mesh.size
+    device = inputs.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with local_workers(size, device=device, threads=threads or max(1, (os.cpu_count() or 1) // size)) as pool:
         yield pool
 
 
-def tell_found(given: Given) -> None:
-    """What was found for ``mesh: auto``, and why, beside the command's own output."""
-    for note in given.searched.notes if given.searched is not None else ():
+def print_search_notes(inputs: Inputs) -> None:
+    """Prints the plan that a search chose for ``mesh: auto``, and why, to stderr. Nothing if there was no search."""
+    if inputs.searched is None:
+        return
+    for note in inputs.searched.notes:
         console(stderr=True).print(Text(note, style="dim"), soft_wrap=True)
 
 
 def cores() -> int:
-    """The cores that this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""``meshwright report``: what a run's folder tells of it."""
+"""``meshwright report``: shows a training run from the files in its folder."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def report(
 ) -> None:
     """Show a run: loss, rate, memory of each rank, waiting, verdicts, checkpoints.
 
-    Reads what train wrote to the run's folder, and says what is not there. Writes
-    one HTML file, which a browser opens from disk. Steps that were observed (train
-    --observe-every) are drawn beside the same step predicted for --hardware. Reads no
-    tensor: meshwright inspect compares what checkpoints hold with their checksums.
+    Reads the files that train wrote to the run's folder, and names those that are
+    missing. Writes one HTML file, which a browser opens from disk. Draws each observed
+    step (train --observe-every) beside its prediction for --hardware. Reads no
+    tensors; use meshwright inspect to compare checkpoints with their checksums.
     """
-    with processes.told():
+    with processes.reported_errors():
         from meshwright.cli.foretold import steps_in_time
         from meshwright.draw.html.run import run_page
         from meshwright.draw.plain import to_plain
         from meshwright.draw.run import chosen, drawn
         from meshwright.train.history import history
 
-        told = history(run)
-        steps = steps_in_time(run, told, hardware, network, step)
-        at = chosen(steps, step)
+        run_history = history(run)
+        steps = steps_in_time(run, run_history, hardware, network, step)
+        first_shown = chosen(steps, step)
         if as_json:
-            print(json.dumps(to_plain(told) | {"in_time": to_plain(steps)}))
+            print(json.dumps(to_plain(run_history) | {"in_time": to_plain(steps)}))
             return
         file = html or run / "report.html"
-        write_whole(file, run_page(told, steps, at))
-        console().print(drawn(told, steps, at))
+        write_whole(file, run_page(run_history, steps, first_shown))
+        console().print(drawn(run_history, steps, first_shown))
         console().print(f"\n{file}: a browser opens it from disk")

@@ -1,4 +1,4 @@
-"""``Request``: what a command line says of a model and of its plan, as typed; nothing is read yet."""
+"""``Request``: the options of a command line that name a model and its plan, as typed. No file is read yet."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Request:
-    """The options that several commands share; None: not given.
+    """The options that several commands share. None means that the option is absent.
 
     Attributes:
         target: the model, as ``meshwright.target`` reads it.
-        mesh, plan: axes and sizes; the path of a YAML file. ``sets``: settings over both, and of the target.
-        loss: a function of the model's output.
-        seq: tokens in each row of a made-up batch.
-        ranks: processes, if the mesh is auto or one of several.
+        mesh: axes and their sizes, such as ``dp_shard=2,tp=2``.
+        plan: the path of a YAML file.
+        sets: ``key=value`` settings of the plan, which override ``mesh`` and ``plan``, and settings of the target.
+        loss: a function of the model's output, as ``file.py:function`` or ``package.module:function``.
+        seq: number of tokens in each row of a generated batch.
+        ranks: number of processes, if the mesh is auto or the plan has several meshes.
         device: ``cpu`` or ``cuda``.
-        hardware, network: a profile of devices, and which of its networks joins the nodes.
-        global_batch: rows of a step, over all ranks.
+        hardware: a profile of devices.
+        network: the network of that profile that connects the nodes.
+        global_batch: number of rows in a step, over all ranks.
     """
 
     target: str

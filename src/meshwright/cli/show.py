@@ -1,4 +1,4 @@
-"""``meshwright show``: who holds what; in the terminal, as data, or as one HTML file."""
+"""``meshwright show``: which rank holds which part of each parameter; in the terminal, as JSON, or as one HTML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Given, Problems, check_rank
+from meshwright.cli.given import Inputs, Problems, check_rank
 from meshwright.cli.options import (
     GlobalBatchOption,
     HTMLOption,
@@ -39,6 +39,9 @@ from meshwright.draw.terminal import render
 from meshwright.errors import Findings
 from meshwright.target import with_rows
 
+_LENGTH = 8  # tokens of a row if --seq is absent: which rank holds what does not depend on the length
+_NEW_OBJECTS = 200_000  # before the garbage collector runs: ten times as many as ``cli.main`` sets
+
 
 def show(
     target: TargetArgument,
@@ -61,24 +64,24 @@ def show(
     """Show which rank holds what of every parameter, and why.
 
     Each line shows how a parameter is sharded over each axis (rows, cols, Replicate),
-    and why, if there is a reason. The model's own forward is run without values:
-    no process starts, so the mesh may have a thousand ranks. With --html, the pictures
-    are one file: mesh, parameters, timeline, memory, communication.
+    and the reason, if there is one. Runs the model's own forward without values, and
+    starts no process, so the mesh may have a thousand ranks. With --html, writes one
+    file of pictures: mesh, parameters, timeline, memory, communication.
     """  # fmt: skip
     request = Request(
         target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
     )
-    with processes.told():
+    with processes.reported_errors():
         problems = Problems()
-        problems.of(lambda: _check_options(request, html, compare, as_json=as_json))
+        problems.collect(lambda: _check_options(request, html, compare, as_json=as_json))
         if hardware is not None:
             _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
-        with _seldom_collected():
-            given, shards = _shard_map(request, rank, problems)
+        with _rare_garbage_collection():
+            inputs, shards = _shard_map(request, rank, problems)
         _check_parameter(shards, parameter)
         if html is not None:
-            _write(html, report(shards, title=given.target.spec), rank, parameter)
+            _write(html, report(shards, title=inputs.target.spec), rank, parameter)
         elif as_json:
             print(json.dumps(_data(shards if rank is None else shard_map(shards.recipe, [rank]), parameter)))
         else:
@@ -86,60 +89,73 @@ def show(
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """For the time of a block, Python's collector looks for garbage a tenth as often as in other commands. Most of what is made
-    here stays (modules of torch and transformers, the model), holds no memory of tensors, and would be looked at in vain."""
+def _rare_garbage_collection() -> Iterator[None]:
+    """In its block, Python's garbage collector runs a tenth as often as in other commands.
+
+    Most objects that ``show`` makes stay until its end (modules of torch and transformers, the model) and hold no tensor
+    memory, so that the collector would look at them in vain.
+    """
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 10, 10)
+    gc.set_threshold(_NEW_OBJECTS, 10, 10)
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Given, ShardMap]:
-    """What the request names, and which rank holds what of it.
+def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:
+    """Reads the inputs, plans the model, and computes which rank holds which part of each parameter.
 
     Args:
-        rank: which must be in the mesh.
-        problems: those that are known already.
+        rank: of ``--rank``; must be in the mesh.
+        problems: the problems that are known already.
+
+    Raises:
+        PlanError: with every problem, those in ``problems`` among them.
     """
-    given = problems.of(lambda: Given.read(request, length=8, check=lambda plan: check_rank(plan.mesh, rank)))
+    inputs = problems.collect(
+        lambda: Inputs.read(request, length=_LENGTH, check=lambda plan: check_rank(plan.mesh, rank))
+    )
     problems.raise_if_any()
-    assert given is not None
-    processes.tell_found(given)
+    assert inputs is not None
+    processes.print_search_notes(inputs)
     from meshwright.planned import make_recipe
 
-    batch = with_rows(given.target.batch, given.pieces)
-    return given, shard_map(make_recipe(given.target.build, given.plan, batch, given.loss))
+    batch = with_rows(inputs.target.batch, inputs.pieces)
+    return inputs, shard_map(make_recipe(inputs.target.build, inputs.plan, batch, inputs.loss))
 
 
 def _predicted(request: Request, rank: int | None, compare: Sequence[Path], problems: Problems) -> Report:
-    """What there is to see of a plan on some hardware, beside other plans of the same model and batch.
+    """The predicted step of a plan on a profile, beside the predictions of other plans for the same model and batch.
 
     Args:
-        rank: which must be in the mesh.
-        compare: files of the other plans.
-        problems: those that are known already.
+        rank: of ``--rank``; must be in the mesh.
+        compare: YAML files of the other plans.
+        problems: the problems that are known already.
+
+    Raises:
+        PlanError: with every problem, those in ``problems`` among them.
     """
-    others = problems.of(lambda: plans_in([str(one) for one in compare], request.sets))
-    subject = problems.of(lambda: Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank)))
+    others = problems.collect(lambda: plans_in([str(file) for file in compare], request.sets))
+    subject = problems.collect(lambda: Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank)))
     problems.raise_if_any()
     assert subject is not None and others is not None
-    processes.tell_found(subject.given)
+    processes.print_search_notes(subject.inputs)
     from meshwright.prediction.predict import predict
 
-    plans = [subject.given.plan, *others]
+    plans = [subject.inputs.plan, *others]
     batch = subject.batch_of(plans, request.global_batch) if others else subject.batch
-    build, loss_of = subject.given.target.build, subject.given.loss
+    inputs = subject.inputs
     with quiet(), console(stderr=True).status("rehearsing the step", spinner="dots"):
-        predictions = [predict(build, batch, one, hardware=subject.profile, loss=loss_of) for one in plans]
-    beside = dict(zip(map(str, compare), predictions[1:], strict=True))
-    return report(predictions[0], title=subject.given.target.spec, others=beside)
+        predictions = [
+            predict(inputs.target.build, batch, plan, hardware=subject.profile, loss=inputs.loss) for plan in plans
+        ]
+    predictions_by_file = {str(file): prediction for file, prediction in zip(compare, predictions[1:], strict=True)}
+    return report(predictions[0], title=inputs.target.spec, others=predictions_by_file)
 
 
 def _write(file: Path | None, drawn: Report, rank: int | None, parameter: str | None) -> None:
-    """The page, opened at a rank and a parameter. Raises PlanError if the model lacks the parameter."""
+    """Writes the HTML page, which opens at a rank and a parameter. Raises PlanError if the model lacks the parameter."""
     from meshwright.draw.html.page import page
 
     assert file is not None
@@ -150,13 +166,13 @@ def _write(file: Path | None, drawn: Report, rank: int | None, parameter: str | 
 
 
 def _check_options(request: Request, html: Path | None, compare: list[Path] | None, *, as_json: bool) -> None:
-    """Raises PlanError if an option is given without the one that it belongs to."""
+    """Raises PlanError for options that do not go together, and for options that need another one."""
     hardware = request.hardware
     findings = Findings("this command")
     if hardware is not None and html is None:
         findings.add(
             where="--hardware", given=f"{hardware}, and no file to write",
-            required="--html FILE; the numbers alone are those of meshwright predict", fix="--html out.html",
+            required="--html FILE; for the numbers alone, use meshwright predict", fix="--html out.html",
         )  # fmt: skip
     if as_json and html is not None:
         findings.add(where="--json", given="given, and --html", required="one of the two", fix="leave out --json")
@@ -174,24 +190,24 @@ def _check_options(request: Request, html: Path | None, compare: list[Path] | No
 
 
 def _data(shards: ShardMap, parameter: str | None) -> dict[str, Any]:
-    """The map as plain values; with a glob, of the parameters that fit."""
+    """The map as plain values, for JSON. With a glob, only the parameters that match it."""
     data: dict[str, Any] = shards.to_dict()
     if parameter is not None:
-        names = {name for row in shards.matching(parameter) for name in row.names}
+        names = {name for shard in shards.matching(parameter) for name in shard.names}
         data["parameters"] = [line for line in data["parameters"] if line["name"] in names]
     return data
 
 
 def _check_parameter(shards: ShardMap, parameter: str | None) -> None:
-    """Raises PlanError if the model lacks the parameter."""
+    """Raises PlanError if no parameter of the model matches the glob."""
     findings = Findings("this command")
     try:
         if parameter is not None:
             shards.matching(parameter)
     except KeyError:
-        near = shards.near(parameter or "")
-        given = f"{parameter}, which fits no parameter"
+        similar = shards.near(parameter or "")
         findings.add(
-            where="--parameter", given=given, required=f"such as {', '.join(near)}", fix=f"--parameter {near[0]}"
-        )
+            where="--parameter", given=f"{parameter}, which matches no parameter",
+            required=f"such as {', '.join(similar)}", fix=f"--parameter {similar[0]}",
+        )  # fmt: skip
     findings.raise_if_any()

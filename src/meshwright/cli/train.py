@@ -1,4 +1,4 @@
-"""``meshwright train``: AdamW, in local workers or as one rank of torchrun; resumed where it stopped."""
+"""``meshwright train``: trains with AdamW, in local workers or as a rank of torchrun; resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.cli import course as courses
 from meshwright.cli import processes
 from meshwright.cli.course import Same
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Given
+from meshwright.cli.given import Inputs
 from meshwright.cli.live import Live
 from meshwright.cli.options import (
     AsyncSaveOption,
@@ -54,12 +54,27 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from meshwright.train import loop
     from meshwright.workers.pool import LocalWorkers
 
-_PATIENCE = 900.0  # seconds that a step, or the start of a large model, may take
+_PATIENCE = 900.0  # default of --timeout, in seconds: a step, or the start of a large model, may take minutes
+_DEFAULT_ROWS = 8  # least number of rows in a step if --global-batch is absent: small, so that a first try is quick
+_LENGTH = 128  # tokens of a row if --seq is absent
 
 
 @dataclass(frozen=True)
 class Course:
-    """How to train, and where that is kept."""
+    """The options of a run.
+
+    Attributes:
+        steps: total number of optimizer steps, including those before a resume.
+        same: what must not change when the run resumes.
+        folder: for checkpoints and metrics.
+        save_every: steps from one checkpoint to the next. None: none is saved.
+        keep: number of newest checkpoints to keep. None: all.
+        asynchronous: whether training continues while a checkpoint is written.
+        tensorboard: whether to write events for TensorBoard.
+        timeout: seconds without progress after which a run is aborted.
+        num_workers: processes of each rank that read rows ahead.
+        observe_every: steps from one recorded timeline to the next. None: none is recorded.
+    """
 
     steps: int
     same: Same
@@ -75,12 +90,12 @@ class Course:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training on a rank ended.
+    """The result of training on one rank.
 
     Attributes:
-        losses: of the steps that were done.
-        stopped: whether it was told to stop, and has saved.
-        problem: what ended it early.
+        losses: one for each step of this run, without those before a resume.
+        stopped: whether SIGTERM ended the run. A checkpoint has been saved then.
+        problem: the error that ended the run early.
     """
 
     losses: list[float]
@@ -112,60 +127,74 @@ def train(
 ) -> None:
     """Train with AdamW, report loss, speed and memory, and save checkpoints.
 
-    The data is the dataset that the target's function returns as its third value;
-    without one, its batch is used in every step. The command starts a local process
-    for each rank; under torchrun, each process is one rank. If you run the same
-    command again, it resumes from the newest checkpoint in --out. After SIGTERM it
-    saves a checkpoint and exits with code 143.
+    Trains on the dataset that the target's function returns as its third value;
+    without one, on the target's batch in every step. The command starts a local
+    process for each rank; under torchrun, each process is one rank. If you run the
+    same command again, it resumes from the newest checkpoint in --out. After SIGTERM
+    it saves a checkpoint and exits with code 143.
     """
     rank = int(os.environ.get("RANK", -1))
     if rank >= 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also in a collective; the others get theirs
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also within a collective; each rank gets its own
     request = Request(target, mesh, plan, set_, loss, seq, ranks, device, global_batch=global_batch)
-    with processes.told(quiet=rank > 0):
+    with processes.reported_errors(quiet=rank > 0):
         folder = out or courses.folder_of(target)
         if fresh:
             courses.check_fresh(folder)
         before = None if fresh else courses.begun(folder)
-        given, rows = _given(request, before)
-        same = Same(target, given.settings, loss, rows, lr, given.plan.seed)
+        inputs, rows = _inputs(request, before)
+        same = Same(target, inputs.settings, loss, rows, lr, inputs.plan.seed)
         course = Course(
             steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers, observe_every
         )  # fmt: skip
-        _check_course(given, course, global_batch, before)
+        _check_course(inputs, course, global_batch, before)
         if rank <= 0:
             _prepare(course, before, fresh=fresh)
-        stopped = _trained(given, course, rank)
+        stopped = _train(inputs, course, rank)
     if stopped:
         raise typer.Exit(_code_after_sigterm())
 
 
-def _given(request: Request, before: Same | None) -> tuple[Given, int]:
-    """What the request names, and the rows of a step: those that it says, those of the run before, or a few for each rank."""
-    said = request.global_batch or (before.global_batch if before is not None else None)
-    given = Given.read(
-        request, length=128, rows=lambda pieces: said or _rows(pieces),
+def _inputs(request: Request, before: Same | None) -> tuple[Inputs, int]:
+    """Reads the inputs of a request.
+
+    Args:
+        before: the run to resume, if there is one.
+
+    Returns:
+        The inputs, and the number of rows in a step: of ``--global-batch``, else of the run to resume, else a default.
+    """
+    fixed_rows = request.global_batch or (before.global_batch if before is not None else None)
+    inputs = Inputs.read(
+        request,
+        length=_LENGTH,
+        rows=lambda pieces: fixed_rows or _rows(pieces),
         check=lambda plan: _check_rows(plan, request.global_batch, before),
-        whole=lambda target, settings, pieces: None if target.dataset is None else said or _rows(pieces),
-    )  # fmt: skip
-    processes.tell_found(given)
-    return given, said or (given.searched.rows if given.searched else _rows(given.pieces))
+        rows_to_search_for=lambda target, _, pieces: None if target.dataset is None else fixed_rows or _rows(pieces),
+    )
+    processes.print_search_notes(inputs)
+    default_rows = inputs.searched.rows if inputs.searched else _rows(inputs.pieces)
+    return inputs, fixed_rows or default_rows
 
 
-def _trained(given: Given, course: Course, rank: int) -> bool:
-    """Trains, and tells of it. Whether it was told to stop."""
-    title = f"{given.target.spec} over {given.plan.mesh}" if not given.plan.auto else given.target.spec
+def _train(inputs: Inputs, course: Course, rank: int) -> bool:
+    """Trains with a progress display, and prints the result. Returns whether SIGTERM ended the run.
+
+    Args:
+        rank: of torchrun; -1 without a launcher: then local workers train.
+    """
+    title = f"{inputs.target.spec} over {inputs.plan.mesh}" if not inputs.plan.auto else inputs.target.spec
     with Live(course.steps, title, shown=rank <= 0) as live:
         started = time.monotonic()
         if rank < 0:
-            outcome = _train_alone(given, course, live)
+            outcome = _train_in_workers(inputs, course, live)
         else:
-            outcome = _train_here(given, course, live.tell, course.timeout)
+            outcome = _train_on_this_rank(inputs, course, live.tell, course.timeout)
         seconds = time.monotonic() - started
     if outcome.problem is not None:
         raise outcome.problem
     if rank <= 0:
-        _tell(course, outcome, seconds)
+        _print_result(course, outcome, seconds)
     return outcome.stopped
 
 
@@ -176,20 +205,23 @@ def _code_after_sigterm() -> int:
 
 
 def _rows(pieces: int) -> int:
-    """A small global batch that divides."""
-    return pieces * math.ceil(8 / pieces)
+    """The default global batch: the smallest multiple of ``pieces`` with at least ``_DEFAULT_ROWS`` rows."""
+    return pieces * math.ceil(_DEFAULT_ROWS / pieces)
 
 
 def _check_rows(plan: Plan, global_batch: int | None, before: Same | None) -> None:
-    """Raises PlanError if a new run's rows a step do not divide; one that goes on with fewer machines need not divide them."""
+    """Raises PlanError if the rows of a new run do not divide over data ranks and microbatches.
+
+    A run that resumes is not checked: it keeps its global batch, also if it has fewer ranks now.
+    """
     from meshwright.runtime.rows.batches import check_global_batch
 
     if before is None and global_batch is not None:
         check_global_batch(global_batch, plan.mesh, plan.pieces)
 
 
-def _check_course(given: Given, course: Course, global_batch: int | None, before: Same | None) -> None:
-    """Raises PlanError, before anything starts, where the plan, the batch or the folder does not fit."""
+def _check_course(inputs: Inputs, course: Course, global_batch: int | None, before: Same | None) -> None:
+    """Raises PlanError, before any process starts, if the plan, the batch or the run in the folder does not fit."""
     from meshwright.planned import make_recipe
     from meshwright.train.metrics import check_tensorboard
 
@@ -197,43 +229,44 @@ def _check_course(given: Given, course: Course, global_batch: int | None, before
         courses.check_same(course.folder, before, course.same)
     if course.tensorboard:
         check_tensorboard()
-    if global_batch is not None and given.target.dataset is None and not given.target.spec.startswith("hf:"):
+    if global_batch is not None and inputs.target.dataset is None and not inputs.target.spec.startswith("hf:"):
         findings = Findings("this command")
         required = "a dataset to take rows from: the third thing that the target returns"
         where, fix = "--global-batch", "return model, batch, dataset"
         findings.add(where=where, given=f"{global_batch}, and a target without a dataset", required=required, fix=fix)
         findings.raise_if_any()
-    if not given.plan.auto:  # a rank of torchrun: it is found when all ranks have met
-        make_recipe(given.target.build, given.plan, given.target.batch, given.loss)
+    if not inputs.plan.auto:  # auto stays only on ranks of torchrun, which search together later
+        make_recipe(inputs.target.build, inputs.plan, inputs.target.batch, inputs.loss)
 
 
 def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:
-    """The folder, and what a person should know of it."""
+    """Prepares the folder of a run: with ``--fresh`` renames an old run, and writes ``run.json`` for a new one."""
     if fresh and course.folder.is_dir():
         hold(course.folder, tell=lambda text: console().print(text, highlight=False, soft_wrap=True)).release()
-    if fresh and (other := courses.set_aside(course.folder)) is not None:
-        console().print(f"{course.folder} is now {other}", highlight=False)
+    if fresh and (new_name := courses.set_aside(course.folder)) is not None:
+        console().print(f"{course.folder} is now {new_name}", highlight=False)
     if before is None:
         courses.write(course.folder, course.same)
 
 
-def _tell(course: Course, outcome: Outcome, seconds: float) -> None:
-    """What was done, in a line."""
+def _print_result(course: Course, outcome: Outcome, seconds: float) -> None:
+    """Prints one line about the run, and a line for each result to look at."""
     losses, done = outcome.losses, len(outcome.losses)
     if outcome.stopped:
         text = f"stopped by SIGTERM and saved in {course.folder}: the same command resumes from there"
     elif not losses:
-        text = f"all {course.steps} steps are done already, in {course.folder}: more with --steps, anew with --fresh"
+        done_already = f"all {course.steps} steps are done already, in {course.folder}"
+        text = f"{done_already}: continue with a larger --steps, or start anew with --fresh"
     else:
-        of = "" if done == course.steps else f", to step {course.steps}"
-        text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {done} step{'s' * (done > 1)}{of}, {seconds:.1f} s"
+        up_to = "" if done == course.steps else f", to step {course.steps}"
+        text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {done} step{'s' * (done > 1)}{up_to}, {seconds:.1f} s"
     console().print(text, highlight=False, soft_wrap=True)
-    for name, told in _links(course.folder):
-        console().print(f"{name:<12}{told}", highlight=False, soft_wrap=True)
+    for name, description in _links(course.folder):
+        console().print(f"{name:<12}{description}", highlight=False, soft_wrap=True)
 
 
 def _links(folder: Path) -> Iterator[tuple[str, str]]:
-    """Where to look: the newest checkpoint, what came of comparing ranks, the report, which is written for it."""
+    """(name, description) of the newest checkpoint, of the comparisons of replicas, and of the report, which it writes."""
     from meshwright.cli.foretold import not_foretold
     from meshwright.draw.html.run import run_page
     from meshwright.draw.run import verdict_text
@@ -241,58 +274,63 @@ def _links(folder: Path) -> Iterator[tuple[str, str]]:
 
     run = history(folder)
     if run.checkpoints:
-        last = run.checkpoints[-1]
-        yield "checkpoint", f"{folder / last.name}, {last.problem or size_text(last.bytes)}"
+        newest = run.checkpoints[-1]
+        yield "checkpoint", f"{folder / newest.name}, {newest.problem or size_text(newest.bytes)}"
     if run.comparisons:
         yield "verdict", verdict_text(run.comparisons)
     write_whole(folder / "report.html", run_page(run, not_foretold(run)))
     yield "report", f"{folder / 'report.html'}: a browser opens it from disk"
 
 
-def _train_alone(given: Given, course: Course, live: Live) -> Outcome:
-    """In local workers, which find the target anew: neither model nor dataset travels."""
+def _train_in_workers(inputs: Inputs, course: Course, live: Live) -> Outcome:
+    """Trains in local workers. Each loads the target again: neither model nor dataset travels between processes."""
     from meshwright.workers.pool import WorkerError
 
-    with processes.workers(given) as workers, _passed_on(workers) as told:
+    with processes.workers(inputs) as workers, _forwarded_sigterm(workers) as signals:
         try:
             outcomes: list[Outcome] = workers.run(
-                _train_in_worker, given.named(), course,
-                ranks=given.plan.mesh.size, timeout=course.timeout, on_report=live.tell,
+                _train_in_worker, inputs.names(), course,
+                ranks=inputs.plan.mesh.size, timeout=course.timeout, on_report=live.tell,
             )  # fmt: skip
         except WorkerError:
-            if told:  # before the first step there is nothing to save
+            if signals:  # SIGTERM came before the first step, when there was nothing to save
                 return Outcome([], stopped=True)
             raise
     return outcomes[0]
 
 
 @contextmanager
-def _passed_on(workers: LocalWorkers) -> Iterator[list[int]]:
-    """SIGTERM is given to the workers, which save; what came is noted."""
-    told: list[int] = []
+def _forwarded_sigterm(workers: LocalWorkers) -> Iterator[list[int]]:
+    """In its block, forwards SIGTERM to the workers, which then save. Yields a list that gets each received signal."""
+    signals: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         for pid in workers.pids():
             os.kill(pid, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    handler_before = signal.signal(signal.SIGTERM, forward)
     try:
-        yield told
+        yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
-def _train_in_worker(named: tuple[Any, ...], course: Course) -> Outcome:
+def _train_in_worker(names: tuple[Any, ...], course: Course) -> Outcome:
     from meshwright.workers.pool import report
 
-    return _train_here(Given.from_names(*named), course, report)
+    return _train_on_this_rank(Inputs.from_names(*names), course, report)
 
 
-def _train_here(
-    given: Given, course: Course, tell: Callable[[loop.Progress | str], None], timeout: float | None = None
+def _train_on_this_rank(
+    inputs: Inputs, course: Course, tell: Callable[[loop.Progress | str], None], timeout: float | None = None
 ) -> Outcome:
-    """On this rank, together with the others. ``timeout``: of a watch; local workers are watched by their pool."""
+    """Trains on this rank, together with the other ranks.
+
+    Args:
+        tell: called with the progress after each step, and with notes.
+        timeout: seconds without progress after which a watchdog aborts. None in local workers: their pool watches them.
+    """
     import torch.distributed as dist
 
     from meshwright.api import parallelize
@@ -300,13 +338,15 @@ def _train_here(
     from meshwright.plan.keys import CHECKPOINT
     from meshwright.train import loop
 
-    target, same = given.target, course.same
-    started = not dist.is_initialized()
-    resumes = newest(course.folder) is not None  # rank 0's answer counts, as its recipe does
-    plan = given.plan.replace(weights=CHECKPOINT) if resumes else given.plan  # what is loaded need not be drawn
+    target, same = inputs.target, course.same
+    starts_groups = not dist.is_initialized()
+    resumes = (
+        newest(course.folder) is not None
+    )  # ranks may see different folders: rank 0's answer counts, with its recipe
+    plan = inputs.plan.replace(weights=CHECKPOINT) if resumes else inputs.plan  # loaded weights need no random values
     job = parallelize(
-        target.build, plan, batch=target.batch, loss=given.loss, device=given.device,
-        timeout=2 * course.timeout,  # whoever watches is to report first, and not a collective that gives up
+        target.build, plan, batch=target.batch, loss=inputs.loss, device=inputs.device,
+        timeout=2 * course.timeout,  # of collectives: longer than that of the watchdog, which is to report first
     )  # fmt: skip
     rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)
     record = loop.Record(
@@ -322,6 +362,6 @@ def _train_here(
     except NonFiniteError as problem:
         return Outcome([], problem=problem)
     finally:
-        if started:
+        if starts_groups:
             dist.destroy_process_group()
     return Outcome(losses)

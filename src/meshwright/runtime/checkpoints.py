@@ -1,4 +1,4 @@
-"""``Checkpoints``: what a job saves and loads. What it takes (DCP, readers of weights) is imported when it is called for."""
+"""``Checkpoints``: saves and loads a job. DCP and readers of weights are imported at the first call, as they take a while."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.generators import Generators
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
-from meshwright.runtime.held import HeldModel
+from meshwright.runtime.held import ShardedModel
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
-    from meshwright.checkpoint.folder import Moved
+    from meshwright.checkpoint.folder import OnProgress
     from meshwright.checkpoint.jobs import Owner
     from meshwright.checkpoint.load import Loaded
     from meshwright.checkpoint.pretrained import Pretrained
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Saves and loads what this rank holds. Values are as they should be after a load, which a guard is told.
+    """Saves and loads this rank's part of a job. All ranks call each method together.
 
-    ``moved`` is called whenever this rank has read or written a part of a file.
+    After a load the values of all replicas are equal again, so the guard begins its comparisons anew. ``on_progress`` is called
+    whenever this rank has read or written a part of a file.
     """
 
-    def __init__(self, held: HeldModel, division: Division, guard: Guard, random: Generators) -> None:
-        self._held, self._division, self._guard, self._random = held, division, guard, random
+    def __init__(self, model: ShardedModel, division: Division, guard: Guard, random: Generators) -> None:
+        self._model, self._division, self._guard, self._random = model, division, guard, random
         self._saving: Saving | None = None
-        self._staging: Staging | None = None  # its memory is used again
+        self._staging: Staging | None = None  # kept, since the next save reuses its memory
 
     def save(
-        self, folder: str | os.PathLike[str], optimizer: Optimizers, moved: Moved, *, step: int, scheduler: Any,
+        self, folder: str | os.PathLike[str], optimizer: Optimizers, on_progress: OnProgress, *, step: int, scheduler: Any,
         data: Any, extra: Any, keep: int | None, wait: bool,
     ) -> Saving:  # fmt: skip
         """See ``Job.save``."""
@@ -43,7 +44,7 @@ class Checkpoints:
         if not wait and self._staging is None:
             self._staging = staging.Staging()
         self._saving = jobs.save(
-            self._owner, self._talk(moved), folder, optimizer,
+            self._owner, self._agreement(on_progress), folder, optimizer,
             step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, staging=None if wait else self._staging,
         )  # fmt: skip
         return self._saving
@@ -55,7 +56,7 @@ class Checkpoints:
             saving.wait()
 
     def load(
-        self, path: str | os.PathLike[str], optimizer: Optimizers, moved: Moved, *, scheduler: Any, data: Any,
+        self, path: str | os.PathLike[str], optimizer: Optimizers, on_progress: OnProgress, *, scheduler: Any, data: Any,
         verify: bool, or_before: bool,
     ) -> Loaded:  # fmt: skip
         """See ``Job.load``."""
@@ -63,34 +64,34 @@ class Checkpoints:
 
         self._begin()
         loaded = jobs.load(
-            self._owner, self._talk(moved), path, optimizer,
+            self._owner, self._agreement(on_progress), path, optimizer,
             scheduler=scheduler, data=data, verify=verify, or_before=or_before,
         )  # fmt: skip
         self._division.settle(loaded.rows)
         self._guard.begin()
         return loaded
 
-    def load_pretrained(self, folder: str | os.PathLike[str], moved: Moved, *, strict: bool) -> Pretrained:
+    def load_pretrained(self, folder: str | os.PathLike[str], on_progress: OnProgress, *, strict: bool) -> Pretrained:
         """See ``Job.load_pretrained``."""
         from meshwright.checkpoint.pretrained import load_pretrained
 
         self._begin()
-        loaded = load_pretrained(self._held, folder, strict=strict, moved=moved)
+        loaded = load_pretrained(self._model, folder, strict=strict, on_progress=on_progress)
         self._guard.begin()
         return loaded
 
     def _begin(self) -> None:
-        """The last step and the last save, whose ranks agree over the same group, are done; parameters are at rest."""
+        """Finishes the last step and the last save, whose ranks agree over the same group, and reshards the parameters."""
         self._division.finish_step()
         self.saved()
-        self._held.reshard()
+        self._model.reshard()
 
     def _owner(self) -> Owner:
         from meshwright.checkpoint.jobs import Owner
 
-        return Owner.of_job(self._held, self._random, self._division.rows)
+        return Owner.of_job(self._model, self._random, self._division.rows)
 
-    def _talk(self, moved: Moved) -> RankAgreement:
+    def _agreement(self, on_progress: OnProgress) -> RankAgreement:
         from meshwright.checkpoint.talk import RankAgreement
 
-        return RankAgreement(self._held.groups.files, moved=moved)
+        return RankAgreement(self._model.groups.files, on_progress=on_progress)

@@ -1,4 +1,4 @@
-"""``HeldModel``: what this rank holds of a model; and whole values, put together from what all ranks hold."""
+"""``ShardedModel``: what this rank holds of a model; and whole values, put together from what all ranks hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_buffers, whole_tensors
 
 
-class HeldModel:
+class ShardedModel:
     """A model, its parameters laid out as the recipe says.
 
     Attributes:

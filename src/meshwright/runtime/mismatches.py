@@ -15,11 +15,11 @@ from torch import nn
 from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 from meshwright.runtime.checksum import checksum
-from meshwright.runtime.held import HeldModel
+from meshwright.runtime.held import ShardedModel
 from meshwright.runtime.weights.parameters import local_tensor
 
 
-def mismatches(held: HeldModel) -> tuple[Mismatch, ...]:
+def mismatches(held: ShardedModel) -> tuple[Mismatch, ...]:
     """Every parameter of which a rank holds something else than the recipe says; the same on all ranks. Collective.
 
     A shape is compared with that of the slice. Values are compared among the ranks that hold the same slice: those that

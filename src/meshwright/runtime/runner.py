@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
-from meshwright.runtime.held import HeldModel
+from meshwright.runtime.held import ShardedModel
 from meshwright.runtime.module_state import ModuleState, make_whole
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
@@ -60,7 +60,7 @@ class Runner:
         held = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
-        self.held = HeldModel(self.module, self.recipe, self.groups)
+        self.held = ShardedModel(self.module, self.recipe, self.groups)
         self._placed = Placed(self.module, self.recipe)
 
     @property
