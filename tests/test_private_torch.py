@@ -127,6 +127,7 @@ USES = {
     "deferred/log.py": "_neg_view",
     "runtime/module_state.py": "_fields",  # of named tuples
     "replay/program.py": "_buffers _parameters",
+    "replay/recording.py": "_buffers _parameters",
     "replay/replayed.py": "_buffers _parameters",
     "replay/state.py": "_has_any_global_hook",
     "runtime/weights/parameters.py": "_parameters",

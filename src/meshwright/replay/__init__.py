@@ -7,9 +7,10 @@ is plain torch functions and collectives on local tensors, in a fixed order. Her
     nodes       what it writes down: functions, collectives, and where each tensor comes from
     state       the Python state that a forward may have read: compared before each replay
     functions   those that ran: what they are closed over, and what their arguments default to
+    recording   one call under the recorder, and the program that comes of it
     program     the nodes as an ``fx`` graph, compiled to one function of local tensors
     inductor    the same by ``torch.compile``, if the plan says ``compile: true``: then equal to rounding
-    replayed    the blocks of a model: records each call twice, compares, then replays
+    replayed    the blocks of a model: two recordings of a call are compared, then it is replayed
 
 A program holds for one *key*: the tree of arguments, their layouts, shapes, strides, types and ``requires_grad``, constants,
 which moves of an argument have been made already, grad and autocast mode. What a key cannot hold (a value that Python reads,

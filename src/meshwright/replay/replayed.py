@@ -11,38 +11,29 @@ program can hold, stays eager, and the blocks in it are recorded in its place. B
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.names import few
 from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
-from meshwright.replay.nodes import Source
 from meshwright.replay.program import (
     Binding,
-    Constant,
     Function,
-    Given,
     LocalProgram,
-    MoveLeft,
-    Result,
     compiled,
-    form_of,
-    is_uneven,
-    moves_of,
     valid_moves,
 )
 from meshwright.replay.recorder import CONSTANTS, Recorder, Refused
+from meshwright.replay.recording import Recording
 from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.signature import NEVER, read
-from meshwright.spmd.tensor import GlobalTensor, local_of, spec_of
+from meshwright.spmd.tensor import GlobalTensor, spec_of
 
 _FEWEST = 4  # nodes below which a replay saves less than its look-up costs
 _VARIANTS, _STATES = 16, 4  # keys of a block, and states of each, before it stays eager: each takes two recordings
@@ -84,9 +75,31 @@ class Block:
     def __post_init__(self) -> None:
         self.modules = list(self.module.modules())
 
+    def keeps(self) -> list[Any]:
+        """The very objects that its modules keep as parameters and buffers."""
+        return [t for m in self.modules for table in (m._parameters, m._buffers) for t in table.values()]
+
     def variant(self, key: Hashable) -> Variant | None:
         """What is known for a key and the state that holds now."""
         return next((v for v in self.variants.get(key, ()) if v.state.holds()), None)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A recording of one call of a block, before the call.
+
+    Attributes:
+        key: of the call.
+        variant: the first recording of the key, if this is to be the second.
+        state: the Python state that the block's forward may read.
+        keeps: the parameters and buffers of the block's modules.
+    """
+
+    key: Hashable
+    variant: Variant | None
+    state: ModuleState
+    keeps: list[Any]
+    recording: Recording
 
 
 class LocalPrograms:
@@ -151,17 +164,17 @@ class LocalPrograms:
     # --- a call -----------------------------------------------------------------------------------------------------------
 
     def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        view, passed = _on()
-        if view is None:
+        mode, may_replay = _on()
+        if mode is None:
             return block.forward(*args, **kwargs)
         with without_modes():
             key, tensors = _key(args, kwargs)
             variant = None if key is None else block.variant(key)
             if variant is not None and variant.bound is not None:
-                out = variant.bound(view, tensors) if passed else NotImplemented
+                out = variant.bound(mode, tensors) if may_replay else NotImplemented
                 if out is not NotImplemented:
                     return out
-                if passed:  # parameters are others: recorded anew
+                if may_replay:  # parameters are others: recorded anew
                     block.variants[key].remove(variant)
                     variant = None
         if key is None:
@@ -169,52 +182,41 @@ class LocalPrograms:
             return block.forward(*args, **kwargs)
         if variant is not None and variant.bound is not None:
             return block.forward(*args, **kwargs)
-        return self._record(block, key, variant, view, tensors, args, kwargs)
+        with without_modes():
+            begun = self._begin(block, key, variant, mode, tensors)
+        if begun is None:
+            return block.forward(*args, **kwargs)
+        return self._recorded(block, begun, args, kwargs)
 
     # --- recording --------------------------------------------------------------------------------------------------------
 
-    def _record(
-        self,
-        block: Block,
-        key: Hashable,
-        before: Variant | None,
-        view: SpmdMode,
-        tensors: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The block runs as ever, and what it did is written down."""
+    def _begin(
+        self, block: Block, key: Hashable, variant: Variant | None, mode: SpmdMode, tensors: list[Tensor]
+    ) -> Begun | None:
+        """The recording of a call that is about to run; None if the block can have no program. With modes off."""
         if any(has_hooks(m) for m in block.modules[1:]):
             block.refusal = "modules in it have hooks"
-            return block.forward(*args, **kwargs)
-        with without_modes():
-            inputs, given = _inputs(block, view, tensors)
-            try:
-                state = ModuleState(block.module, {})
-            except Incomparable as why:
-                block.refusal = f"its {why}"
-                state = None
-            kept_before = _kept(block)
-            moves_before = {s: dict(moves_of(t)) for t, s in inputs}
-        if state is None:
-            return block.forward(*args, **kwargs)
-        recorder = Recorder([(local_of(t), s) for t, s in inputs] + _moves(inputs), given)
-        ledger = view.dispatcher.ledger
-        counted = Counter(ledger.fallbacks)
+            return None
+        try:
+            state = ModuleState(block.module, {})
+        except Incomparable as why:
+            block.refusal = f"its {why}"
+            return None
+        return Begun(key, variant, state, block.keeps(), Recording(block.module, mode, tensors))
+
+    def _recorded(self, block: Block, begun: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the block's forward, which runs as ever and is written down."""
         self._thread = threading.get_ident()
         try:
-            result = _below(recorder, self._model, block.forward, args, kwargs)
+            result = begun.recording.run(self._model, block.forward, args, kwargs)
         finally:
             self._thread = None
         with without_modes():
             try:
-                if recorder.refusal:
-                    raise Refused(recorder.refusal)
-                if not state.holds() or any(a is not b for a, b in zip(kept_before, _kept(block), strict=True)):
+                program = begun.recording.program(result)
+                if not begun.state.holds() or any(a is not b for a, b in zip(begun.keeps, block.keeps(), strict=True)):
                     raise Refused("it changes what its modules keep")
-                fallbacks = tuple(sorted((Counter(ledger.fallbacks) - counted).items(), key=str))
-                program = _program(recorder, inputs, tensors, moves_before, result, fallbacks)
-                self._take(block, key, before, program, recorder)
+                self._take(block, begun.key, begun.variant, program, begun.recording.recorder)
             except (Refused, Incomparable) as why:
                 block.refusal = str(why)
                 block.variants.clear()
@@ -330,175 +332,6 @@ def _unkeyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             if type(leaf) not in (Tensor, GlobalTensor) and not isinstance(leaf, CONSTANTS):
                 return f"it is given an object of the type {type(leaf).__name__} ({name})"
     return "what it is given cannot be told apart from other calls"
-
-
-def _below(
-    recorder: Recorder, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The result of a forward, with the recorder below all modes that are on."""
-    modes = [function_mode_at(i) for i in range(function_modes())]
-    for mode in reversed(modes):
-        mode.__exit__(None, None, None)
-    try:
-        with recorder.on(model):
-            for mode in modes:
-                mode.__enter__()
-            try:
-                counts = [mode.interventions() for mode in modes]
-                result = forward(*args, **kwargs)
-                with without_modes():
-                    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-                    if counts != [m.interventions() for m in modes] or any(
-                        m.follows(t) for m in modes for t in outputs
-                    ):
-                        recorder.refuse("it computes what the rows of all ranks weigh")
-            finally:
-                for mode in reversed(modes):
-                    mode.__exit__(None, None, None)
-    finally:
-        for mode in modes:
-            mode.__enter__()
-    return result
-
-
-Inputs = list[tuple[Tensor, Source]]
-
-
-def _inputs(block: Block, view: SpmdMode, tensors: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-    """(every tensor that is there before a call, as the mode knows it, with where it comes from; what may not be written)."""
-    inputs: Inputs = [(t, Source("argument", i)) for i, t in enumerate(tensors)]
-    given = [local_of(t) for t in tensors]
-    for path, module in block.module.named_modules():
-        for name, p in module._parameters.items():
-            if p is None:
-                continue
-            part = view.local(p)
-            part = p if part is None else part
-            if not isinstance(part, DTensor):
-                inputs.append((part, Source("parameter", (path, name))))
-                given.append(local_of(part))
-        inputs += [(b, Source("buffer", (path, n))) for n, b in module._buffers.items() if type(b) is Tensor]
-        inputs += [(t, Source("attribute", (path, n))) for n, t in vars(module).items() if type(t) is Tensor]
-    return inputs, given
-
-
-def _moves(inputs: Inputs) -> Inputs:
-    """What has been made of tensors before the call."""
-    moves: Inputs = []
-    for t, source in inputs:
-        for kind in valid_moves(t):
-            at = source.at if source.kind == "argument" else (source.kind, *source.at)
-            moves.append((moves_of(t)[kind][2], Source("move", at, kind)))
-    return moves
-
-
-def _kept(block: Block) -> list[Any]:
-    """The very objects that a block's modules keep as parameters and buffers."""
-    return [t for m in block.modules for table in (m._parameters, m._buffers) for t in table.values()]
-
-
-def _program(
-    recorder: Recorder,
-    inputs: Inputs,
-    tensors: Sequence[Tensor],
-    moves_before: Mapping[Source, Mapping[str, Any]],
-    result: Any,
-    fallbacks: Iterable[Any],
-) -> LocalProgram:
-    """What was recorded, with what comes out."""
-    leaves, spec = pytree.tree_flatten(result)
-    results: list[Result] = []
-    outputs: list[Any] = []
-    slots: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            slots.append(len(results))
-            results.append(_result(recorder, leaf, tensors, [*outputs]))
-            outputs.append(leaf)
-        elif isinstance(leaf, (bool, int, float, str, type(None))):
-            slots.append(Constant(leaf))
-        else:
-            raise Refused(f"it returns an object of the type {type(leaf).__name__}")
-    left = _left(recorder, inputs, moves_before) + _left_of_results(recorder, outputs, results)
-    used = tuple(sorted(recorder.used.items()))
-    at_source = {s: t for t, s in inputs}
-    places = [s for _, s in used if s.kind not in ("argument", "move")]
-    places += [Source(s.at[0], s.at[1:]) for _, s in used if s.kind == "move" and not isinstance(s.at, int)]
-    places += [Source(m.of[0], m.of[1:]) for m in left if not isinstance(m.of, int) and m.of[0] != "result"]
-    kept = tuple(
-        Given(s, form_of(at_source[s]), local_of(at_source[s]).requires_grad, tuple(moves_of_valid(moves_before, s)))
-        for s in dict.fromkeys(places)
-    )
-    return LocalProgram(
-        tuple(recorder.nodes), used, kept, tuple(results),
-        (None if len(leaves) == 1 and leaves[0] is result else spec, tuple(slots)), tuple(left), tuple(fallbacks),
-        any(is_uneven(form_of(t)) for t in tensors),
-    )  # fmt: skip
-
-
-def moves_of_valid(before: Mapping[Source, Mapping[str, Any]], source: Source) -> list[str]:
-    """The moves of a tensor that had been made before a call."""
-    return sorted(kind for kind, memo in before[source].items() if type(memo) is tuple)
-
-
-def _result(recorder: Recorder, t: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Result:
-    """A tensor that comes out."""
-    itself = next((i for i, x in enumerate(tensors) if x is t), None)
-    if itself is not None:
-        return Result(None, itself=itself)
-    if isinstance(t, (nn.Parameter, DTensor)) or getattr(t, "_mw_is_parameter", False):
-        raise Refused("it returns a parameter")
-    if any(not name.startswith("_mw_") for name in vars(t)):
-        raise Refused("it puts attributes on a tensor that it returns")
-    number = recorder.number(local_of(t))
-    if number is None:
-        raise Refused("it returns a tensor that no torch function made")
-    if type(t) is not GlobalTensor:
-        return Result(number)
-    known = spec_of(t)
-    if t._mw_spec is None or t._mw_parameter is not None:
-        raise Refused("it returns a part of a gathered tensor")
-    return Result(number, known, t._mw_dispatcher, memory=_memory(t, tensors, others))
-
-
-def _memory(t: GlobalTensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
-    """With which argument, or other result, a result shares its memory."""
-    if t._mw_memory is None:
-        return None
-    for i, x in enumerate(tensors):
-        if type(x) is GlobalTensor and x._mw_memory is t._mw_memory:
-            return -1 - i
-    same = [i for i, x in enumerate(others) if type(x) is GlobalTensor and x._mw_memory is t._mw_memory]
-    return same[0] if same else len(others)
-
-
-def _left(recorder: Recorder, inputs: Inputs, before: Mapping[Source, Mapping[str, Any]]) -> list[MoveLeft]:
-    """Moves of tensors from outside that were made in the call."""
-    left = []
-    for t, source in inputs:
-        for kind in valid_moves(t):
-            memo = moves_of(t)[kind]
-            if before[source].get(kind) is memo:
-                continue
-            of = source.at if source.kind == "argument" else (source.kind, *source.at)
-            left.append(_move_left(recorder, of, kind, memo))
-    return left
-
-
-def _left_of_results(recorder: Recorder, outputs: Sequence[Tensor], results: Sequence[Result]) -> list[MoveLeft]:
-    return [
-        _move_left(recorder, ("result", i), kind, moves_of(t)[kind])
-        for i, (t, r) in enumerate(zip(outputs, results, strict=True))
-        if r.itself is None
-        for kind in valid_moves(t)
-    ]
-
-
-def _move_left(recorder: Recorder, of: Any, kind: str, memo: Any) -> MoveLeft:
-    number = recorder.number(memo[2]) if isinstance(memo[2], Tensor) else None
-    if number is None:
-        raise Refused("a collective of what it is given is kept, and cannot be followed")
-    return MoveLeft(of, kind, memo[1], number)
 
 
 def _difference(one: LocalProgram, other: LocalProgram) -> str:
