@@ -215,7 +215,7 @@ def set_state_of(generator: Any, state: Any) -> None:
 
 @contextmanager
 def held_kept(model: nn.Module | None) -> Iterator[None]:
-    """After a block the generators that modules hold go on as before it."""
+    """Restores the state of the generators that modules hold after the block."""
     before = [(g, state_of(g)) for g in generators_in(model)]
     try:
         yield
