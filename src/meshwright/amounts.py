@@ -1,10 +1,10 @@
-"""Sizes, counts and seconds as text, each in a unit that leaves a small number."""
+"""Sizes, counts and seconds as text, in a unit that gives a small number."""
 
 from __future__ import annotations
 
 
 def size_text(size: float) -> str:
-    """Bytes.
+    """A number of bytes as text.
 
     >>> size_text(26615936)
     '25.4 MiB'
@@ -17,7 +17,7 @@ def size_text(size: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A count.
+    """A count as text.
 
     >>> count_text(6738415616)
     '6.74 G'
@@ -30,7 +30,7 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds.
+    """A number of seconds as text.
 
     >>> duration_text(0.0123)
     '12.3 ms'

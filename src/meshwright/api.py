@@ -1,4 +1,4 @@
-"""``parallelize``: from a model and a plan to a job; of ``mesh: auto``, the plan is found first."""
+"""``parallelize``: a model and a plan → a job. With ``mesh: auto``, a search finds the plan first."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ def parallelize(
     Args:
         build: makes the model; called on every rank, under the plan's seed. The weights are those of
             ``torch.manual_seed(seed); build()`` in one process, in every layout, and no rank ever holds them all.
-        plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file. Of several meshes, the
-            first that has as many ranks as there are processes is taken. For ``auto``, rank 0 has the fastest found by a
-            process beside it, which takes as long as ``meshwright plan``; ``job.notes`` say what was chosen, and why.
-        batch: a sample, of which shapes and types count: a dict or another mapping of keyword arguments, or a tuple. For
-            ``auto``, its rows are those of a step of all ranks.
+        plan: a ``Plan``, a dict, a mesh such as ``"dp_shard=2,tp=2"``, or the path of a YAML file. If it has several meshes,
+            the first is used that has as many ranks as there are processes. With ``auto``, a process that rank 0 starts
+            searches for the fastest plan, which takes as long as ``meshwright plan``; ``job.notes`` say which plan was
+            chosen, and why.
+        batch: a sample whose shapes and dtypes count: a dict or another mapping of keyword arguments, or a tuple. With
+            ``auto``, it has the rows of one step of all ranks.
         loss: the loss of the model's output; default ``output.loss``.
-        device: ``cpu`` or ``cuda``; default CUDA where there is one.
+        device: ``cpu`` or ``cuda``; default ``cuda`` if there is one.
         timeout: seconds that a collective waits for other ranks.
-        dtype: cast parameters and buffers to it after they are initialised (``torch.float64`` for checks).
-        transform: (name, whole value) → another initial value.
+        dtype: parameters and buffers are cast to it after they are initialised (``torch.float64`` for checks).
+        transform: (name of a parameter, its whole initial value) → another initial value.
 
     Raises:
         PlanError: with every problem of the plan, before anything starts.
     """
     plan, notes = Plan.parse(plan), tuple[str, ...]()
-    place = ensure_world(device, timeout)
+    this_device = ensure_world(device, timeout)
     plan = plan.at(dist.get_world_size())
     if plan.auto:
-        chosen, notes = agreed_plan(build, plan, batch, loss or output_loss, place, timeout)
+        chosen, notes = agreed_plan(build, plan, batch, loss or output_loss, this_device, timeout)
         plan = chosen.replace(weights=plan.weights)
     return make_job(
         build,

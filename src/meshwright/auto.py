@@ -1,10 +1,10 @@
-"""``mesh: auto`` in a run: rank 0 has a plan found by a process beside it, and all ranks take that.
+"""``mesh: auto`` in a run: a process that rank 0 starts searches for a plan, and all ranks use it.
 
-    rank 0   a process of its own ── search ──► plan, notes ──┐
-    rank 1   ················································ ├─ broadcast ─► all ranks alike
-    ...                                                       ┘
+    rank 0   a new process ── search ──► plan, notes ──┐
+    rank 1   ········································· ├─ broadcast ─► all ranks
+    ...                                                ┘
 
-A search rehearses ranks of other worlds, which a process that is a rank of a run cannot.
+A search simulates ranks of other worlds, which a process that is itself a rank of a run cannot do.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.workers.pool import WorkerError, local_workers, report
 
 Chosen: TypeAlias = tuple[Plan, tuple[str, ...]]
-"""A plan, and what a reader should know of how it was found."""
+"""(a plan, notes on how it was found)"""
 
 
 def agreed_plan(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
-    """The plan that is found for the ranks of this run. Collective: every rank calls it alike.
+    """Searches for the plan of this run. Collective: every rank calls it alike.
 
     Args:
-        plan: with ``mesh: auto``.
-        batch: its rows are those of a step of all ranks.
-        timeout: seconds that the search may go without a word.
+        plan: a plan with ``mesh: auto``.
+        batch: the rows of one step of all ranks.
+        timeout: seconds that the search may take without reporting progress.
 
     Raises:
-        PlanError: on every rank: no profile of these devices, no plan that fits, or wrong settings.
+        PlanError: on every rank: there is no profile of these devices, no plan fits, or settings are wrong.
         WorkerError: on every rank: the search failed.
     """
     answer: list[Chosen | Exception | None] = [None]
@@ -56,15 +56,15 @@ def agreed_plan(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.
 
 
 def _searched_beside(build: Build, plan: Plan, batch: Any, loss: Loss, device: torch.device, timeout: float) -> Chosen:
-    """The plan, found by a process beside this one. Raises PlanError, or WorkerError if that process fails."""
+    """Searches in a new process. Raises PlanError, or WorkerError if that process fails."""
     profile, ranks = profile_here(device.type), dist.get_world_size()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    nodes = ranks // here if device.type == "cuda" and ranks % here == 0 else None
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    nodes = ranks // local_ranks if device.type == "cuda" and ranks % local_ranks == 0 else None
     rows = mapped(lambda t: t.detach().cpu(), plain(batch))
-    with local_workers(1, start_method="spawn") as beside:
+    with local_workers(1, start_method="spawn") as workers:
         try:
-            chosen: Chosen = beside.run(_search, build, plan, rows, loss, profile, ranks, nodes, timeout=timeout)[0]
-        except TypeError as error:  # what cannot be pickled
+            chosen: Chosen = workers.run(_search, build, plan, rows, loss, profile, ranks, nodes, timeout=timeout)[0]
+        except TypeError as error:  # an argument cannot be pickled
             raise _not_sent(error) from None
     return chosen
 
@@ -72,7 +72,7 @@ def _searched_beside(build: Build, plan: Plan, batch: Any, loss: Loss, device: t
 def _search(
     build: Build, plan: Plan, batch: Any, loss: Loss, profile: Profile, ranks: int, nodes: int | None
 ) -> Chosen:
-    """In a process that is a rank of no run."""
+    """Runs in a process that is no rank of a run."""
     dist.destroy_process_group()
     from meshwright.search.choice import chosen_plan  # a run whose plan has a mesh needs no search
 
@@ -84,6 +84,6 @@ def _not_sent(error: TypeError) -> PlanError:
         "this run",
         where="mesh",
         given=f"auto, and a model, loss or batch that {error}",
-        required="what can be sent to the process that searches; or a mesh",
+        required="a model, loss and batch that can be pickled, for the process that searches; or a mesh",
         fix="mw.parallelize(build, mw.find_plans(build, batch, devices=8).plans[0].plan, batch=batch)",
     )

@@ -1,4 +1,4 @@
-"""Whose code is run: which source line is the model's, and whether an error is the model's or ours."""
+"""Whose code runs: the model's source line, and whether an error is the model's or a bug of this package."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 import meshwright
 
 _OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
-# Not just any path with "meshwright" in it: a checkout may be named so.
+# Not every path with "meshwright" in it: a checkout may have that name.
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS, "<frozen ")
 
 
 def is_of_model(file: str) -> bool:
-    """Whether a source file is the model's: neither torch's nor ours, nor one that Python has compiled in (``<frozen os>``)."""
+    """Whether a source file is the model's: not of torch, not of this package, not frozen into Python (``<frozen os>``)."""
     return not file.startswith(_NOT_THE_MODEL)
 
 
 def called_by_model() -> bool:
-    """Whether the function that asks, the caller of this one, was called by the model's own code."""
+    """Whether the caller of this function was itself called by the model's code."""
     return is_of_model(sys._getframe(2).f_code.co_filename)
 
 
 def model_line(below: str = "") -> str:
-    """The model's source line that is being run; empty outside of one.
+    """The source line of the model that is running, ``file:line``; empty if no model is running.
 
     Args:
-        below: a source file of ours that runs the model: what has called it is not the model's.
+        below: a source file of this package that runs the model: callers of it are not the model's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_of_model(frame.f_code.co_filename):
@@ -40,17 +40,17 @@ def model_line(below: str = "") -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The model's source line at which an error came up; empty if it did not go through the model."""
+    """The source line of the model at which an error was raised, ``file:line``; empty if no frame is the model's."""
     frames = traceback.extract_tb(error.__traceback__)
     model = [f for f in frames if is_of_model(f.filename)]
     return f"{model[-1].filename}:{model[-1].lineno}" if model else ""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an error is a bug of ours: Python's own, in a frame of ours.
+    """Whether an error is a bug of this package: Python raised it in a frame of ours.
 
-    What a call of torch's raises is the model's, wherever it was called: a shape that does not fit. So is what we raise
-    ourselves, unless it is an assertion.
+    An error that a call of torch raises is the model's, wherever the call was: a shape that does not fit, say. So is an error
+    that we raise, unless it is an assertion.
     """
     last: TracebackType | None = error.__traceback__
     if last is None:

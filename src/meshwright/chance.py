@@ -1,9 +1,10 @@
-"""Random numbers of the host (Python's, NumPy's, torch's on the CPU) in a forward: were some drawn? What if others had been?
+"""Random numbers of the host (Python's, NumPy's, torch's on the CPU) in a forward: notes draws, and substitutes other numbers.
 
-Planning runs a forward once, with some numbers. If they decide what is called (``if random.random() < 0.1: continue``), a run
-takes other paths. So a forward that draws is run again: with the smallest numbers, with the largest, and with a few seeds.
+Planning runs a forward once, with some numbers. If they decide which modules are called (``if random.random() < 0.1:
+continue``), a run takes other paths. So a forward that draws runs again: with the smallest numbers, with the largest, and with
+a few seeds.
 
-A generator that a module holds (``self.rng = random.Random(3)``) counts as those of the process do.
+A generator that a module holds (``self.rng = random.Random(3)``) counts like those of the process.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from meshwright.private import TorchDispatchMode
 SMALLEST, LARGEST = "smallest", "largest"
 WAYS: tuple[str | int, ...] = (SMALLEST, LARGEST, 1, 2, 3)
 
-# Python and legacy NumPy draw from a Mersenne Twister, whose state is the next 624 words, each before its last transformation.
-# That makes 0 of 0, and 2³² - 1 of the other. Not all words: numbers that are drawn until one fits would be drawn for ever.
+# Python and legacy NumPy draw from a Mersenne Twister, whose state is the next 624 words, each before its last transformation
+# (tempering). Tempering maps 0 to 0, and the other word to 2³² - 1. Only the first words are set: code that draws until a
+# number fits would otherwise never end.
 _WORDS = {SMALLEST: 0, LARGEST: 0x12DD9BB3}
 _SET = 600
 
 
 class GeneratorUse:
-    """Which generators of the host a forward draws from: those of the process, and those that modules hold.
+    """Notes from which generators of the host a forward draws: those of the process, and those that modules hold.
 
     Attributes:
-        of_host: whether it drew from Python's or NumPy's.
-        of_torch: whether it drew from torch's, on the CPU.
+        of_host: whether it drew from a generator of Python or NumPy.
+        of_torch: whether it drew from a generator of torch on the CPU.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,50 +45,54 @@ class GeneratorUse:
         self.of_host = self.of_torch = False
 
     def noted(self, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        """The same forward, whose draws are noted."""
+        """A function that runs the forward and notes its draws."""
 
         def noting(model: nn.Module) -> Any:
-            held = host_generators(self._model)
-            of_host, of_torch = host_drawn(held), self._torch()
+            generators = host_generators(self._model)
+            of_host, of_torch = host_drawn(generators), self._torch()
             try:
                 return run(model)
             finally:
-                self.of_host |= host_drawn(held) != of_host
+                self.of_host |= host_drawn(generators) != of_host
                 self.of_torch |= self._torch() != of_torch
 
         return noting
 
     def _torch(self) -> tuple[Any, ...]:
-        held = [state_of(g) for g in generators_in(self._model) if isinstance(g, torch.Generator)]
-        return torch.get_rng_state().numpy().tobytes(), held
+        states = [state_of(g) for g in generators_in(self._model) if isinstance(g, torch.Generator)]
+        return torch.get_rng_state().numpy().tobytes(), states
 
 
-def host_drawn(held: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Differs from what it was before if numbers of Python's or NumPy's generator were drawn, or of those in ``held``."""
-    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", drawn_from(held)
+def host_drawn(generators: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """A value that changes if numbers are drawn from Python's or NumPy's generator, or from those in ``generators``."""
+    return random.getstate(), numpy_words() if "numpy" in sys.modules else b"", drawn_from(generators)
 
 
 def drawn_from(generators: Sequence[Any]) -> list[bytes]:
-    """Differs from what it was before if numbers were drawn from one of these."""
+    """A value that changes if numbers are drawn from one of these generators."""
     return [pickle.dumps(g) for g in generators]
 
 
 def host_generators(model: nn.Module) -> list[Any]:
-    """The generators of Python's and NumPy's that modules hold, each once."""
+    """The generators of Python and NumPy that modules hold, each once."""
     return [g for g in generators_in(model) if not isinstance(g, torch.Generator)]
 
 
 def numpy_words() -> bytes:
-    """Bytes of NumPy's default generator that move with each draw: its words and their position. NumPy's own way to tell its
-    state takes 100 µs. Empty for a generator of another kind, which somebody put in its place."""
+    """Bytes of NumPy's default generator that change with each draw: its words and their position. NumPy's own function for
+    its state takes 100 µs. Empty for a generator of another kind, with which somebody has replaced it."""
     bits = sys.modules["numpy"].random.get_bit_generator()
     return ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else b""
 
 
 @contextmanager
 def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[None]:
-    """For the time of a block the generators give other numbers: the smallest, the largest (their first 300), or those of a
-    seed; None: as they are. After it they go on as before. ``model``: so do those that its modules hold."""
+    """Within the block the generators give other numbers; afterwards they continue as if nothing had been drawn.
+
+    Args:
+        way: ``SMALLEST``, ``LARGEST`` (the first 300 numbers) or a seed; None: their own numbers.
+        model: the generators that its modules hold are included.
+    """
     torch_state = torch.get_rng_state()
     try:
         with _host_kept(), held_kept(model):
@@ -104,7 +110,7 @@ def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[N
 
 
 class _TorchDraws(TorchDispatchMode):
-    """Torch's uniform numbers are the smallest, or the largest."""
+    """While on, torch's uniform numbers are the smallest, or the largest, of their range."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -139,15 +145,15 @@ def _numpy_words(way: str) -> Any:
 # --- generators that modules hold -------------------------------------------------------------------------------------
 
 
-_DEPTH = 3  # how far into containers and plain objects to look
+_DEPTH = 3  # how many containers and plain objects to look into, one within the other
 _OF_TORCH = frozenset(vars(nn.Module()))
 _Holder = dict[Any, Any] | list[Any]
 _HOLD_NOTHING = frozenset([bool, int, float, str, type(None), torch.Tensor, nn.Parameter])
 
 
 def held_in_modules(model: nn.Module) -> Iterator[tuple[str, _Holder, Any, Any]]:
-    """(name, holder, key, generator) for each generator that a module holds: torch's, Python's or NumPy's, as an attribute, or
-    in a list, a dict or a plain object of its own; ``holder[key]`` is where."""
+    """(name, holder, key, generator) for each generator of torch, Python or NumPy that a module holds: as an attribute, or in
+    a list, a dict or a plain object. The generator is ``holder[key]``."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
@@ -170,7 +176,7 @@ def held_in_modules(model: nn.Module) -> Iterator[tuple[str, _Holder, Any, Any]]
 
 
 def _holder(value: Any) -> _Holder | None:
-    """Where a container or a plain object holds things; None for everything else."""
+    """The dict or list of the items of a container, or of the attributes of a plain object; None for anything else."""
     if isinstance(value, (dict, list)):
         return value
     plain = (
@@ -185,7 +191,7 @@ def generators_in(model: nn.Module | None) -> list[Any]:
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator, as lists, numbers and text: what JSON can hold, but for NumPy's arrays."""
+    """The state of a generator as lists, numbers and strings, as in JSON; but with NumPy arrays."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
     if isinstance(generator, random.Random):
@@ -195,7 +201,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state_of(generator: Any, state: Any) -> None:
-    """Puts a generator where it was when ``state_of`` was asked."""
+    """Restores the state that ``state_of`` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, random.Random):
@@ -209,7 +215,7 @@ def set_state_of(generator: Any, state: Any) -> None:
 
 @contextmanager
 def held_kept(model: nn.Module | None) -> Iterator[None]:
-    """After a block the generators that modules hold go on as before it."""
+    """Restores the state of the generators that modules hold after the block."""
     before = [(g, state_of(g)) for g in generators_in(model)]
     try:
         yield
@@ -220,19 +226,19 @@ def held_kept(model: nn.Module | None) -> Iterator[None]:
 
 @contextmanager
 def _held_drawing(way: str | int | None, model: nn.Module | None) -> Iterator[None]:
-    """For the time of a block the generators that modules hold give other numbers. NumPy's new ones have no state that gives
-    the smallest or the largest numbers: another one, which has, takes their place."""
-    places = list(held_in_modules(model)) if model is not None and way is not None else []
+    """Within the block the generators that modules hold give other numbers. A new-style generator of NumPy has no state that
+    gives the smallest or the largest numbers: it is replaced by one that has."""
+    slots = list(held_in_modules(model)) if model is not None and way is not None else []
     others: dict[int, Any] = {}
-    for *_, generator in places:
+    for *_, generator in slots:
         if way is not None and id(generator) not in others:
             others[id(generator)] = _other_numbers(generator, way)
     try:
-        for _, holder, key, generator in places:
+        for _, holder, key, generator in slots:
             holder[key] = others[id(generator)]
         yield
     finally:
-        for _, holder, key, generator in places:
+        for _, holder, key, generator in slots:
             if (key in holder if isinstance(holder, dict) else key < len(holder)) and holder[key] is others[
                 id(generator)
             ]:
@@ -240,7 +246,7 @@ def _held_drawing(way: str | int | None, model: nn.Module | None) -> Iterator[No
 
 
 def _other_numbers(generator: Any, way: str | int) -> Any:
-    """The generator, or one in its place, which gives other numbers."""
+    """The generator, set so that it gives other numbers, or another generator that does."""
     numpy = sys.modules.get("numpy")
     if isinstance(generator, torch.Generator):
         generator.manual_seed(way if isinstance(way, int) else 0)
@@ -257,7 +263,7 @@ def _other_numbers(generator: Any, way: str | int) -> Any:
 
 @contextmanager
 def host_seeded(seed: int) -> Iterator[None]:
-    """For the time of a block Python and NumPy draw the numbers of a seed; then they go on as before."""
+    """Within the block Python and NumPy draw the numbers of a seed; afterwards they continue as if nothing had been drawn."""
     with _host_kept():
         seed_host(seed)
         yield
@@ -265,7 +271,7 @@ def host_seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _host_kept() -> Iterator[None]:
-    """After a block Python's and NumPy's numbers go on as before it."""
+    """Restores the state of Python's and NumPy's generators after the block."""
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

@@ -1,6 +1,6 @@
-"""``Branches``: modules of the same inputs, side by side, and how their results become one. A plain module.
+"""``Branches``: a plain module that calls several modules with the same inputs, and joins their results.
 
-On one device it runs them one after the other. A plan may place them on ranks of their own, as any other modules:
+On one device it runs them one after the other. A plan may place each on its own ranks, like any other modules:
 
     modules:
       tracks.branches.left: {on: "tp[0:1]"}
@@ -19,13 +19,13 @@ Join = Callable[[list[Any]], Any]
 
 
 class Branches(nn.Module):
-    """Several modules with the same arguments.
+    """Calls several modules with the same arguments and joins their results.
 
     Args:
         branches: name → module.
-        join: what becomes of their results, in the order of ``branches``: ``sum``, ``mean``; ``cat`` along ``dim``,
-            ``stack`` along a new ``dim``; ``tuple``; ``dict``, by name; or a function of the list of them.
-        dim: of ``cat`` and ``stack``.
+        join: how the results are joined, in the order of ``branches``: ``sum``; ``mean``; ``cat`` along ``dim``; ``stack``
+            along a new ``dim``; ``tuple``; ``dict``, by name; or a function that takes the list of results.
+        dim: the dim for ``cat`` and ``stack``.
 
     Raises:
         ValueError: no branch, or a join that is none of these.

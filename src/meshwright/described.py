@@ -1,5 +1,6 @@
-"""The arguments of an op: its tensors; and all of them as something that can be compared, under which what it gives on meta
-is kept. Many meta kernels are Python, and the blocks of a model ask the same again and again.
+"""The arguments of an op: the tensors among them; and a description of them that can be compared, a key for caches.
+
+Results on meta are cached under it: many meta kernels are Python, and the blocks of a model call them with equal arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshwright.private import pytree
 
 
 class Laid(NamedTuple):
-    """All that counts of a plain tensor for what an op gives on meta."""
+    """The facts of a plain tensor on which the result of an op on meta depends."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +33,8 @@ def laid(t: Tensor) -> Laid:
 
 
 def described(x: Any) -> Any:
-    """An argument as something that can be compared; with its type, as ``1 == 1.0 == True``. It may not be hashable."""
+    """A description of an argument that can be compared. It contains the type, as ``1 == 1.0 == True``. It may not be
+    hashable."""
     kind = type(x)
     if kind in _PLAIN:  # most arguments
         return kind, x
@@ -46,7 +48,7 @@ def described(x: Any) -> Any:
 
 
 def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
-    """What `described` was given, its tensors made by ``tensor``."""
+    """The argument for a description, its tensors made by ``tensor``. The inverse of `described`."""
     if isinstance(x, Laid):
         return tensor(x)
     kind, value = x
@@ -56,7 +58,7 @@ def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
-    """The tensors among what an op takes or gives, which are in lists or tuples at most."""
+    """The tensors among arguments or results of an op, which may be in lists or tuples."""
     tensors: list[Tensor] = []
     for x in arguments:
         if type(x) in _PLAIN:
@@ -69,7 +71,7 @@ def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """The tensors in containers, as pytree finds them, in its order; what it takes for a leaf is not looked into."""
+    """The tensors in containers, in the order of pytree. Objects that are leaves to pytree are not looked into."""
     tensors: list[Tensor] = []
     _look(value, tensors)
     return tensors
@@ -81,7 +83,7 @@ def _look(value: Any, tensors: list[Tensor]) -> None:
         return
     if isinstance(value, Tensor):
         tensors.append(value)
-    elif kind is tuple or kind is list:  # most calls: these three cost a tenth of what pytree does
+    elif kind is tuple or kind is list:  # most calls: these branches take a tenth of pytree's time
         for item in value:
             _look(item, tensors)
     elif kind is dict:
@@ -92,5 +94,5 @@ def _look(value: Any, tensors: list[Tensor]) -> None:
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their elements. (``Tensor.nbytes`` refuses sparse ones.)"""
+    """The bytes of the elements of tensors. (``Tensor.nbytes`` refuses sparse ones.)"""
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,6 +1,6 @@
-"""What is wrong with a plan: every problem at once, each with its place and a fix that can be pasted.
+"""The errors of this package. A `PlanError` reports every problem of a plan at once, with its position and a fix to paste.
 
-Checking code adds to a `Findings` and goes on; `raise_if_any` raises one `PlanError` at the end. So a person
+Checking code adds problems to a `Findings` and continues; `raise_if_any` raises one `PlanError` at the end. So a person
 corrects a plan once, not once per problem.
 
     findings = Findings()
@@ -30,7 +30,14 @@ _LABEL = 10  # columns: "required: "
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. All four are text for a person; `fix` is text to paste, or empty where there is none."""
+    """One problem. All four attributes are text for a person.
+
+    Attributes:
+        where: the position of the problem.
+        given: the wrong value there.
+        required: what would be right.
+        fix: text to paste; empty if there is none.
+    """
 
     where: str
     given: str
@@ -51,8 +58,8 @@ class PlanError(ValueError):
     """Every problem of a plan.
 
     Attributes:
-        findings: the problems, in the order in which they were found; never empty.
-        subject: what the problems are in, as the first line names it.
+        findings: the problems, in the order of the checks; never empty.
+        subject: the thing that has the problems, as the first line names it.
     """
 
     def __init__(self, findings: Iterable[Finding], subject: str = "this plan") -> None:
@@ -62,7 +69,7 @@ class PlanError(ValueError):
 
     @classmethod
     def of(cls, subject: str, *, where: str, given: str, required: str, fix: str = "") -> PlanError:
-        """The error of one problem, if no other can stand beside it. See `Findings.add`."""
+        """The error of a single problem. For the arguments see `Findings.add`."""
         return cls([Finding(where=where, given=given, required=required, fix=fix)], subject)
 
     def __str__(self) -> str:
@@ -78,7 +85,8 @@ class NonFiniteError(RuntimeError):
     """The loss or a gradient is nan or infinite, and the plan says ``nonfinite: stop``. Raised on every rank.
 
     Attributes:
-        step: in which it happened; the parameters are those of the step before.
+        step: the step in which it happened; the parameters are those after the step before.
+        what: the value that is not finite, in words.
     """
 
     def __init__(self, step: int, what: str) -> None:
@@ -93,11 +101,12 @@ class NonFiniteError(RuntimeError):
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should hold the same bits, or do the same, differ. Raised on every rank that can be told.
+    """Ranks that should hold the same bits, or do the same, differ. Raised on every rank that can be reached.
 
     Attributes:
-        step: the first step that compared them and saw it; the optimizer has not stepped since.
-        differences: what differs, with the ranks, one line each.
+        step: the first step whose comparison showed it; the optimizer has not stepped since.
+        differences: one line for each difference, with the ranks.
+        fix: what to do.
     """
 
     def __init__(self, step: int, differences: Sequence[str], fix: str) -> None:
@@ -110,11 +119,11 @@ class ReplicaError(RuntimeError):
 
 
 class UnfrozenError(RuntimeError):
-    """Parameters are trained that were not when the job was made, and stages, or branches, do not send their gradients.
+    """Parameters require gradients that did not when the job was made, so stages or branches do not send their gradients.
     Raised on every rank, before the optimizer steps.
 
     Attributes:
-        names: the parameters, of this rank.
+        names: the parameters of this rank.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -131,8 +140,8 @@ class UnfrozenError(RuntimeError):
 
 
 class RowsError(RuntimeError):
-    """The rows of a step cannot be divided, and only the step's values have shown it: the model acts on values of its rows, or
-    counts what does not follow from the batch alone. Raised on every rank, before the optimizer steps."""
+    """The rows of a step cannot be divided, and only the values of the step show it: the model takes a path by values of its
+    rows, or counts something that does not follow from the batch alone. Raised on every rank, before the optimizer steps."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -146,16 +155,16 @@ class RowsError(RuntimeError):
 
 
 class StageError(RuntimeError):
-    """What went wrong in a pipeline, with the rank, stage and action in which it did."""
+    """An error in a pipeline, with its rank, stage and action."""
 
 
 class UncutPathError(StageError):
-    """A batch takes another path through the model than the sample's, one that the stages cannot run. Told on every rank before
-    anything of the step is done."""
+    """A batch takes a path through the model that the stages cannot run, other than the sample's. Raised on every rank before
+    the step begins."""
 
 
 class CheckpointError(PlanError):
-    """What is wrong with a checkpoint, or why it does not fit: every problem, told as those of a plan are."""
+    """Every problem of a checkpoint, or every reason why it does not fit; reported like those of a plan."""
 
 
 class Findings:
@@ -163,44 +172,44 @@ class Findings:
 
     def __init__(self, subject: str = "this plan") -> None:
         self.subject = subject
-        self._found: list[Finding] = []
+        self._findings: list[Finding] = []
 
     def add(self, *, where: str, given: str, required: str, fix: str = "") -> None:
-        """Note one problem and go on.
+        """Notes one problem.
 
         Args:
-            where: the place, as exact as is known: ``plan.yaml:3:5 (mesh.tpp)``.
-            given: what stands there.
+            where: the position, as exact as it is known: ``plan.yaml:3:5 (mesh.tpp)``.
+            given: the value there.
             required: what would be right there.
-            fix: text that can be pasted; several lines are kept as a block.
+            fix: text to paste; several lines are kept as a block.
         """
-        self._found.append(Finding(where=where, given=given, required=required, fix=fix))
+        self._findings.append(Finding(where=where, given=given, required=required, fix=fix))
 
     def extend(self, findings: Iterable[Finding]) -> None:
-        """Take over the problems that another check found."""
-        self._found.extend(findings)
+        """Adds the problems of another check."""
+        self._findings.extend(findings)
 
     def raise_if_any(self) -> None:
-        """Raise a `PlanError` with every problem, in order; do nothing where there is none."""
-        if self._found:
+        """Raises a `PlanError` with every problem, in order; does nothing if there is none."""
+        if self._findings:
             raise self.error()
 
     def error(self) -> PlanError:
-        """A `PlanError` with every problem, to raise."""
-        return PlanError(self._found, self.subject)
+        """A `PlanError` with every problem, not raised yet."""
+        return PlanError(self._findings, self.subject)
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._findings)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._findings)
 
     def __iter__(self) -> Iterator[Finding]:
-        return iter(tuple(self._found))
+        return iter(tuple(self._findings))
 
 
 def nearest(word: str, words: Iterable[str], most: int = 3) -> tuple[str, ...]:
-    """The words that are spelt most like ``word``, the nearest first; empty where none is near.
+    """The words that are spelt most like ``word``, the nearest first; empty if none is near.
 
     >>> nearest("dp_shrad", ["dp_replicate", "dp_shard", "tp"])
     ('dp_shard',)
@@ -218,7 +227,7 @@ def listing(words: Sequence[str], last: str = "or") -> str:
 
 
 def source_place(file: str, line: int | None = None, column: int | None = None) -> str:
-    """A place in a source, as it is told: the last two parts of the path name it well enough, and fit a line.
+    """A position in a source file for a message: with the last two parts of the path, so that it fits on a line.
 
     >>> source_place("/usr/lib/python3/site-packages/transformers/models/llama/modeling_llama.py", 123)
     'llama/modeling_llama.py:123'
@@ -228,7 +237,7 @@ def source_place(file: str, line: int | None = None, column: int | None = None) 
 
 
 def _field(label: str, text: str) -> str:
-    # Several lines stand as a block below their label: pasted, they keep their own indentation.
+    # Several lines are a block below their label, so that they can be pasted with their own indentation.
     if "\n" in text:
         return f"{label}:\n{indent(text, '    ')}"
     return f"{label + ':':<{_LABEL}}{text}"

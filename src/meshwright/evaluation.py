@@ -1,7 +1,6 @@
 """Which modules of a model are in evaluation mode (``module.eval()``).
 
-A forward may do something else in it. What was found out about a forward, and what was recorded of it, is of the modes that
-its modules had.
+A forward may take another path in it. So what is recorded of a forward holds only for the modes that its modules had then.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ Evaluating = frozenset[str]
 
 
 class Modes:
-    """The modes of the modules of a model, as somebody sets them."""
+    """Reads the modes of the modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.named_modules())  # a walk costs more than a look at each
+        self._modules = list(
+            model.named_modules()
+        )  # listed once: to walk over a model takes longer than to look at each module
 
     def now(self) -> Evaluating:
         """The modules that are in evaluation mode."""
@@ -28,7 +29,7 @@ class Modes:
 
 @contextmanager
 def in_evaluation(model: nn.Module, names: Evaluating) -> Iterator[None]:
-    """For the time of a block these modules of a model are in evaluation mode, and the others train."""
+    """Within the block these modules of a model are in evaluation mode, and all others in training mode."""
     before = [(module, module.training) for module in model.modules()]
     try:
         for name, module in model.named_modules():

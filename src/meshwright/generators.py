@@ -1,15 +1,15 @@
-"""The random state of a rank: every generator that a forward may draw from, as one thing.
+"""``Generators``: the random state of a rank, of every generator from which a forward may draw.
 
-    generator                     starts from               alike on               differs between
+    generator                     seeded from               equal on               differs between
     torch's, of CPU and device    seed, data rank, stage    ranks of a tp group    data ranks, stages
     Python's and NumPy's          seed, data rank           tp group and stages    data ranks
-    those that modules hold       what the model made       tp group
+    those that modules hold       by the model              tp group
 
-Ranks of a tp group run the same forward, so they must draw the same numbers. Stages run the same Python between module
-calls, so Python's and NumPy's numbers, which may decide what is called, are the same on all stages of a pipeline.
+Ranks of a tp group run the same forward, so they must draw the same numbers. Stages run the same Python between module calls,
+so Python's and NumPy's numbers, which may decide what is called, are equal on all stages of a pipeline.
 
-Before each step the ranks compare their states. If something drew on some ranks only (``if rank == 0: torch.rand(1)``),
-all ranks of the group take the state of its first rank, and the job notes it.
+Before each step the ranks compare their states. If only some ranks drew (``if rank == 0: torch.rand(1)``), all ranks of the
+group take the state of its first rank, and the job notes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from meshwright.chance import held_in_modules, numpy_words, seed_host, set_state_of, state_of
 
-State = dict[str, Any]  # name of a generator → its state, as the generator itself gives and takes it
+State = dict[str, Any]  # name of a generator → its state, in the generator's own form
 TORCH = ("cpu", "cuda")
 
 
@@ -39,11 +39,11 @@ def seed_all(seed: int) -> None:
 
 
 class Generators:
-    """The generators that the forward of one rank may draw from.
+    """The generators from which the forward of one rank may draw.
 
     Args:
-        device: the rank's device.
-        model: whose modules may hold generators of their own.
+        device: the device of the rank.
+        model: the model, whose modules may hold generators.
     """
 
     def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
@@ -53,23 +53,23 @@ class Generators:
 
     def start(self, seed: int, data: int, stage: int) -> None:
         """Seeds the generators of data rank ``data`` in the pipeline rank ``stage``."""
-        alike = seed * 1_000_003 + data + 1
-        self.seed(alike)
-        self._seed_torch(alike + stage * 1_000_000_007)
+        for_all_stages = seed * 1_000_003 + data + 1
+        self.seed(for_all_stages)
+        self._seed_torch(for_all_stages + stage * 1_000_000_007)
 
     def seed(self, seed: int) -> None:
-        """Seeds every generator but those that modules hold."""
+        """Seeds every generator except those that modules hold."""
         self._seed_torch(seed)
         seed_host(seed)
 
     def _seed_torch(self, seed: int) -> None:
-        # Not torch.manual_seed: with a GPU that is not in use yet, each call of it keeps a record of the stack.
+        # Not torch.manual_seed: until a GPU is used, each of its calls keeps a stack trace.
         torch.default_generator.manual_seed(seed % 2**63)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed % 2**63)
 
     def state(self, *, held: bool = True) -> State:
-        """The state of every generator; ``held``: of those that modules hold, too."""
+        """The state of every generator; ``held``: including those that modules hold."""
         state: State = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -80,14 +80,14 @@ class Generators:
         return state_digest(self.state())
 
     def host(self, *, held: bool = True) -> State:
-        """The state of every generator but torch's default ones; ``held``: of those that modules hold, too."""
+        """The state of every generator except torch's default ones; ``held``: including those that modules hold."""
         state: State = {"python": random.getstate()}
         if "numpy" in sys.modules:
             state["numpy"] = self._numpy.state()
         return state | {name: state_of(generator) for name, generator in self._held.items() if held}
 
     def set(self, state: State) -> None:
-        """Puts the generators named in ``state`` where they were."""
+        """Restores the generators that ``state`` names."""
         for name, value in state.items():
             if name == "cpu":
                 torch.set_rng_state(value)
@@ -102,7 +102,7 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """For the time of a block; after it the generators are where they were before."""
+        """Restores all generators after the block."""
         before = self.state()
         try:
             yield
@@ -110,15 +110,15 @@ class Generators:
             self.set(before)
 
     def agree(self, group: dist.ProcessGroup, *, torch_too: bool, told: Sequence[int] = ()) -> tuple[bool, list[int]]:
-        """Ranks of a group that were not in step all take the first rank's state. Collective over the group.
+        """If the states of the ranks of a group differ, all take the first rank's. Collective over the group.
 
         Args:
-            group: one that carries tensors of the host, where states are: no device is waited for.
-            torch_too: compare torch's generators, and those that modules hold, as well: stages run other modules.
-            told: what else ranks tell each other with it.
+            group: a group for tensors of the host, where states are, so that no device is waited for.
+            torch_too: also compare torch's generators and those that modules hold. (Stages run different modules.)
+            told: further numbers that ranks exchange in the same collective.
 
         Returns:
-            Whether they were in step; the largest of each number that was told.
+            (whether the states were equal, the maximum over ranks of each number in ``told``).
         """
         state = self.state() if torch_too else self.host(held=False)
         digest = state_digest(state)
@@ -135,7 +135,7 @@ class Generators:
     # --- as tensors, for checkpoints ----------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of every generator as tensors, by name."""
+        """The state of every generator as tensors, by name, for a checkpoint."""
         state = self.state()
         tensors = {name: state.pop(name) for name in TORCH if name in state}
         _, words, gauss = state.pop("python")
@@ -152,7 +152,7 @@ class Generators:
         return tensors
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Puts the generators where they were when ``tensors`` was called."""
+        """Restores the state that ``tensors`` returned."""
         gauss = tensors.get("python_gauss")
         state: State = {"cpu": tensors["cpu"]}
         state["python"] = (3, tuple(tensors["python"].tolist()), None if gauss is None else gauss.item())
@@ -170,16 +170,16 @@ class Generators:
 
 
 def random_numbers_kept() -> AbstractContextManager[None]:
-    """For the time of a block; after it torch's, Python's and NumPy's random numbers go on as before it."""
+    """Restores torch's, Python's and NumPy's generators after the block."""
     on_cuda = torch.cuda.is_initialized()
     return Generators(torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")).kept()
 
 
 class _NumPy:
-    """NumPy's default generator. NumPy takes 100 µs to give or take a state; most forwards draw nothing from it.
+    """NumPy's default generator. NumPy takes 100 µs to return or set a state, and most forwards draw nothing from it.
 
-    So the last state is remembered with the generator's bytes: its 624 words and its position. If these bytes are the
-    same, and no second normal number was waiting, nothing was drawn since.
+    So the last state is cached with the bytes of the generator: its 624 words and its position. If these bytes are equal, and
+    no second normal number was stored, nothing has been drawn since.
     """
 
     def __init__(self) -> None:

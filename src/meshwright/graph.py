@@ -1,13 +1,13 @@
-"""``ModelGraph``: what a forward does, in order: module calls, the torch functions in them, and the values between.
+"""``ModelGraph``: a recorded forward: module calls, the torch functions in them, and the values between, in order.
 
-It is recorded from the model's own forward on a sample that has shapes only (planning/capture.py); cutting a model into
-stages, balancing them, and knowing what crosses a cut all read it. Words used throughout:
+It is recorded from the model's own forward on a sample that has only shapes (planning/capture.py). To cut a model into stages,
+to balance them, and to know which values cross a cut, planning reads it. The words:
 
-    call      one call of a module's forward; known by its *path*: of each module on the way, its name and
-              how often its parent had called it before
-    event     one torch function that depends on parameters or on chance; the n-th in its call
-    value     a tensor that an event gave; other tensors follow from the batch alone and are had by every rank
-    position  of an event in the order of the program; a stage of a pipeline is an interval of positions
+    call      one call of a module's forward. Its *path* has, for each module from the root on, its name and how often its
+              parent had called it before
+    event     one torch function that depends on parameters or values, or draws random numbers; the n-th in its call
+    value     a tensor that an event made; other tensors follow from the batch alone, and every rank computes them
+    position  the number of an event in the order of the program; a stage of a pipeline is an interval of positions
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from typing import Any
 
 Path = tuple[tuple[str, int], ...]
 Segment = tuple[Path, int]
-"""What a checkpoint of the model's own computes again in a backward: the call in which it begins, and which of that call's."""
+"""A segment that a checkpoint of the model recomputes: (path of the call in which it begins, its number in that call)."""
 
-# Random functions that draw as many numbers whatever values they are given: what they draw follows from shapes alone.
+# Random functions for which the number of draws follows from shapes alone, not from values.
 _DRAW_BY_SHAPE = frozenset(
     "rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ uniform_ exponential_ geometric_ log_normal_ \
      cauchy_ random_ dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax".split()
 )
-# Those that do so if the values are ones, which stand for values that are elsewhere; and those that take no values.
+# Functions that also draw the same number if their values are replaced by ones; and functions that take no values.
 _DRAW_OF_ONES = _DRAW_BY_SHAPE | frozenset("multinomial rand randn randint randperm".split())
 
-INTENSITY = 100  # operations that take as long as moving a byte: an accelerator of today, in order of magnitude
+INTENSITY = 100  # floating-point operations in the time in which one byte is moved: the order of today's accelerators
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between events: shape, strides and type; the position of the event that gave it, or last wrote to its memory.
+    """A tensor between events.
 
-    ``storage`` is the same for values that share memory on one device; ``name`` for those that are one tensor, which gets
-    another number whenever something is written to its memory. ``is_leaf``: a gradient of it goes no further back (a view made
-    under ``no_grad`` has one, if what it is a view of has). ``strided``: not sparse, and not nested: the sizes of a nested
-    tensor are 0 here if they are not one number.
+    Attributes:
+        position: the event that made it, or that last wrote to its memory.
+        storage: equal for values that share memory on one device.
+        name: equal for values that are one tensor object; a write to its memory makes a new value of it.
+        is_leaf: its gradient goes no further back. (A view that was made under ``no_grad`` has a gradient if its base has.)
+        strided: neither sparse nor nested. The shape of a nested tensor has 0 for sizes that are not one number.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +58,7 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient of it goes back to what it was made of."""
+        """Whether its gradient flows back to the inputs of the event that made it."""
         return self.requires_grad and not self.is_leaf
 
     @property
@@ -69,24 +71,23 @@ class Event:
     """One torch function of the forward.
 
     Attributes:
-        path: the call that it stands in.
-        index: which event of that call, counted from 0.
-        function: its name.
-        inputs: numbers of the values that it takes.
-        outputs: for each tensor in what it gives, the number of its value (None for a parameter itself).
-        written: the number of the value that its first argument has become, where it writes to it.
-        named: (which of its tensors, number) for those that it takes in shared memory (calls/tracer.py) and that are
-        met for the
-            first time; their numbers are among ``inputs``.
-        renamed: (number, number) of other names of the memory that it writes to: what they were, and are now.
-        parameters: names of the parameters that it takes, and ``buffers``.
-        flops: floating-point operations, of the forward.
-        moved: bytes read and written, of the forward.
-        reads: whether it takes a value out of a tensor (``item``, ``bool``, ``tolist``), for Python to act on.
-        mean_loss: whether it is a mean loss over labels (runtime/rows/counted_uses.py finds those).
+        path: the call in which it is.
+        index: its number among the events of that call, from 0.
+        function: the name of the function.
+        inputs: the numbers of the values that it takes.
+        outputs: for each tensor in its result the number of the value (None for a parameter itself).
+        written: if it writes to its first argument, the number of the value that the argument has become.
+        named: (index among its tensors, number) for each tensor in shared memory (calls/tracer.py) that is a value and had no
+            number before; these numbers are among ``inputs``.
+        renamed: (old number, new number) of the other values in the memory to which it writes.
+        parameters, buffers: the names of those that it takes.
+        flops: floating-point operations of the forward.
+        moved: bytes read and written in the forward.
+        reads: whether Python reads a value by it (``item``, ``bool``, ``tolist``), and may act on the value.
+        mean_loss: whether it is a mean loss over labels (see runtime/rows/counted_uses.py).
         draws: whether it draws from torch's generator, or from one of the model's own.
         line: the model's source line.
-        generators: the ``torch.Generator``s of the model's own that it draws from, each by a number.
+        generators: the numbers of the model's own ``torch.Generator``s from which it draws.
     """
 
     path: Path
@@ -109,33 +110,33 @@ class Event:
 
     @property
     def draws_of_ones(self) -> bool:
-        """Whether a rank that lacks the values can draw as many numbers as one that has them: with ones in their place."""
+        """Whether a rank without the values can draw as many numbers as a rank with them, by using ones instead."""
         return self.function in _DRAW_OF_ONES
 
     @property
     def draws_by_values(self) -> bool:
-        """Whether how many numbers it draws may follow from values: a rank that lacks the values cannot draw as many."""
+        """Whether the number of draws may depend on values, so that a rank without the values cannot draw as many."""
         return self.draws and self.function not in _DRAW_BY_SHAPE
 
     @property
     def plain(self) -> bool:
-        """Whether it needs nothing but values, and counts for nothing but what it gives."""
+        """Whether it takes values alone, and matters by its result alone."""
         return bool(self.inputs) and not (self.reads or self.mean_loss or self.parameters or self.buffers)
 
     @property
     def hands_on(self) -> bool:
-        """Whether it gives parameters as they are, as a cast to the type that they have does: each rank its own."""
+        """Whether it returns parameters themselves, as a cast to the dtype that they have does: each rank returns its own."""
         return not self.inputs and bool(self.parameters) and set(self.outputs) == {None}
 
     @property
     def work(self) -> int:
-        """Operations, and as many for each byte moved as take as long."""
+        """Its cost in operations: ``flops``, and ``INTENSITY`` for each byte moved."""
         return self.flops + INTENSITY * self.moved
 
 
 @dataclass(frozen=True)
 class Grown:
-    """What a call appended to a list that it was given: the how-manieth list, what it appended, the values in that."""
+    """Items that a call appended to a list among its arguments: the number of the list, the items, the values in them."""
 
     which: int
     items: list[Any]
@@ -144,24 +145,25 @@ class Grown:
 
 @dataclass
 class Call:
-    """One call of a module: its events are ``start`` to ``stop``; those of the calls within it are among them.
+    """One call of a module. Its events are ``start <= position < stop``, including those of the calls within it.
 
     Attributes:
-        module: the module's name.
-        outputs: for each tensor in what it returned, the number of its value, or None where it follows from the batch.
-        given: what it was called with, and ``returned``: what it gave, with tensors that have shapes only.
-        taken: the tensors in what it was called with, as they were then: a list among it may have grown since. None stands for
-            one that has values and is not handed on (``calls.stub.without_values``), in ``given``, too.
-        fresh: whether a tensor in what it returned follows from the batch, and was made within; or a function in it may keep
-            such a tensor. No copy of what was recorded can stand in for it.
-        stashed: values that it left on the module, or in what it was called with.
-        visible: whether it changes something that was there before and is used after it: memory that follows from the
-            batch, a list that it was given, an attribute; Python's or NumPy's random numbers. So every stage looks into it.
-        counts: whether it is visible for numbers of Python's alone that nothing else uses: what it has counted, say.
-        grown: what it appended to lists that it was given.
-        acts: whether it reads a value, on which what it does next may follow.
-        leaf: whether the module has no modules within.
-        draws_host: whether it drew random numbers of Python's or NumPy's, or may do so on another way.
+        module: the name of the module.
+        outputs: for each tensor in its result the number of the value; None for one that follows from the batch alone.
+        given: (args, kwargs) of the call, with tensors that have only shapes.
+        returned: its result, with tensors that have only shapes.
+        taken: the tensors among the arguments at the time of the call, as a list among them may have grown since. None, also
+            in ``given``: an argument with values that is no part of the result (``calls.stub.without_values``).
+        fresh: whether a tensor in its result follows from the batch and was made within the call, or a function in the result
+            may keep such a tensor. Then no copy of the recorded result can stand in for it.
+        stashed: values that it left on the module, or in its arguments.
+        visible: whether it changes something that exists before it and is used after it: memory that follows from the batch, a
+            list among its arguments, an attribute; Python's or NumPy's random numbers. So it is open on every stage.
+        counts: whether it is visible only for Python numbers that nothing else uses: a counter, say.
+        grown: the items that it appended to lists among its arguments.
+        acts: whether Python reads a value in it, on which its path may depend.
+        leaf: whether the module has no submodules.
+        draws_host: whether it drew random numbers of Python or NumPy, or may do so on another path.
     """
 
     module: str
@@ -188,9 +190,10 @@ ROOT: Path = (("", 0),)
 
 @dataclass(frozen=True)
 class Span:
-    """Positions between which a forward is not cut: no stage begins at ``first`` + 1 to ``last``.
+    """Positions between which a forward is not cut: no stage begins at ``first + 1`` to ``last``.
 
-    ``why``: for people. ``of_batch``: as a size there is that of this batch. If it must be cut there, each batch is recorded.
+    ``why``: the reason, for people. ``of_batch``: the reason is that a size there belongs to this batch. If there is no other
+    place for a cut, each batch is recorded.
     """
 
     first: int
@@ -201,36 +204,41 @@ class Span:
 
 @dataclass
 class ModelGraph:
-    """A forward, recorded.
+    """A recorded forward.
 
     Attributes:
-        carried: (module, name) of each buffer and attribute that the forward changes and that the next one begins with.
-        changes: (module, name) of each that it changes → the position of the last change.
-        repeated: (module, name) of each constant of Python's (a count of forwards) that it changes whatever the values are →
-            the position by which it has. Each stage changes its own.
-        parameter_writes: parameter that it writes → the position of the last use.
-        listening: positions of what waits for the gradient of a value (``register_hook``).
-        kept: (module, name) of each tensor that modules keep and that the forward changes → the positions of its uses, changes
-            among them, and of its changes.
-        followed: the same forward, recorded with what modules keep as values, where this one is not and it changes some.
-        spans: what memory keeps together, by the rule of planning/memory.py.
-        returned: the values in what the loss function gave.
-        of_this_batch: whether values of the batch were read, so that another batch may take another path.
-        read: the memory of the batch (or of no one knows whom) that these values follow from; None if not all follow from
-            memory: random numbers were drawn.
-        ways: of a read, what its call returned, which another way gives too.
-        outputs: what each event gave, without values.
-        rows: of the batch, where data ranks of branches can each run their own of them; else 0.
-        by_rows: positions of plain functions that give, of some rows, those rows of what they give of all.
-        segments: of checkpoints of the model's own → where their events begin and end.
-        differentiated: position of an event in which the forward asks for gradients itself → the values by which it does; None
-            if it asks by something else, too.
-        own_backwards: whether functions of the model's own (``autograd.Function``) give gradients: they may give none.
-        cuts: where the stages of a pipeline begin, from the second on; None if it cannot be cut so that each has what it takes.
-        resized: whether values are of another length than what calls and events gave when they were recorded.
-        draws: whether the forward drew random numbers of Python's or NumPy's.
-        draws_held: whether it drew some from a generator that a module holds, whose numbers go on from forward to forward: then
-            every stage follows the forward to its end.
+        events: in the order of the program; the index of an event is its position.
+        calls: path → call.
+        values: by number.
+        carried: (module, name) of each buffer and attribute that the forward changes and with which the next one begins.
+        changes: (module, name) of each of them → the position of its last change.
+        repeated: (module, name) of each Python constant that the forward changes whatever the values are (a count of forwards)
+            → the position by which it is changed. Each stage changes its own copy.
+        parameter_writes: parameter that the forward writes → the position of its last use.
+        listening: the positions of hooks that wait for the gradient of a value (``register_hook``).
+        kept: (module, name) of each tensor that modules keep and the forward changes → (the positions of its uses, including
+            changes; the positions of its changes).
+        followed: the same forward, recorded with the tensors that modules keep as values; None if this recording has them as
+            values, or the forward changes none.
+        spans: parts of the forward that may not be cut, by the rule of planning/memory.py.
+        returned: the values in the result of the loss function.
+        of_this_batch: whether Python read values that follow from the batch, so that another batch may take another path.
+        read: the memory, of the batch or of unknown origin, from which the values follow that Python read; None if some do not
+            follow from memory alone, because random numbers were drawn.
+        ways: position of a read → the values that its call returned, which another path returns too.
+        outputs: (path, index) of an event → its result, without values.
+        rows: the number of rows of the batch, if data ranks of branches can each run their own rows; else 0.
+        by_rows: positions of plain functions that work on each row alone: from some rows they make those rows of their result.
+        segments: segment of a checkpoint of the model → (its first event, the end of its events).
+        differentiated: position of an event in which the forward itself computes gradients → the values with respect to which
+            it does; None if there are other inputs too.
+        own_backwards: whether the model's own functions (``autograd.Function``) compute gradients; they may return none.
+        cuts: the positions at which stages begin, from the second on; None if there is no cut for which each stage has the
+            parameters that it uses.
+        resized: whether the values have other lengths than the recorded results of calls and events.
+        draws: whether the forward drew random numbers of Python or NumPy.
+        draws_held: whether it drew from a generator that a module holds. Its numbers continue from forward to forward, so every
+            stage runs the forward to its end.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -260,8 +268,8 @@ class ModelGraph:
     cuts: tuple[int, ...] | None = None
 
     def like(self, number: int, t: Any) -> Any:
-        """A tensor that stood for a value when it was recorded, of the shape that the value has: the forward may have changed
-        the tensor's in place since (``unsqueeze_``)."""
+        """The recorded tensor ``t`` of a value, with the shape of the value: the forward may have changed the shape of the
+        tensor in place later (``unsqueeze_``)."""
         value = self.values[number]
         if tuple(t.shape) == value.shape and (not value.stride or t.stride() == value.stride):
             return t
@@ -269,17 +277,17 @@ class ModelGraph:
 
     @cached_property
     def signature(self) -> int:
-        """The same for forwards that took the same path with the same shapes."""
+        """A hash, equal for forwards that took the same path with the same shapes."""
         shapes = tuple((v.shape, v.stride, v.dtype, v.requires_grad) for v in self.values)
         return hash((tuple((e.path, e.index, e.function, e.inputs, e.outputs) for e in self.events), shapes))
 
     @cached_property
     def positions(self) -> Mapping[tuple[Path, int], int]:
-        """(path of the call, which event in it) → position."""
+        """(path of the call, index of the event in it) → position."""
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
     def made(self, position: int) -> list[int]:
-        """The values that an event made: not those that it gave as it took them, as a dropout does that is off."""
+        """The values that an event made, without those that it returned unchanged (as a dropout does that is off)."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]
         numbers = (n for n in (*named, *event.outputs, event.written) if n is not None)
@@ -296,12 +304,12 @@ class ModelGraph:
 
     @cached_property
     def live(self) -> frozenset[int]:
-        """The values that get a gradient in a backward from what was returned."""
+        """The values that get a gradient in a backward from ``returned``."""
         live = {n for n in self.returned if self.values[n].differentiable}
-        shared: set[int] = set()  # memory, of which a name is met that had no number when it was written
+        shared: set[int] = set()  # memory that is used later by a tensor without a number at the time of the write
         for position in range(len(self.events) - 1, -1, -1):
             event = self.events[position]
-            # What is written to one name of a memory is had by all of them.
+            # A write through one tensor reaches all values in its memory.
             now = {new for _, new in event.renamed if new in live}
             live.update(old for old, new in event.renamed if new in now and self.values[old].differentiable)
             written = event.written is not None and self.values[event.written].storage in shared
@@ -312,14 +320,14 @@ class ModelGraph:
 
     @cached_property
     def may_lack_gradients(self) -> bool:
-        """Whether a backward may give no gradient to what seems to get one: a value decides which way a forward goes, or a
-        function of the model's own gives gradients."""
+        """Whether a value in ``live`` may get no gradient: Python acts on values, or the model's own functions compute
+        gradients."""
         acts = any(event.reads and event.inputs for event in self.events)
         return self.own_backwards or acts or bool(self.ways)
 
     @cached_property
     def drawn_from(self) -> dict[int, list[int]]:
-        """Generator of the model's own → positions of the events that draw from it."""
+        """Number of a generator of the model's own → positions of the events that draw from it."""
         positions: dict[int, list[int]] = {}
         for i, event in enumerate(self.events):
             for generator in event.generators:
@@ -328,8 +336,8 @@ class ModelGraph:
 
     @cached_property
     def drawn_along(self) -> dict[int, list[int]]:
-        """Those of them from which a rank that lacks the values draws as many numbers as one that has them: no draw depends on
-        values, none is in a call that acts on values, and no checkpoint of the model's own draws again."""
+        """The entries of ``drawn_from`` for generators from which a rank without the values can draw as many numbers as a rank
+        with them: no draw depends on values, or is in a call that acts on values, or is repeated by a checkpoint."""
         acting = [(p, e.path) for p, e in enumerate(self.events) if e.reads and e.inputs]
 
         def follows(position: int) -> bool:
@@ -342,30 +350,31 @@ class ModelGraph:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """The memory (``Value.storage``) that events write."""
+        """The memory (``Value.storage``) to which events write."""
         return frozenset(self.values[n].storage for p in range(len(self.events)) for n in self.writes(p))
 
     @cached_property
     def outlasting(self) -> frozenset[int]:
-        """The memory, of values, that was there without an event that gave it: what modules keep, and what follows from the
-        batch. Every stage has its own."""
-        given = {n for event in self.events for n in event.outputs if n is not None and n != event.written}
-        names = {self.values[n].name for n in given}
+        """The memory of values that no event made: tensors that modules keep, and that follow from the batch. Every stage has
+        its own copy."""
+        results = {n for event in self.events for n in event.outputs if n is not None and n != event.written}
+        names = {self.values[n].name for n in results}
         return frozenset(value.storage for value in self.values if value.name not in names) - {0}
 
     @cached_property
     def names_met(self) -> list[tuple[int, int]]:
-        """(position, memory) of each tensor that is met in memory which an event before has written, or that modules keep."""
+        """(position, memory) of each tensor that is first used as a value because an earlier event wrote to its memory, or a
+        module keeps it."""
         return [(p, self.values[n].storage) for p, event in enumerate(self.events) for _, n in event.named]
 
     def writes(self, position: int) -> list[int]:
-        """The values that an event writes: what its target has become, and other names of that memory."""
+        """The values that an event writes: the new numbers of its target and of other values in that memory."""
         event = self.events[position]
         return [n for n in (event.written, *(now for _, now in event.renamed)) if n is not None]
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:
-        """Parameter → positions of the events that take it."""
+        """Name of a parameter → positions of the events that take it."""
         uses: dict[str, list[int]] = {}
         for i, event in enumerate(self.events):
             for name in event.parameters:

@@ -1,4 +1,4 @@
-"""Which process this is, and whether another one still lives, as Linux tells it; other systems tell nothing."""
+"""The identity of processes on Linux: which machine this is, when a process started, whether it still runs. Empty elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cache
 
 @cache
 def machine() -> str:
-    """This machine since its start, and this process's namespace of process numbers; empty if the system does not tell.
+    """The boot of this machine and the PID namespace of this process; empty if the system does not say.
 
-    Only processes of the same machine in this sense can be told apart by their numbers. A host's name does not do: two
-    containers may have the same.
+    Only processes with an equal text can be told apart by their PIDs. The name of the host does not suffice: two containers
+    may have the same.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -21,19 +21,19 @@ def machine() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process of this machine was started, as its kernel counts; empty if it is gone, or the kernel does not tell."""
+    """The start time of a process on this machine, as the kernel counts; empty if it has ended, or the kernel does not say."""
     state = _stat(pid)
     return state[19] if state else ""
 
 
 def lives(pid: int, since: str) -> bool:
-    """Whether the process of this machine that was started then still runs: neither ended, nor another of its number."""
+    """Whether the process with this PID and start time still runs: it has not ended, and no other has its PID."""
     state = _stat(pid)
     return bool(state) and state[0] not in "ZX" and state[19] == since
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on; empty if it is gone, or on another system."""
+    """The fields of ``/proc/<pid>/stat`` from the state on; empty if the process has ended, or on another system."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,11 +1,11 @@
-"""What one rank holds of a tensor along one mesh axis.
+"""Layouts: what one rank holds of a tensor along one mesh axis.
 
-    REPLICATE   all of it
-    Shard       a slice along one tensor dim; of each fused block, where the dim is several blocks (a fused QKV)
+    REPLICATE   the whole tensor
+    Shard       a slice along one tensor dim; if the dim consists of fused blocks (a fused QKV), a slice of each block
     PARTIAL     a summand: the tensor is the sum over the axis
-    REMOTE      nothing: the value lives on other ranks
+    REMOTE      nothing: the value is on other ranks
 
-A layout is a value: it names no process group and no rank, so that a picture of a hypothetical one can be drawn.
+A layout is a value: it names no process group and no rank, so that it can be drawn for a mesh that does not exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Remote:
-    """This rank holds nothing: the value lives on other ranks."""
+    """This rank holds nothing: the value is on other ranks."""
 
     def __str__(self) -> str:
         return "Remote"
@@ -50,8 +50,13 @@ class Remote:
 class Shard:
     """A slice along tensor dim ``dim``.
 
-    ``pieces[p][r]`` is how many elements of fused block ``p`` rank ``r`` holds. An ordinary cut has one block; a
-    fused QKV has three, each cut, and a rank's local tensor is its slices of the blocks, one after another.
+    ``pieces[p][r]`` is the number of elements of fused block ``p`` on rank ``r``. An ordinary tensor has one block. A fused QKV
+    has three, and each is sharded; the local tensor of a rank is its slices of the blocks, one after another.
+
+    >>> Shard(0, ((3, 2),)).intervals(1)
+    ((3, 5),)
+    >>> Shard(0, ((2, 2), (2, 2))).intervals(1)
+    ((2, 4), (6, 8))
     """
 
     dim: int
@@ -81,7 +86,7 @@ class Shard:
 
     @cached_property
     def locals(self) -> tuple[int, ...]:
-        """Elements of the dim that each rank holds. Some functions refuse a local tensor of none: ask this on every rank."""
+        """Elements of the dim on each rank. (Some functions refuse a local tensor without elements; all ranks must know.)"""
         return tuple(map(self.local, range(self.ranks)))
 
     def intervals(self, rank: int) -> tuple[Interval, ...]:
@@ -95,11 +100,11 @@ class Shard:
         return tuple(intervals)
 
     def on(self, dim: int) -> Shard:
-        """The same cut of another dim."""
+        """The same pieces along another dim."""
         return self if dim == self.dim else Shard(dim, self.pieces)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The slice of ``whole`` that ``rank`` holds: a view where the slice is one range."""
+        """The slice of ``whole`` that ``rank`` holds: a view if the slice is one range, else a copy."""
         ranges = self.intervals(rank)
         if not ranges:
             return whole.narrow(self.dim, 0, 0)
@@ -122,10 +127,13 @@ REPLICATE, PARTIAL, REMOTE = Replicate(), Partial(), Remote()
 
 
 def shares(size: int, ranks: int, units: int | None = None) -> tuple[int, ...]:
-    """How ``size`` elements, in ``units`` equal pieces that may not be broken, are shared over ``ranks``.
+    """The elements on each rank, if ``size`` elements in ``units`` equal pieces that may not be divided are shared over ranks.
 
-    The shares of ``torch.chunk``, so that DTensor agrees; where that would leave a rank with nothing though there is
-    a unit for each, balanced shares, the larger first.
+    They are the sizes of ``torch.chunk``, as DTensor has them. If these leave a rank without elements although there is a unit
+    for each, they are balanced, the larger ones first.
+
+    >>> shares(10, 4), shares(5, 4), shares(12, 2, units=3)
+    ((3, 3, 3, 1), (2, 1, 1, 1), (8, 4))
     """
     units = size if units is None else units
     if units <= 0 or size % units:
@@ -138,20 +146,20 @@ def shares(size: int, ranks: int, units: int | None = None) -> tuple[int, ...]:
 
 
 def even_shard(dim: int, blocks: int | Sequence[int], ranks: int, units: int | None = None) -> Shard:
-    """An even cut of ``dim``: of one block of that many elements, or of several fused ones.
+    """An even ``Shard`` of ``dim``, which has one block of that many elements, or several fused blocks.
 
-    ``units``: how many equal pieces of each block may not be broken (attention heads); default every element.
+    ``units``: the number of equal pieces of the dim that may not be divided (attention heads); default: every element.
     """
     blocks = (blocks,) if isinstance(blocks, int) else blocks
     return Shard(dim, tuple(shares(b, ranks, None if units is None else gcd(units, b)) for b in blocks))
 
 
 def regroup(layout: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
-    """The cut of a tensor of shape ``before`` as it reads after a reshape to shape ``after``.
+    """The layout of a tensor after a reshape from shape ``before`` to shape ``after``.
 
-    Dims are matched in the smallest groups of equal products. Within the group of the sharded dim the held elements form
-    a pattern over the flattened group; the first dim of ``after`` that can carry the pattern takes it. None where no
-    dim can: then the reshape mixes what different ranks hold.
+    Dims are matched in the smallest groups of equal products. Within the group of the sharded dim, the elements of a rank form
+    a pattern over the flattened group; the first dim of ``after`` that can express the pattern is the sharded one. None if no
+    dim can: then the reshape mixes elements of different ranks.
     """
     group = reshape_group(layout.dim, before, after)
     if group is None:
@@ -169,17 +177,18 @@ def regroup(layout: Shard, before: Sequence[int], after: Sequence[int]) -> Shard
 
 
 def reshape_group(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[Interval, Interval] | None:
-    """The ranges of dims of ``before`` and ``after`` that a reshape maps onto each other and that hold ``dim``."""
+    """The ranges of dims of ``before`` and of ``after`` that a reshape maps onto each other, for the group that contains
+    ``dim``."""
     i = j = 0
     while i < len(before):
         start, to_start = i, j
-        left, right = before[i], after[j] if j < len(after) else 1
+        product, to_product = before[i], after[j] if j < len(after) else 1
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right and i < len(before):
-                left, i = left * before[i], i + 1
+        while product != to_product:
+            if product < to_product and i < len(before):
+                product, i = product * before[i], i + 1
             elif j < len(after):
-                right, j = right * after[j], j + 1
+                to_product, j = to_product * after[j], j + 1
             else:
                 return None
         if start <= dim < i:
@@ -207,15 +216,15 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _cat(tensors: list[Any], dim: int) -> Any:
-    import torch  # words import torch only where tensors are at hand already
+    import torch  # imported only if there are tensors: layouts alone need no torch
 
     return torch.cat(tensors, dim)
 
 
 def in_one_dim(t: Tensor) -> Tensor:
-    """The elements of a tensor in one dim, one after another in memory; those of a contiguous tensor where they lie.
+    """The elements of a tensor in one dim with stride 1; a view if the tensor is contiguous.
 
-    To torch a tensor of one element is contiguous whatever its strides, and ``reshape(-1)`` keeps these; but a tensor is read
-    as bytes only if its last stride is 1.
+    To torch a tensor of one element is contiguous whatever its strides, and ``reshape(-1)`` keeps them; but a tensor can be
+    viewed as bytes only if its last stride is 1.
     """
     return t.contiguous().as_strided((t.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""The mesh: named axes and their sizes, and which ranks stand together on each axis.
+"""``Mesh``: named axes and their sizes, and the groups of ranks along each axis.
 
 Ranks are numbered with the last axis fastest, as `init_device_mesh` of `torch.distributed` does:
 
@@ -6,7 +6,7 @@ Ranks are numbered with the last axis fastest, as `init_device_mesh` of `torch.d
                   dp_shard 0      0     1     2       tp:       {0, 1, 2} {3, 4, 5}
                   dp_shard 1      3     4     5       dp_shard: {0, 3} {1, 4} {2, 5}
 
-A mesh is a value: it starts nothing, holds no process group, and may be larger than any machine at hand.
+A mesh is a value: it starts no process, holds no process group, and may be larger than the machine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Mesh:
     """Named axes and their sizes, outermost first.
 
     Attributes:
-        axes: pairs of name and size, in the order given; aliases are resolved.
+        axes: pairs of name and size, in the order in which they were passed; aliases are resolved.
 
     Raises:
-        PlanError: an unknown axis, one given twice, a size that is not a whole number of at least 1, no axis.
+        PlanError: an unknown axis, an axis twice, a size that is not a whole number of at least 1, or no axis.
 
     Example:
         >>> mesh = Mesh.parse("dp_shard=2,tp=3")
@@ -75,7 +75,7 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks."""
         return prod(self.shape)
 
     @property
@@ -87,11 +87,11 @@ class Mesh:
         return tuple(size for _, size in self.axes)
 
     def axis_size(self, name: str) -> int:
-        """The size of an axis: 1 where the mesh lacks it. Raises ValueError for a word that is no axis."""
+        """The size of an axis; 1 if the mesh lacks it. Raises ValueError for a word that is no axis."""
         return dict(self.axes).get(_known(name), 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis. Raises ValueError where the mesh has no such rank."""
+        """The index of a rank on each axis. Raises ValueError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
         indices = []
@@ -101,17 +101,17 @@ class Mesh:
         return dict(reversed(indices))
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate; an axis left out stands at 0. The inverse of `coordinate`.
+        """The rank at a coordinate; the index on an axis left out is 0. The inverse of `coordinate`.
 
-        Raises ValueError for a place beyond an axis's end: of an axis that the mesh lacks, any but 0.
+        Raises ValueError for an index beyond the end of an axis. (An axis that the mesh lacks has size 1.)
         """
-        places = {_known(name): index for name, index in coordinate.items()}
-        for name, index in places.items():
+        indices = {_known(name): index for name, index in coordinate.items()}
+        for name, index in indices.items():
             if not 0 <= index < self.axis_size(name):
                 raise ValueError(f"no {name} {index} in the mesh {self}")
         rank = 0
         for name, size in self.axes:
-            rank = rank * size + places.get(name, 0)
+            rank = rank * size + indices.get(name, 0)
         return rank
 
     def along(self, ranks: Sequence[int]) -> str:
@@ -120,19 +120,19 @@ class Mesh:
         >>> Mesh.parse("dp_shard=2,tp=2").along([0, 2]), Mesh.parse("dp_shard=2,tp=2").along(range(4))
         ('dp_shard', 'dp_shard·tp')
         """
-        at = [self.coordinate(rank) for rank in ranks]
-        return "·".join(axis for axis in self.names if len({where[axis] for where in at}) > 1)
+        coordinates = [self.coordinate(rank) for rank in ranks]
+        return "·".join(axis for axis in self.names if len({c[axis] for c in coordinates}) > 1)
 
     def groups(self, *names: str) -> list[list[int]]:
-        """The groups of ranks that differ along the named axes only; in rank order, within and among them.
+        """The groups of ranks that differ along the named axes only, sorted by rank, within and among the groups.
 
-        Every rank is in exactly one group. An axis that the mesh lacks adds nothing.
+        Every rank is in exactly one group. An axis that the mesh lacks has no effect.
         """
-        inside = self._offsets(names, along=True)
-        return [[first + offset for offset in inside] for first in self._offsets(names, along=False)]
+        offsets = self._offsets(names, along=True)
+        return [[first + offset for offset in offsets] for first in self._offsets(names, along=False)]
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """The group along the named axes that ``rank`` is in: its row of `groups`."""
+        """The group along the named axes that contains ``rank``: one of `groups`."""
         along = {_known(name) for name in names}
         first = self.rank({name: 0 if name in along else i for name, i in self.coordinate(rank).items()})
         return [first + offset for offset in self._offsets(names, along=True)]
@@ -144,26 +144,29 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Into how many pieces the rows of a batch are divided."""
+        """The number of data ranks: of pieces into which the rows of a batch are divided."""
         return prod(self.axis_size(name) for name in self.data_axes)
 
     def data_index(self, rank: int) -> int:
-        """Which of the `data_size` pieces of a batch a rank reads; a ``tp`` group reads the same."""
+        """Which of the `data_size` pieces of a batch a rank reads; the ranks of a ``tp`` group read the same one."""
         return self.group_of(rank, *self.data_axes).index(rank)
 
     def picture(self) -> str:
-        """Who is with whom, as text: the table of ranks, each axis's groups. Large meshes are abridged."""
-        return "\n".join([f"{self}: {self.size} rank{'s'[: self.size > 1]}", "", *_table(self), "", *_company(self)])
+        """The mesh as text: a table of the ranks, and the groups along each axis. Large meshes are abridged."""
+        return "\n".join(
+            [f"{self}: {self.size} rank{'s'[: self.size > 1]}", "", *_table(self), "", *_group_lines(self)]
+        )
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes)
 
     def _offsets(self, names: Iterable[str], *, along: bool) -> list[int]:
-        """The rank differences that walking the named axes (not ``along``: the others) reaches, ascending."""
-        walked = {_known(name) for name in names}
-        sizes = [size if (name in walked) is along else 1 for name, size in self.axes]
+        """The rank numbers at all indices of the named axes (not ``along``: of all other axes), with index 0 on the rest;
+        ascending."""
+        named = {_known(name) for name in names}
+        sizes = [size if (name in named) is along else 1 for name, size in self.axes]
         strides = [prod(self.shape[i + 1 :]) for i in range(len(self.axes))]
-        return [sum(i * s for i, s in zip(place, strides, strict=True)) for place in product(*map(range, sizes))]
+        return [sum(i * s for i, s in zip(indices, strides, strict=True)) for indices in product(*map(range, sizes))]
 
 
 MeshLike: TypeAlias = Mesh | Mapping[str, int] | str
@@ -172,12 +175,12 @@ MeshLike: TypeAlias = Mesh | Mapping[str, int] | str
 def read_mesh(
     spec: object, findings: Findings, where: Callable[[str], str], aliases: Mapping[str, str] = ALIASES
 ) -> Mesh | None:
-    """A mesh from anything; None where something is wrong with it, which is then in ``findings``.
+    """A mesh from any value; None if the value is wrong.
 
     Args:
-        spec: what `Mesh.parse` takes, or anything else (a finding).
-        findings: where problems go.
-        where: the place of an axis, as findings name it; of the mesh itself for ``""``.
+        spec: an argument of `Mesh.parse`; anything else is a finding.
+        findings: problems are added to it.
+        where: name of an axis → its position, for a finding; ``""`` → the position of the mesh.
         aliases: other words for axes.
     """
     if isinstance(spec, Mesh):
@@ -196,7 +199,7 @@ def read_mesh(
 
 
 def _pairs(text: str, findings: Findings, where: Callable[[str], str]) -> tuple[tuple[str, object], ...]:
-    """``"dp_shard=2,tp=2"`` as pairs. The sign between axes may be ``×`` too, as a mesh is printed."""
+    """``"dp_shard=2,tp=2"`` as pairs. ``×`` may stand between axes too, as in the text of a mesh."""
     pairs: list[tuple[str, object]] = []
     for item in text.replace("×", ",").split(",") if text.strip() else ():
         name, sign, size = (part.strip() for part in item.partition("="))
@@ -216,27 +219,27 @@ def _checked(
     *,
     text: bool,
 ) -> tuple[tuple[str, int], ...]:
-    """The pairs, aliases resolved; problems go to ``findings``. ``text``: fixes as ``a=2``, not ``a: 2``."""
+    """The pairs with aliases resolved; problems are added to ``findings``. ``text``: write fixes as ``a=2``, not ``a: 2``."""
     sign = "=" if text else ": "
     sizes: dict[str, int] = {}
-    words: dict[str, object] = {}  # how each axis was spelt where it was given first
+    words: dict[str, object] = {}  # axis → the word by which it was named first
     if not pairs:
         required = f"at least one axis: {listing(AXES)}"
         findings.add(where=where(""), given="no axis", required=required, fix=f"dp_shard{sign}1")
     for word, size in pairs:
         name = aliases.get(word, word) if isinstance(word, str) else str(word)
-        place = where(str(word))
+        position = where(str(word))
         if name not in AXES:
             required, axis = _no_axis(name)
             fix = f"{axis}{sign}{_size(size)}"
-            findings.add(where=place, given=f"the axis {name}", required=required, fix=fix)
+            findings.add(where=position, given=f"the axis {name}", required=required, fix=fix)
         elif name in words:
             other = f", another word for {words[name]}" if word != words[name] else " again"
             fix = f"{name}{sign}{sizes.get(name, 2)}"
-            findings.add(where=place, given=f"{word}{sign}{size}{other}", required="each axis once", fix=fix)
+            findings.add(where=position, given=f"{word}{sign}{size}{other}", required="each axis once", fix=fix)
         if not _is_size(size):
             fix = f"{name if name in AXES else 'tp'}{sign}2"
-            findings.add(where=place, given=f"{word}{sign}{size}", required="a whole number of at least 1", fix=fix)
+            findings.add(where=position, given=f"{word}{sign}{size}", required="a whole number of at least 1", fix=fix)
         if name in AXES:
             words.setdefault(name, word)
             sizes.setdefault(name, _size(size))
@@ -244,7 +247,7 @@ def _checked(
 
 
 def _no_axis(name: str) -> tuple[str, str]:
-    """What is required where a word that is no axis was given, and the axis to put there."""
+    """For a word that is no axis: (what is required, the axis to suggest)."""
     near = nearest(name, (*AXES, *ALIASES))
     if not near:
         return f"an axis: {listing(AXES)}", "dp_shard"
@@ -252,7 +255,7 @@ def _no_axis(name: str) -> tuple[str, str]:
 
 
 def _size(size: object) -> int:
-    """A size that can stand in a fix: the given one where it is one."""
+    """A size for a fix: ``size`` itself if it is valid, else 2."""
     return size if isinstance(size, int) and _is_size(size) else 2
 
 
@@ -261,7 +264,7 @@ def _is_size(size: object) -> bool:
 
 
 def _known(name: str) -> str:
-    """The axis that a word names; ValueError where none."""
+    """The axis that a word names. Raises ValueError if it names none."""
     axis = ALIASES.get(name, name)
     if axis not in AXES:
         raise ValueError(f"no axis {name!r}: required is {_no_axis(name)[0]}")
@@ -272,11 +275,11 @@ def _place(axis: str) -> str:
     return f"mesh.{axis}" if axis else "mesh"
 
 
-_MOST = 8  # rows, columns and groups that a picture shows in full
+_MOST = 8  # up to so many rows, columns and groups are shown in full
 
 
 def _table(mesh: Mesh) -> list[str]:
-    """The ranks: the last axis across, a row for each place on the others."""
+    """The table of ranks: a column for each index on the last axis, a row for each combination on the other axes."""
     *outer, (last, width) = mesh.axes
     columns = _few(list(range(width)))
     body = []
@@ -284,15 +287,15 @@ def _table(mesh: Mesh) -> list[str]:
         if row is None:
             body.append(["…"] * (len(columns) + 1))
             continue
-        here = {name: index for (name, _), index in zip(outer, row, strict=True)}
-        label = " · ".join(f"{name} {index}" for name, index in here.items())
-        body.append([label, *("…" if c is None else str(mesh.rank({**here, last: c})) for c in columns)])
+        indices = {name: index for (name, _), index in zip(outer, row, strict=True)}
+        label = " · ".join(f"{name} {index}" for name, index in indices.items())
+        body.append([label, *("…" if c is None else str(mesh.rank({**indices, last: c})) for c in columns)])
     rows = [["", *("…" if c is None else f"{last} {c}" for c in columns)], *body]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def _company(mesh: Mesh) -> list[str]:
+def _group_lines(mesh: Mesh) -> list[str]:
     """A line for each axis: its groups."""
     wide = max(len(name) for name in mesh.names)
     lines = []
@@ -307,5 +310,5 @@ def _braces(group: list[int]) -> str:
 
 
 def _few(items: list[_T]) -> list[_T | None]:
-    """The items, or where they are many the first and the last, with None for those between."""
+    """The items; of many items the first ones and the last, with None for those between."""
     return [*items] if len(items) <= _MOST else [*items[: _MOST - 2], None, items[-1]]

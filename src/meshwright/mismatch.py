@@ -1,4 +1,4 @@
-"""``Mismatch``: where a rank of a job does not hold what the recipe says. An alarm, and no picture."""
+"""``Mismatch``: a parameter whose part on a rank is not what the recipe says. A sign of a bug."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A parameter of which a rank does not hold what the recipe says. ``recipe``, ``held``: for a person."""
+    """A parameter whose part on a rank is not what the recipe says. ``recipe``: what it should hold; ``held``: what it holds;
+    both as text."""
 
     rank: int
     parameter: str

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, those that differ in whole numbers only folded into one.
+"""Folds names of modules and parameters that differ only in numbers into one label.
 
 layers.0.up, layers.1.up, layers.2.up, head ──► layers.{0…2}.up ×3, head
 """
@@ -13,7 +13,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Folded:
-    """Names, and the label that stands for exactly these: their common text, with the ranges of its numbers."""
+    """Several names and one label for exactly these: their common text, with ranges in place of numbers."""
 
     label: str
     names: tuple[str, ...]
@@ -23,12 +23,12 @@ class Folded:
 
 
 def few(names: Collection[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are: ``a, b, c and 2 more``."""
+    """The first ``most`` names, and the number of further ones: ``a, b, c and 2 more``."""
     return ", ".join([*names][:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def fold_names(names: Iterable[str]) -> tuple[Folded, ...]:
-    """The names, folded, in the order of the first of each.
+    """The folded names, in the order of the first name of each.
 
     >>> [str(folded) for folded in fold_names(["h.0.attn", "h.1.attn", "head"])]
     ['h.{0…1}.attn', 'head']
@@ -42,23 +42,23 @@ def fold_names(names: Iterable[str]) -> tuple[Folded, ...]:
 
 
 def fold_alike(names: list[str]) -> list[Folded]:
-    """Names of one pattern, folded where every combination of their numbers is there."""
+    """Folds names of one pattern. A fold must have every combination of its numbers; else there are several folds."""
     choices = [sorted(set(column)) for column in zip(*map(_numbers, names), strict=True)]
     if prod(map(len, choices)) == len(names):
         return [Folded(_label(names[0], choices), tuple(names))]
     # Some combinations are missing: fold by the first number alone, for each choice of the others.
-    rest = sorted(names, key=lambda name: (_numbers(name)[1:], _numbers(name)))
-    groups = groupby(rest, lambda name: _numbers(name)[1:])
+    ordered = sorted(names, key=lambda name: (_numbers(name)[1:], _numbers(name)))
+    groups = groupby(ordered, lambda name: _numbers(name)[1:])
     return [folded for _, group in groups for folded in fold_alike(list(group))]
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """A key to sort names by, in which layer 10 comes after layer 9."""
+    """A sort key for names, by which layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def pattern(name: str) -> tuple[str, ...]:
-    """What names that may be folded share."""
+    """A name with ``#`` in place of numbers: names with an equal pattern may be folded."""
     return tuple("#" if part.isdigit() else part for part in name.split("."))
 
 
@@ -72,7 +72,7 @@ def _label(name: str, choices: list[list[int]]) -> str:
 
 
 def _range(numbers: list[int]) -> str:
-    """The numbers as a label has them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
+    """The numbers as a label shows them: ``4``, ``{0…31}``, ``{0,2…30}``, ``{0,1,5}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     steps = {b - a for a, b in pairwise(numbers)}

@@ -1,4 +1,4 @@
-"""``make_job``: from a model and a plan with a mesh to a job; and ``make_recipe``, its first half, which needs no processes.
+"""``make_job``: a model and a plan with a mesh → a job; and ``make_recipe``, its first half, which needs no processes.
 
 build, plan, batch ──► Planned.recipe ──► make_groups ──► apply ──► Job
                        └ make_recipe ┘
@@ -60,34 +60,34 @@ def make_job(
     """A model, laid out over the mesh of a plan. Collective: every rank calls it alike.
 
     Args:
-        plan: with one mesh, or with several, of which one has as many ranks as there are processes.
-        notes: how the plan was found; they stand first in the job's notes.
+        plan: a plan with one mesh, or with several, one of which has as many ranks as there are processes.
+        notes: notes on how the plan was found; they come first in the job's notes.
 
     The other arguments are those of ``parallelize``.
 
     Raises:
         PlanError: with every problem of the plan, before anything starts.
     """
-    # What runs a recipe: whoever asks for a recipe alone does not wait for it.
+    # Imported here, so that a caller of ``make_recipe`` does not wait for it.
     from meshwright.runtime.apply import apply
     from meshwright.runtime.groups import ensure_world, make_groups
 
     loss = loss or output_loss
-    place = ensure_world(device, timeout)
+    this_device = ensure_world(device, timeout)
     plan = plan.at(dist.get_world_size())
     plan.check_mesh()
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     planned = Planned(build, plan, batch, loss, dtype)
     planned = planned.under(_agreed(replace(planned.recipe, notes=(*notes, *planned.recipe.notes))))
-    groups = make_groups(planned.recipe, place, timeout)
+    groups = make_groups(planned.recipe, this_device, timeout)
     return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
-    """Every decision about a model under a plan; starts no process and allocates no parameter.
+    """Every decision about a model under a plan. Starts no process and allocates no parameter.
 
-    ``batch``: of all data ranks together; each needs a row of it.
+    ``batch``: the batch of all data ranks together, with at least one row for each.
 
     Raises:
         PlanError: with every problem of the plan.
@@ -96,7 +96,7 @@ def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = No
 
 
 class Planned:
-    """A model with parameters of shapes only, and its recipe; its forward can be run again for its shapes."""
+    """A model whose parameters have shapes only, with its recipe. Its forward can run again, to record it for other shapes."""
 
     @one_process()
     def __init__(
@@ -126,19 +126,19 @@ class Planned:
         self._homes = _homes(self.recipe)
 
     def under(self, recipe: Recipe) -> Planned:
-        """The same model under the recipe that all ranks have agreed on: the samples of data ranks may decide differently."""
+        """This model under the recipe on which all ranks have agreed. (By the samples of data ranks, recipes may differ.)"""
         planned = copy(self)
         planned.recipe, planned._homes = recipe, _homes(recipe)
         return planned
 
     @property
     def model(self) -> nn.Module:
-        """The model, with parameters of shapes only."""
+        """The model, whose parameters have shapes only."""
         return self._model
 
     @one_process()
     def of(self, build: Build, recipe: Recipe) -> Planned:
-        """The same plan, of another model, under a recipe of that: a model some of whose blocks are passed through."""
+        """This plan for another model, with the recipe of that model: one that passes its input through some blocks, say."""
         planned = self.under(recipe)
         planned._model = record(build, seed=recipe.seed, draw=False).module
         if self._dtype is not None:
@@ -156,8 +156,14 @@ class Planned:
         evaluating: Evaluating = frozenset(),
         switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> ModelGraph:
-        """A forward, recorded; ``run``: runs it, given the model; ``grad``: whether it is one for a backward;
-        ``evaluating``: the modules that are in evaluation mode; ``switches``: what a person has set on modules since."""
+        """Records a forward.
+
+        Args:
+            run: runs the forward of the model that it gets.
+            grad: whether a backward follows.
+            evaluating: the modules that are in evaluation mode.
+            switches: attributes that a person has set on modules since.
+        """
         dividing = [p for p in self.recipe.branches if p.splits]
         with (
             switched(self._model, switches),
@@ -175,10 +181,10 @@ class Planned:
             )
 
     def _cuts(self, graph: ModelGraph) -> tuple[int, ...] | None:
-        """Where stages begin in a forward, which may take another path than the sample's: each has the parameters that it
-        uses, and what it changes of what modules keep."""
+        """The positions at which stages begin in a forward, which may take another path than the sample's. Each stage must have
+        the parameters that it uses, and the tensors of modules that it changes. None if there are no such positions."""
         recipe = self.recipe
-        if recipe.branches or not recipe.stages:  # regions may not be cut; they stand where they stood
+        if recipe.branches or not recipe.stages:  # regions may not be cut: stages begin at the same events as before
             starts = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
             return None if -1 in starts or starts != sorted(starts) else tuple(starts)
         pinned = {
@@ -193,29 +199,32 @@ class Planned:
         whole = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
         cuts = cut_as_before(graph, recipe.stages, whole, sizes, pinned)
         if cuts is not None:
-            for slot, position in graph.changes.items():  # an attribute: as in the first forward that changes it
+            for (
+                slot,
+                position,
+            ) in graph.changes.items():  # the first forward that changes an attribute decides its stage
                 self._homes.setdefault(slot, bisect_right(cuts, position))
         return cuts
 
     @one_process()
     def _runs(self, batch: Any) -> bool:
-        """Whether the forward runs on a batch, for its shapes."""
+        """Whether the forward runs on a batch, on meta tensors."""
         try:
             run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
             with torch.no_grad(), Shadow(), Meeting(), random_numbers_kept():
                 run(self._model)
-        except Exception:  # whatever a model raises for shapes that do not fit
+        except Exception:  # a model may raise anything for shapes that do not fit
             return False
         return True
 
     @one_process()
     def rows_apart(self, place: Submesh, graph: ModelGraph) -> bool:
-        """Whether data ranks can each run their own rows of what stands at a place; ``graph``: of the same batch."""
+        """Whether data ranks of a branch can each run their own rows of it. ``graph``: recorded for the same batch."""
         return rows_apart(self._model, place, graph)
 
     @one_process()
     def record(self, batch: Any, recorder: Recorder, evaluating: Evaluating = frozenset()) -> None:
-        """Runs the forward for its shapes under ``recorder``."""
+        """Runs the forward on meta tensors under ``recorder``."""
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
         with (
             Shadow(),
@@ -228,18 +237,18 @@ class Planned:
 
 
 def _homes(recipe: Recipe) -> dict[tuple[str, str], int]:
-    """Where modules keep what a forward changes → the stage that changes it."""
+    """(module, name) of a buffer that a forward changes → the stage that changes it."""
     return {_slot(name): stage for name, stage, _ in recipe.buffers}
 
 
 def _slot(buffer: str) -> tuple[str, str]:
-    """(module, name) of a buffer."""
+    """The name of a buffer as (module, name)."""
     module, _, name = buffer.rpartition(".")
     return module, name
 
 
 def _agreed(recipe: Recipe) -> Recipe:
-    """Rank 0's recipe, on every rank: one decision, whatever the ranks' Python may hash or order differently."""
+    """Rank 0's recipe, on every rank: decisions of ranks could differ, as their Python may hash or order differently."""
     holder = [recipe]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(holder, src=0)

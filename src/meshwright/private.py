@@ -1,7 +1,7 @@
-"""Torch's private parts that more than one file uses: each here once, with what rests on it.
+"""Torch's private interfaces that several files use: each once, with the reason.
 
-What a single file uses stands there, in one function. ``tests/test_private_torch.py`` has a test for every one, here and
-there, which fails where a new torch means something else by it.
+An interface that a single file uses is in that file, in one function. ``tests/test_private_torch.py`` has a test for each,
+which fails if a new version of torch changes it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from torch.utils._python_dispatch import (
 
 T = TypeVar("T", bound=Tensor)
 
-# Torch functions run plainly: neither subclasses nor modes are asked. FSDP2's hooks and the recorder run so.
+# While on, torch functions run without subclasses and function modes. For FSDP2's hooks, and the recorder.
 without_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
-# Subclasses are not asked, modes still are: facts of a global tensor are those of its wrapper.
+# While on, torch functions run without subclasses, but with function modes: facts of a global tensor are its wrapper's.
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-# For the time of a ``with``, ops pass dispatch modes by. The public way is to leave each mode and to enter it again, which
-# takes longer than what is done in between.
+# While on, ops bypass dispatch modes. The public way is to leave each mode and to enter it again, which takes longer than the
+# work in between.
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
-# Whether autocast is on for any device. The public question asks for one device at a time, in twice the time of a call.
+# Whether autocast is on for any device. The public function asks for one device, and takes twice the time of a call.
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that thousands of ops meet. Around each call of a mode torch turns Dynamo off and on, which takes as long as many
-    a call does. These modes are on where nothing is compiled (``FunctionMode``), and there is no public way to say so."""
+    """A dispatch mode for thousands of ops. Around each call of a mode torch turns Dynamo off and on, which can take as long as
+    the call. Our modes are on only while nothing is compiled (``FunctionMode``); there is no public way to tell torch."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,7 +57,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def without_any_mode() -> AbstractContextManager[Any]:
-    """Torch functions run plainly, and no dispatch mode sees their operations: what is asked of torch on the side."""
+    """While on, torch functions run without subclasses and modes of any kind: for calls of our own that no mode may see."""
     stack = ExitStack()
     stack.enter_context(without_modes())
     stack.enter_context(_disable_current_modes())
@@ -68,58 +68,59 @@ def schemas(name: str) -> list[Any]:
     """The schemas of the operator ``name``, one for each overload; none if there is no such operator.
 
     There is no public way to the alias annotations of all operators; composite ones (``reshape``, ``to``) have no
-    ``OpOverload`` that a dispatch mode would meet.
+    ``OpOverload`` that a dispatch mode would see.
     """
     overloads: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return overloads
 
 
 def schema_of(op: Any) -> Any:
-    """The schema of an ``OpOverload``. There is no public way to what an overload aliases and writes."""
+    """The schema of an ``OpOverload``: there is no public way to ask what it aliases and writes."""
     return op._schema
 
 
-# As ``wrapper``, without its call: in a steady state this is half of what a call costs.
+# ``wrapper`` without the function call around it: in a steady state this takes half of the time of a call.
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 def wrapper(cls: type[T], like: Any, shape: Any, **options: Any) -> T:
-    """A tensor subclass's instance with a shape and no data, of the type and device of ``like``."""
+    """An instance of a tensor subclass with a shape and no data, with the dtype and device of ``like``."""
     options = {"dtype": like.dtype, "device": like.device, "requires_grad": False, **options}
-    made: T = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
-    return made
+    result: T = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    return result
 
 
 def version(local: Tensor) -> int | None:
     """How often a tensor, or one that shares its memory, has been written; None in inference mode, which does not count.
 
-    There is no public way to ask whether what was computed from a value still holds.
+    There is no public way to ask whether a tensor has been written since a result was computed from it.
     """
     return None if local.is_inference() else local._version
 
 
 def set_version(local: Tensor, number: int | None) -> None:
-    """Makes a tensor as often written as ``version`` said, with the values that it had then.
+    """Resets the version counter of a tensor, after its values of that time have been restored.
 
-    There is no public way to put a value back where autograd has saved it.
+    There is no public way to restore the values of a tensor that autograd has saved.
     """
     if number is not None:
         torch._C._autograd._unsafe_set_version_counter((local,), (number,))
 
 
 def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of those that are views to autograd and have a gradient, what they are views of, if the FSDP2 unit made it.
+    """The bases of those tensors that are views to autograd and require a gradient, if the FSDP2 unit made the base.
 
-    There is no public way to it. A write in place to a view gives its base another ``grad_fn``, behind which the one before
-    still stands; that of the view itself is dropped, and hooks on it with that. What the unit was given, and hands on, is to
-    autograd a view of what was there before: a hook on that would run after the unit's backward.
+    There is no public way to a base. A write in place to a view gives its base another ``grad_fn``, whose history contains the
+    old one; the old ``grad_fn`` of the view is dropped, with all hooks on it. An input of the unit that it returns is, to
+    autograd, a view of a tensor from before the unit: a hook on that base would run after the unit's backward.
     """
     pairs = ((t, t._base) for t in tensors if t._base is not None and t.requires_grad)
-    return [base for t, base in pairs if base.requires_grad and not _was_given(t.grad_fn, base.grad_fn)]
+    return [base for t, base in pairs if base.requires_grad and not _is_input(t.grad_fn, base.grad_fn)]
 
 
-def _was_given(node: Any, end: Any) -> bool:
-    """Whether the node by which FSDP2 learns that a unit's backward is over is on the way from a view's node to its base's."""
+def _is_input(node: Any, end: Any) -> bool:
+    """Whether FSDP2's node for the end of a unit's backward is between the node of a view and that of its base: then the view
+    is an input of the unit."""
     while node is not None and node is not end:
         if node.name() == "RegisterPostBackwardFunctionBackward":
             return True
@@ -133,17 +134,17 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Each module within a module once, itself first: as ``module.modules()``, whose names, which nobody asks for, take most
-    of its time. For what is asked in every step."""
+    """Each module within a module once, itself first. Faster than ``module.modules()``, which spends most of its time on names;
+    for code that runs in every step."""
     seen: set[nn.Module] = set()
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        within = waiting.pop()
-        if within is None or within in seen:
+    pending: list[nn.Module | None] = [module]
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
             continue
-        seen.add(within)
-        yield within
-        waiting += reversed(within._modules.values())
+        seen.add(current)
+        yield current
+        pending += reversed(current._modules.values())
 
 
 BACKWARD_HOOK_TABLES = "_backward_pre_hooks", "_backward_hooks"
@@ -151,7 +152,7 @@ HOOK_TABLES = (
     "_forward_pre_hooks", "_forward_hooks", *BACKWARD_HOOK_TABLES,
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
-"""The attributes in which a module keeps its hooks, and which of them are called how. There is no public way to ask."""
+"""The attributes in which a module keeps its hooks and how they are called. There is no public way to ask."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -161,29 +162,28 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# The function modes that are on in this thread, outermost first: how many, and which. The public context managers say of a
-# mode neither that it is on nor what is above it.
+# The function modes that are on in this thread: their number, and each, outermost first. There is no public way to ask.
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 
-# Whether function modes are asked; not within ``without_modes``. There is no public way to ask.
+# Whether function modes are called; false within ``without_modes``. There is no public way to ask.
 modes_are_asked: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 def backward_hooks(module: nn.Module) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """A module's hooks before its backward, and after it. There is no public way to ask."""
+    """(hooks before a module's backward, hooks after it). There is no public way to ask."""
     return list(module._backward_pre_hooks.values()), list(module._backward_hooks.values())
 
 
 def in_backward() -> bool:
-    """Whether a node of autograd's is being run in this thread. There is no public way to ask."""
+    """Whether this thread is running a node of autograd. There is no public way to ask."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def storage_of(t: Tensor) -> int:
-    """Which memory a tensor is of, also on meta, where there is none: the same number for tensors that share it.
+    """A number for the memory of a tensor, equal for tensors that share it; on meta too, where there is no real memory.
 
-    Within a transform of ``torch.func`` a tensor is a wrapper without memory: there is no public way to what it wraps.
+    Within a transform of ``torch.func`` a tensor is a wrapper without memory: there is no public way to the wrapped tensor.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
@@ -191,22 +191,22 @@ def storage_of(t: Tensor) -> int:
 
 
 def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Gives every parameter and buffer of a module, and its gradient, the value ``fn`` makes of it.
+    """Replaces the value of every parameter and buffer of a module, and of every gradient, by ``fn(value)``.
 
-    Parameters stay the same objects unless they change device; ``Module.to`` takes no function, and makes complex real.
+    Parameters stay the same objects unless they change device. ``Module.to`` takes no function, and makes complex values real.
     """
     module._apply(fn)
 
 
 def held_of(p: Any) -> Tensor:
-    """What this rank holds of a DTensor, outside of any graph. ``to_local`` takes ten times as long to say it."""
-    held: Tensor = p._local_tensor
-    return held
+    """This rank's local tensor of a DTensor, without a graph. ``to_local`` takes ten times as long."""
+    local: Tensor = p._local_tensor
+    return local
 
 
 def has_gradient(t: Tensor) -> bool:
-    """Whether a gradient goes through a tensor. Within transforms of ``torch.func`` a tensor tells only of the innermost, and
-    there is no public way to what it wraps."""
+    """Whether a gradient flows through a tensor. Within transforms of ``torch.func`` a tensor knows only of the innermost one,
+    and there is no public way to the wrapped tensor."""
     functorch = torch._C._functorch
     while not t.requires_grad and functorch.is_functorch_wrapped_tensor(t):
         t = functorch.get_unwrapped(t)
@@ -214,19 +214,19 @@ def has_gradient(t: Tensor) -> bool:
 
 
 def hooked(p: Tensor) -> bool:
-    """Whether a tensor has hooks of autograd's, which there is no public way to ask. Itself: a mode may have what stands for
-    it in its place."""
+    """Whether a tensor itself has autograd hooks; without modes, as a mode might answer for another tensor. There is no public
+    way to ask."""
     with without_modes():
         return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def unhooked(p: Tensor) -> bool:
-    """The reverse of ``hooked``, for a moment in which function modes are off."""
+    """The negation of ``hooked``, for callers for which function modes are off."""
     return not (p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def take_backward_hooks(p: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
-    """The hooks of ``register_hook`` on a leaf, which it has no more. There is no public way to ask."""
+    """Removes the hooks of ``register_hook`` from a leaf and returns them. There is no public way."""
     hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = p._backward_hooks or {}
     p._backward_hooks = None
     return hooks
@@ -238,23 +238,23 @@ def awaits_gradient(p: Tensor) -> bool:
 
 
 def compiles(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made a module itself, its call, or a function that it or its class has as an attribute.
+    """Whether ``torch.compile`` made a module, its call, or a function that is an attribute of it or of its class.
 
-    There is no public way to ask. (Functions compiled elsewhere, which a forward calls by a global name, are not found.)
+    There is no public way to ask. (Compiled functions that a forward calls by a global name are not detected.)
     """
     if module._compiled_call_impl is not None:  # module.compile()
         return True
     kinds = (vars(kind) for kind in type(module).__mro__ if kind is not nn.Module)
     values = [value for names in (vars(module), *kinds) for value in names.values()]
-    # A compiled function knows what it was made of, and so does the forward of an OptimizedModule.
+    # A compiled function has a reference to the original, and so has the forward of an OptimizedModule.
     return any(callable(value) and hasattr(value, "_torchdynamo_orig_callable") for value in values)
 
 
 def autograd_local(key: str) -> Any:
-    """What this thread has under a key, or None. Autograd's own threads have what the thread had that began the backward.
+    """This thread's object for a key, or None. Autograd's threads have the objects of the thread that began the backward.
 
-    Python's ``threading.local`` and context variables do not reach those threads, in which, on a GPU, checkpoints run a
-    model's forward again.
+    Python's ``threading.local`` and context variables do not reach autograd's threads, in which, on a GPU, checkpoints
+    recompute a model's forward.
     """
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
@@ -268,8 +268,8 @@ def set_autograd_local(key: str, value: Any) -> None:
 
 @functools.cache
 def _stash_owns_what_it_borrows() -> bool:
-    """Whether torch keeps an object in this place without a reference of its own, and drops one afterwards, as 2.11 does: the
-    object is freed while others use it, and the interpreter crashes when it next collects garbage.
+    """Whether torch stores the object without taking a reference, but later drops one, as 2.11 does. The object would be freed
+    while it is in use, and the interpreter would crash at the next garbage collection.
     """
     probe, key = object(), "meshwright.probe"
     before = sys.getrefcount(probe)
@@ -282,10 +282,10 @@ def _stash_owns_what_it_borrows() -> bool:
 
 
 def wrapping(p: Any) -> Callable[[Tensor], Any]:
-    """What makes local tensors, without a graph, DTensors that are in all else like the DTensor ``p``.
+    """The function that makes a DTensor like the DTensor ``p`` from a local tensor without a graph.
 
-    ``DTensor.from_local``, the public way, takes 50 µs where this takes 5, and every gradient of every step goes through it.
-    FSDP2 does the same (``_from_local_no_grad``); that DTensor's ``__init__`` does nothing, in three layers, is left out.
+    ``DTensor.from_local``, the public way, takes 50 µs instead of 5, for every gradient in every step. FSDP2 does the same
+    (``_from_local_no_grad``). ``DTensor.__init__``, three calls that do nothing, is skipped.
     """
     kind, spec = type(p.data), copy.copy(p._spec)
     make: Any = kind.__new__
@@ -293,10 +293,10 @@ def wrapping(p: Any) -> Callable[[Tensor], Any]:
 
 
 def python_body(func: Any) -> Callable[..., Any] | None:
-    """A torch function written in Python, without its own hand-over to us: run, it calls simpler torch functions.
+    """The body of a torch function that is written in Python, as a function; it calls simpler torch functions. Else None.
 
-    Those functions open with ``if has_torch_function(…): return handle_torch_function(…)``; the copy made here has
-    globals in which the question is answered with no. There is no public way past that line.
+    Such functions begin with ``if has_torch_function(…): return handle_torch_function(…)``, which would call us again. The copy
+    has globals in which ``has_torch_function`` returns False. There is no public way to skip that line.
     """
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
@@ -320,10 +320,10 @@ def _no(*_: Any) -> bool:
 
 
 def job_store() -> Any:
-    """A connection of one's own to the store through which the ranks of the default group met; see ``dist.Store``.
+    """A new connection to the store of the default group; see ``dist.Store``.
 
-    Its address is not always in the environment, and a second connection to the same one shares a lock that a waiting
-    thread holds. There is no public way to the store of a group that is up.
+    The address of the store is not always in the environment. The existing connection has a lock, which a waiting thread
+    holds. There is no public way to the store of an existing group.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -331,54 +331,54 @@ def job_store() -> Any:
 
 
 def collectives_entered() -> int:
-    """Collectives that this process has entered, in all its groups; 0 where torch's flight recorder is off."""
+    """The number of collectives that this process has entered, in all its groups; 0 if torch's flight recorder is off."""
     status = [s for dump in _flight_records(entries=False) for s in dump.get("pg_status", {}).values()]
     return sum(max(0, int(s["last_enqueued_collective"])) for s in status)
 
 
 def last_collective() -> dict[str, Any]:
-    """What torch's flight recorder has of the collective entered last; empty where it is off, or has none.
+    """The entry of torch's flight recorder for the collective entered last; empty if it is off, or has none.
 
-    Fields that are told: profiling_name, collective_seq_id, p2p_seq_id, process_group, input_sizes, state, retired.
+    Its fields include profiling_name, collective_seq_id, p2p_seq_id, process_group, input_sizes, state and retired.
     """
     entries = [entry for dump in _flight_records(entries=True) for entry in dump.get("entries", ())]
     return max(entries, key=lambda entry: int(entry["time_created_ns"]), default={})
 
 
 def _flight_records(*, entries: bool) -> list[dict[str, Any]]:
-    """The recorder of each backend: gloo's, and in builds with CUDA that of NCCL. Torch has no public way to read them."""
+    """The records of each backend: of gloo, and in builds with CUDA of NCCL. Torch has no public way to read them."""
     parts = torch._C._distributed_c10d
     dumps = [getattr(parts, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return [json.loads(dump(includeCollectives=entries)) for dump in dumps if dump is not None]
 
 
 def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, taken in a type, by one call for all.
+    """The 2-norm of each tensor, computed in ``dtype``, by one call for all.
 
-    Private by its name alone: ``torch.nn.utils.get_total_norm``, which is made of it, takes norms in the tensors' own type.
+    The public ``torch.nn.utils.get_total_norm``, which calls the same function, computes in the tensors' own dtype.
     """
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors of one type by a number of that type, in place, by one call for all.
+    """Multiplies tensors of one dtype by a number of that dtype, in place, by one call for all.
 
-    Private by its name alone: ``torch.nn.utils.clip_grads_with_norm_``, which is made of it, takes parameters, of one kind.
+    The public ``torch.nn.utils.clip_grads_with_norm_``, which calls the same function, takes parameters of one kind.
     """
     torch._foreach_mul_(tensors, factor)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long collectives between hosts of a group wait for other ranks; None if its backend knows no such time. There is no
-    public way to ask."""
+    """How long CPU collectives of a group wait for other ranks; None if its backend has no timeout. There is no public way to
+    ask."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
 
 
 def is_done(work: Any) -> bool:
-    """Whether a collective has ended. One of a world without other ranks, which ends at once, does not say so in each torch.
-    Private: torch's backend ``fake`` has no public name for its work."""
+    """Whether a collective has ended. Those of torch's backend ``fake`` end at once, but not every version of torch says so; and
+    there is no public name for their class."""
     return bool(work.is_completed()) or type(work).__name__ == "FakeWork"
 
 

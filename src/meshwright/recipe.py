@@ -1,6 +1,6 @@
-"""``Recipe``: every decision about every parameter and module, with its reason. A frozen value; running only obeys it.
+"""``Recipe``: every decision about every parameter and module, with its reason. A frozen value, which a run obeys.
 
-It names no process group and holds no tensor, so that a picture can be drawn of a run that no machine here could hold.
+It names no process group and holds no tensor, so that it can be drawn for a run that is too large for this machine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Slices = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True)
 class ParameterRecipe:
-    """One parameter and where it lives.
+    """The layout of one parameter. (A place is the number of a submesh: 0 is the trunk, the others are branches.)
 
     Attributes:
         name: as in ``named_parameters()`` of the model on one device.
-        aliases: its other names, where it is tied.
-        shape: of the whole parameter.
-        dtype: as text, ``float32``.
+        aliases: its other names, if it is tied.
+        shape: the global shape.
+        dtype: as text: ``float32``.
         tp: its layout over ``tp``.
-        data: over the data axes: ``shard`` (dim 0 over ``dp_shard``), ``replicate``, or ``loose`` (replicated, outside
-            FSDP2, which takes no parameter without dims).
-        unit: the wrap unit that gathers it, as a module name; empty for the root.
-        stages: the pipeline stages that use it; a tied one may have several.
-        places: where it is used: 0 is the trunk, others are branches; of several, each holds it whole.
-        reason: why it is cut, or is not.
+        data: its layout over the data axes: ``shard`` (dim 0 over ``dp_shard``), ``replicate``, or ``loose`` (replicated
+            without FSDP2, which accepts no parameter without dims).
+        unit: the name of the module whose FSDP2 unit gathers it; empty for the root.
+        stages: the pipeline stages that use it; a tied parameter may have several.
+        places: the places that use it; if there are several, each holds the whole parameter.
+        reason: why it is sharded, or is not.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ParameterRecipe:
 
     @property
     def place(self) -> int:
-        """The first place it is used in."""
+        """The first place that uses it."""
         return self.places[0]
 
     @property
@@ -63,7 +63,7 @@ class ParameterRecipe:
         return prod(self.shape)
 
     def local_shape(self, tp_rank: int) -> tuple[int, ...]:
-        """What a rank of the tp axis holds before data sharding."""
+        """The shape on a rank of the tp axis, before it is sharded over the data axes."""
         if isinstance(self.tp, Replicate):
             return self.shape
         sizes = list(self.shape)
@@ -73,14 +73,18 @@ class ParameterRecipe:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together (an FSDP2 wrap unit).
+    """A module whose parameters are gathered together (an FSDP2 unit).
 
     Attributes:
-        recompute: whether it is recomputed.
-        place: its submesh.
-        follows_inputs: whether FSDP2 follows the gradients of what it is given. It does so by a function of autograd on that,
-            through which a model cannot write to a view of it; where it does not, gradients are reduced after the backward.
-        follows_outputs: whether FSDP2 sees all that it gives. Otherwise it stays gathered from its forward to its backward.
+        name: the name of the module; empty for the root.
+        data: ``shard`` or ``replicate``, over the data axes.
+        recompute: whether it is recomputed in the backward.
+        place: its place (see ``ParameterRecipe``).
+        follows_inputs: whether FSDP2 puts an autograd Function on the inputs of the module, which tells it that the backward of
+            the unit is over. A model cannot write to a view through such a Function. If false, gradients are reduced after
+            the whole backward.
+        follows_outputs: whether FSDP2 sees all outputs of the module. If false, the unit stays gathered from its forward to its
+            backward.
     """
 
     name: str
@@ -93,17 +97,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline: an interval of the forward, from its first event to the next stage's.
+    """One stage of a pipeline: an interval of the forward, from its first event to the first event of the next stage.
 
     Attributes:
-        index: in the order of the forward.
-        first: the event it begins with: the call that it stands in, and which event of that call (see graph.py).
-        where: the same for a person: ``layers.2``.
+        index: its number in the order of the forward.
+        first: its first event: (path of the call, index of the event in that call), see graph.py.
+        where: the first event for a person: ``layers.2``.
         modules: the modules that run wholly in it, outermost only.
-        flops, moved: of its forward: operations, and bytes read and written; for the sample batch.
-        work: what stages are balanced by: both, in operations.
-        sends: bytes of the values that leave it, for the sample batch.
-        parameters: elements it holds, over all ranks of it.
+        flops, moved: floating-point operations, and bytes read and written, of its forward on the sample batch.
+        work: the cost by which stages are balanced: both of these, in operations.
+        sends: bytes of the values that it sends, for the sample batch.
+        parameters: the number of elements of its parameters, over all its ranks.
     """
 
     index: int
@@ -119,35 +123,34 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a run needs to know, and why.
+    """Every decision of a run. (A place is the number of a submesh: 0 is the trunk, the others are branches.)
 
     Attributes:
-        mesh: the axes.
-        parameters: in the model's order, each once.
-        units: innermost first, the root last.
-        recompute: modules whose activations are made again in backward.
+        mesh: the axes and their sizes.
+        parameters: each parameter once, in the model's order.
+        units: the FSDP2 units, innermost first, the root last.
+        recompute: the modules that are recomputed in the backward.
         blocks: the layers of the model: modules that are repeated.
-        sequence: modules whose first input is cut over dim 1 (the sequence) when sequence parallel is on.
-        microbatches: pieces of a rank's rows, run one after another, gradients added up.
-        precision: what is computed in; parameters and reductions stay as they are.
-        rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all of them.
-        stages: of a pipeline, in the order of the forward; empty without one.
-        schedule: of a pipeline, by name.
-        buffers: (name, the stage, the place whose copy counts) for each buffer of the model, where there are several.
-        branches: the places that modules stand on besides the trunk, each after its parent; from 1 on, as places are
-            numbered.
-        streams: module → the stream of each rank that it runs on, at the same time as those on others.
-        placed: module → the places of its calls, in turn, the last for all further ones.
-        routed: whether the forward reads values, so that data ranks may use different parameters.
-        kept: parameters of which the model uses the very object, from elsewhere than its modules: they stay those objects.
-        shared_inputs: tensors of a batch, by name, that all rows share: they are not sharded by rows, whatever their size.
-        nonfinite: ``stop`` | ``skip``: what training does where the loss or a gradient is not finite.
-        verify: after how many steps ranks compare the values that they should hold alike; 0: never.
+        sequence: the modules whose first input is sharded over dim 1 (the sequence), with sequence parallelism.
+        microbatches: the number of pieces of a rank's rows, which run one after another; their gradients add up.
+        precision: the dtype of the computation; parameters and reductions keep theirs.
+        rows: ``split`` | ``whole`` | ``auto``: whether data ranks run their own rows or all rows.
+        stages: the stages of a pipeline, in the order of the forward; empty without a pipeline.
+        schedule: the name of the pipeline's schedule.
+        buffers: (name, stage, place) for each buffer of which there are several copies: which copy counts.
+        branches: the submeshes of the branches, each after its parent; the first has place 1.
+        streams: module → the stream of each rank on which it runs, at the same time as modules on other streams.
+        placed: module → the places of its calls, in order; the last one is for all further calls.
+        routed: whether Python reads values in the forward, so that data ranks may use different parameters.
+        kept: parameters that the model also holds elsewhere than in its modules: they stay the same objects.
+        shared_inputs: names of tensors of a batch that all rows share: they are not divided by rows, whatever their size.
+        nonfinite: ``stop`` | ``skip``: what training does if the loss or a gradient is not finite.
+        verify: after how many steps ranks compare the values that should be equal on them; 0: never.
         eager: whether no block runs as a recorded program.
-        compile: whether the compiler gets the programs of blocks.
-        weights: what parameters begin with: ``drawn``, or what is loaded before the first step.
-        notes: what a person should know: what was left whole, what was not found.
-        plan: what it was made from, as YAML.
+        compile: whether the programs of blocks are compiled.
+        weights: the initial values of parameters: ``drawn``, or loaded before the first step.
+        notes: what a person should know: modules that were not sharded, names that were not found.
+        plan: the plan from which it was made, as YAML.
     """
 
     mesh: Mesh
@@ -180,27 +183,27 @@ class Recipe:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks run parts of the model's forward: stages, branches, or blocks at the same time."""
+        """Whether ranks run parts of the model's forward: stages, branches, or concurrent blocks."""
         return bool(self.stages or self.branches or self.streams)
 
     @cached_property
     def by_name(self) -> Mapping[str, ParameterRecipe]:
-        """Every name, tied ones too."""
+        """Name → parameter, for all names, including those of tied parameters."""
         return {n: p for p in self.parameters for n in (p.name, *p.aliases)}
 
     @cached_property
     def stage_rank(self) -> tuple[int, ...]:
-        """The rank of the pipeline axis that each stage lives on."""
+        """For each stage, its rank of the pipeline axis."""
         return stage_ranks(self.mesh.axis_size("pp"), max(len(self.stages), 1))
 
     def stage_ranks_of(self, stage: int) -> list[int]:
-        """The ranks that a stage lives on."""
-        place = self.stage_rank[stage]
-        return [rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank).get("pp", 0) == place]
+        """The ranks of a stage."""
+        pp_rank = self.stage_rank[stage]
+        return [rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank).get("pp", 0) == pp_rank]
 
     @cached_property
     def places(self) -> Submeshes:
-        """The trunk and the branches."""
+        """The submeshes of the trunk and the branches, by place."""
         return Submeshes(self.mesh, (trunk(self.mesh), *self.branches))
 
     def holds(self, parameter: ParameterRecipe, rank: int) -> bool:
@@ -210,8 +213,8 @@ class Recipe:
         return parameter.places == (0,) or any(self.places.at(rank, p) is not None for p in parameter.places)
 
     def held_by(self, rank: int) -> tuple[ParameterRecipe, ...]:
-        """The parameters of which a rank holds something, in the order of the recipe."""
-        return tuple(line for line in self.parameters if self.holds(line, rank))
+        """The parameters that a rank holds in part or whole, in the order of the recipe."""
+        return tuple(parameter for parameter in self.parameters if self.holds(parameter, rank))
 
     def owners(self, parameter: ParameterRecipe) -> tuple[int, ...]:
         """The ranks of the pipeline axis whose stages use the parameter, in order."""
@@ -222,86 +225,87 @@ class Recipe:
         return {name: (stage, place) for name, stage, place in self.buffers}
 
     def owns_buffer(self, name: str, rank: int) -> bool:
-        """Whether the stage and branch whose copy of a buffer counts is on this rank."""
+        """Whether the rank belongs to the stage and place whose copy of a buffer counts."""
         stage, place = self._buffers.get(name, (0, 0))
-        here = self.places.at(rank, place)
-        return here is not None and here.pp == self.stage_rank[stage]
+        coordinate = self.places.at(rank, place)
+        return coordinate is not None and coordinate.pp == self.stage_rank[stage]
 
     def buffer_place(self, name: str) -> int:
         """The place whose copy of a buffer counts."""
         return self._buffers.get(name, (0, 0))[1]
 
     def buffer_owner(self, name: str) -> int:
-        """The first rank whose copy of a buffer is the one that the forward changes."""
+        """The first rank whose copy of a buffer counts: the forward changes it there."""
         return next(rank for rank in range(self.mesh.size) if self.owns_buffer(name, rank))
 
     def shards(self, parameter: ParameterRecipe) -> int:
-        """Over how many ranks FSDP2 shards a parameter."""
+        """The number of ranks over which FSDP2 shards a parameter."""
         return self.places.axis_size(parameter.place, "dp_shard") if parameter.data == "shard" else 1
 
     def layouts(self, parameter: ParameterRecipe) -> dict[str, Layout]:
-        """The parameter's layout on each axis of the mesh; for a branch's, on the axes of its place."""
+        """Axis → the parameter's layout; for a parameter of a branch, on the axes of its place."""
         layouts: dict[str, Layout] = {}
-        at = self.places[parameter.place]
+        submesh = self.places[parameter.place]
         for axis, size in self.mesh.axes:
             if axis == "pp":
                 layouts[axis] = REPLICATE if len(self.owners(parameter)) == size else REMOTE
             elif axis == "tp":
                 slices = ", ".join(self.places.spelled(p) for p in parameter.places if p)
                 name = f"{axis} on {slices}" if slices and 0 not in parameter.places else axis
-                layouts[name] = parameter.tp if at.tp > 1 else REPLICATE
+                layouts[name] = parameter.tp if submesh.tp > 1 else REPLICATE
             elif axis == "dp_shard" and self.shards(parameter) > 1:
-                layouts[axis] = self._rows(parameter)
+                layouts[axis] = self._fsdp_layout(parameter)
             else:
                 layouts[axis] = REPLICATE
         if "dp_shard" not in layouts and self.shards(parameter) > 1:
-            layouts["dp_shard"] = self._rows(parameter)
+            layouts["dp_shard"] = self._fsdp_layout(parameter)
         return layouts
 
-    def _rows(self, parameter: ParameterRecipe) -> Shard:
+    def _fsdp_layout(self, parameter: ParameterRecipe) -> Shard:
+        """How FSDP2 shards dim 0 of the local part of tp rank 0."""
         size, rows = self.shards(parameter), parameter.local_shape(0)[0]
         step = -(-rows // size)
         return Shard(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
 
     def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
-        """What a rank holds of a parameter at rest, if it `holds` it: per dim, ranges of the whole, in local order.
+        """The part of a parameter at rest on a rank that `holds` it: for each dim, ranges of the whole dim, in local order.
 
-        Sharding over tp comes first, FSDP2 then shards what is left (``torch.chunk`` on dim 0): right to left, which
-        DTensor writes as ``_StridedShard``.
+        A parameter is first sharded over tp; then FSDP2 shards dim 0 of the local part (as ``torch.chunk``). DTensor writes
+        this right-to-left order as ``_StridedShard``.
         """
         ranges: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in parameter.shape]
-        place = self.places.at(rank, parameter.place)
-        if place is None:  # of another of its places; all hold it whole
+        coordinate = self.places.at(rank, parameter.place)
+        if coordinate is None:  # the rank belongs to another place that uses the parameter; all of them hold it whole
             return tuple(ranges)
         if isinstance(parameter.tp, Shard):
-            ranges[parameter.tp.dim] = parameter.tp.intervals(place.tp)
+            ranges[parameter.tp.dim] = parameter.tp.intervals(coordinate.tp)
         size = self.shards(parameter)
         if size > 1:
             rows = sum(stop - start for start, stop in ranges[0])
             step = -(-rows // size)
-            first = place.dp_shard * step
+            first = coordinate.dp_shard * step
             ranges[0] = _part(ranges[0], first, min(first + step, rows))
         return tuple(ranges)
 
     def held_shape(self, parameter: ParameterRecipe, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank holds of a parameter at rest, if it `holds` it."""
+        """The shape of the part of a parameter at rest on a rank that `holds` it."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.held(parameter, rank))
 
     def holders(self, parameter: ParameterRecipe) -> int:
-        """How many ranks hold a parameter, or a part of it."""
+        """The number of ranks that hold a parameter, or a part of it."""
         if parameter.places == (0,):
             return self.mesh.size // self.mesh.axis_size("pp") * len(self.owners(parameter))
         return sum(self.holds(parameter, rank) for rank in range(self.mesh.size))
 
     def copies(self, parameter: ParameterRecipe) -> int:
-        """How many ranks hold the same values of a parameter."""
+        """The number of ranks that hold the same values of a parameter."""
         distinct = self.shards(parameter)
         if isinstance(parameter.tp, Shard):
             distinct *= parameter.tp.ranks
         return self.holders(parameter) // distinct
 
     def _repr_html_(self) -> str:
-        import meshwright  # whose names load what draws
+        import meshwright  # its names import what they need
 
         return meshwright.html_of(self)
 
@@ -321,7 +325,7 @@ def _part(ranges: tuple[Interval, ...], first: int, last: int) -> tuple[Interval
 
 
 def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:
-    """Writes ``local`` into ``whole`` where ``slices`` says; the inverse of ``take_slices``."""
+    """Writes ``local`` to the part of ``whole`` that ``slices`` names; the inverse of ``take_slices``."""
     if dim == len(slices):
         whole.copy_(local)
         return
@@ -333,7 +337,7 @@ def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> 
 
 def take_slices(whole: Tensor, slices: Slices) -> Tensor:
     """The part of a whole tensor that ``slices`` names, as one tensor."""
-    import torch  # words import torch only where tensors are at hand already
+    import torch  # imported only if there are tensors: a recipe alone needs no torch
 
     out = whole
     for dim, ranges in enumerate(slices):

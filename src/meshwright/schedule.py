@@ -1,15 +1,15 @@
-"""Pipeline schedules as data: for each rank, the actions it performs, in order. The runtime executes exactly that.
+"""Pipeline schedules as data: for each rank its actions, in order. The runtime executes exactly these.
 
-    4 stages on 4 ranks, 4 microbatches, 1F1B; time goes right, a backward takes two forwards:
+    4 stages on 4 ranks, 4 microbatches, 1F1B; time goes right, a backward takes as long as two forwards:
 
     rank 0   0F0 0F1 0F2 0F3                 0B0     0B1     0B2     0B3
     rank 1       1F0 1F1 1F2         1B0     1F3 1B1     1B2     1B3
     rank 2           2F0 2F1     2B0     2F2 2B1     2F3 2B2     2B3
     rank 3               3F0 3B0     3F1 3B1     3F2 3B2     3F3 3B3
 
-An action's text is stage, kind, microbatch, in the words of ``torch.distributed.pipelining``: ``F`` forward, ``B`` backward,
-``I`` and ``W`` its two halves (the gradients of inputs, those of weights); transfers also name the other stage:
-``0SEND_F2:1`` sends what stage 1 needs of microbatch 2.
+The text of an action is stage, kind, microbatch, in the words of ``torch.distributed.pipelining``: ``F`` forward, ``B``
+backward, ``I`` and ``W`` its two halves (gradients of inputs, gradients of weights). A transfer also names the other stage:
+by ``0SEND_F2:1`` stage 0 sends to stage 1 the values of microbatch 2.
 
 Sources: GPipe (Huang et al., arXiv 1811.06965); 1F1B (PipeDream-flush, Narayanan et al., arXiv 2006.09503); interleaved 1F1B
 (Megatron-LM, arXiv 2104.04473); zero bubble, ZB-H1 (Qi et al., arXiv 2401.10241).
@@ -32,7 +32,7 @@ _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?::(\d+))
 
 
 class Action(NamedTuple):
-    """One thing a rank does: ``kind`` for ``stage`` and ``microbatch``; ``other``: the stage at a transfer's other end."""
+    """One action of a rank: ``kind`` for ``stage`` and ``microbatch``; ``other``: the stage at the other end of a transfer."""
 
     stage: int
     kind: str
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that ``text`` says. Raises ValueError."""
+        """The inverse of ``str``. Raises ValueError for another text."""
         match = _ACTION.fullmatch(text)
         if match is None or (match[2] in TRANSFERS) != (match[4] is not None):
             raise ValueError(f"{text!r} is no action: a stage, one of {' '.join((*COMPUTE, *TRANSFERS))}, a microbatch")
@@ -52,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action in time, in units of a forward."""
+    """An action in time. ``start`` and ``stop`` are in units of a forward."""
 
     rank: int
     start: float
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """(stage, later stage) where values cross, and those of them where gradients come back."""
+    """(stage, later stage) for each pair between which values are sent, and for each of these whose gradients come back."""
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
@@ -72,7 +72,7 @@ NO_EDGES = Edges((), ())
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank of the axis, its actions; and which rank each stage lives on."""
+    """For each rank of the pipeline axis its actions, in order; and for each stage its rank."""
 
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
@@ -82,7 +82,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, stage_rank: Sequence[int]) -> Schedule:
-        """The inverse of ``str``: a line for each rank. Raises ValueError."""
+        """The inverse of ``str``: a line for each rank. Raises ValueError for another text."""
         lines = [line.split() for line in text.strip().splitlines()]
         return cls(tuple(tuple(map(Action.parse, line)) for line in lines), tuple(stage_rank))
 
@@ -92,27 +92,30 @@ class Schedule:
 
 
 def stage_ranks(ranks: int, stages: int) -> tuple[int, ...]:
-    """Which rank each stage lives on: in turn, so that with two stages a rank, rank 0 has the first and the middle."""
+    """For each stage its rank, in turn: with two stages a rank, rank 0 has the first stage and the middle one."""
     return tuple(s % ranks for s in range(stages))
 
 
 def make_schedule(name: str, ranks: int, stages: int, microbatches: int, *, backward: bool = True) -> Schedule:
-    """The schedule of that name, of computing alone; ``with_transfers`` adds what is sent.
+    """The schedule with this name, without transfers; ``with_transfers`` adds them.
 
     Args:
         name: one of ``NAMES``.
-        ranks: of the pipeline axis; each has ``stages / ranks`` stages.
-        backward: False for an evaluation: forwards only.
+        ranks: the size of the pipeline axis; each rank has ``stages / ranks`` stages.
+        backward: False for an evaluation, which has forwards only.
     """
     queues = [_Queues(name, r, ranks, stages, microbatches, backward) for r in range(ranks)]
     spans: list[Span] = []
-    done: dict[tuple[int, str, int], float] = {}
-    free = [0.0] * ranks
-    while any(q.left for q in queues):
-        choices = [(max(free[r], ready), r, action) for r, q in enumerate(queues) if q.left
-                   for ready, action in [q.choose(free[r], done, stages)] if action is not None]  # fmt: skip
+    done: dict[tuple[int, str, int], float] = {}  # (stage, kind, microbatch) → when it ended
+    free = [0.0] * ranks  # when each rank has ended its last action
+    while any(q.pending for q in queues):
+        choices = []
+        for r, q in enumerate(queues):
+            ready, next_action = q.choose(free[r], done, stages)
+            if next_action is not None:
+                choices.append((max(free[r], ready), r, next_action))
         if not choices:
-            for q in queues:  # more must be in flight before the first backward can run
+            for q in queues:  # more microbatches must be in flight before the first backward can run
                 q.limit, q.most = q.limit + 1, q.most + 1
             continue
         start, r, action = min(choices, key=lambda c: (c[0], c[1]))
@@ -125,7 +128,13 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int, *, back
 
 
 class _Queues:
-    """What a rank has still to do: forwards and backwards, each in a fixed order, merged as the schedule says."""
+    """The pending actions of a rank: forwards and backwards, each in a fixed order, which the schedule merges.
+
+    Attributes:
+        forwards, backwards, weights: (stage, microbatch), in order; ``weights``: the second halves of split backwards.
+        in_flight: forwards whose backward has not run; at most ``limit``.
+        held: microbatches whose activations are held; at most ``most``.
+    """
 
     def __init__(self, name: str, rank: int, ranks: int, stages: int, microbatches: int, backward: bool) -> None:
         chunks = stages // ranks
@@ -134,27 +143,29 @@ class _Queues:
         if chunks == 1 or name == "gpipe":
             order = sorted((0, c, m) for m in range(microbatches) for c in range(chunks))
             back = sorted((0, -c, m) for m in range(microbatches) for c in range(chunks))
-        place = [(rank + c * ranks, group * ranks + m) for group, c, m in order]
-        self.forwards = place
+        self.forwards = [(rank + c * ranks, group * ranks + m) for group, c, m in order]
         self.backwards = [(rank - c * ranks, group * ranks + m) for group, c, m in back] if backward else []
-        self.weights: list[tuple[int, int]] = []  # backwards of weights that wait
+        self.weights: list[tuple[int, int]] = []
         self.split = name == "zero_bubble" and backward
         self.gpipe = name == "gpipe" or not backward
         self.in_flight = 0
         self.limit = (ranks - rank) if chunks == 1 else (chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1
         if self.gpipe:
-            self.limit = len(place)
-        # With halves, weights may wait while no more is held than the first rank of 1F1B holds.
+            self.limit = len(self.forwards)
+        # Gradients of weights may wait as long as a rank holds no more activations than the first rank of 1F1B.
         self.held, self.most = 0, max(self.limit, ranks * chunks if self.split else 0)
 
     @property
-    def left(self) -> bool:
+    def pending(self) -> bool:
         return bool(self.forwards or self.backwards or self.weights)
 
     def choose(
         self, now: float, done: Mapping[tuple[int, str, int], float], stages: int
     ) -> tuple[float, Action | None]:
-        """(when it can start, the action to do next): a forward while few are in flight, else a backward, else weights."""
+        """(when it can start, the next action): a forward while few are in flight, else a backward, else weights.
+
+        The action is None if none can start yet.
+        """
         choices: list[tuple[float, int, Action]] = []
         if self.backwards and not (self.gpipe and self.forwards):
             s, m = self.backwards[0]
@@ -176,6 +187,7 @@ class _Queues:
         return start, action
 
     def take(self, action: Action) -> None:
+        """Removes an action from the queues."""
         if action.kind == "F":
             self.forwards.pop(0)
             self.in_flight, self.held = self.in_flight + 1, self.held + 1
@@ -185,7 +197,7 @@ class _Queues:
         else:
             self.backwards.pop(0)
             self.in_flight -= 1
-            if action.kind == "I":  # what it holds is held until its weights are done
+            if action.kind == "I":  # its activations are held until the gradients of its weights are computed
                 self.weights.append((action.stage, action.microbatch))
             else:
                 self.held -= 1
@@ -194,10 +206,14 @@ class _Queues:
 def timeline(
     schedule: Schedule, durations: Mapping[str, float] = DURATIONS, lengths: Sequence[float] = ()
 ) -> list[Span]:
-    """When each action runs, transfers taking no time, if each rank does its own in order as soon as it can.
+    """When each action runs, if each rank runs its actions in order, each as soon as it can. Transfers take no time.
 
-    ``durations``: by kind; ``lengths``: of each stage, by which its durations are multiplied; default 1. Raises ValueError for
-    a schedule that would wait for ever, saying where.
+    Args:
+        durations: kind → duration, in units of a forward.
+        lengths: for each stage a factor of its durations; default 1.
+
+    Raises:
+        ValueError: the schedule would wait for ever; the error says where.
     """
     actions = [[a for a in rank if a.kind in COMPUTE] for rank in schedule.ranks]
     last = len(schedule.stage_rank) - 1
@@ -231,12 +247,12 @@ def timeline(
 def with_transfers(schedule: Schedule, edges: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Schedule:
     """The schedule with sends and receives.
 
-    Both ends of every pair of ranks have their transfers in the same order, that of the timeline, so that none waits for
-    one that comes later.
+    The two ranks of each pair have their transfers in the same order, that of the timeline, so that no transfer waits for a
+    later one.
 
     Args:
-        edges: (stage, later stage) where values cross.
-        back: those of them where gradients come back.
+        edges: (stage, later stage) for each pair between which values are sent.
+        back: those of ``edges`` whose gradients come back.
     """
     home = schedule.stage_rank
     items: list[list[tuple[float, int, int, Action]]] = [[] for _ in schedule.ranks]
@@ -248,22 +264,26 @@ def with_transfers(schedule: Schedule, edges: Sequence[tuple[int, int]], back: S
             ends = [(a.stage, t, "F") for s, t in edges if s == a.stage]
         else:
             ends = [(a.stage, s, "B") for s, t in back if t == a.stage and a.kind in ("B", "I")]
-        for here, there, way in ends:
-            if home[here] != home[there]:
-                items[home[here]].append((span.stop, 0, number, Action(here, f"SEND_{way}", a.microbatch, there)))
-                items[home[there]].append((span.stop, 0, number, Action(there, f"RECV_{way}", a.microbatch, here)))
+        for source, target, direction in ends:
+            if home[source] != home[target]:
+                items[home[source]].append(
+                    (span.stop, 0, number, Action(source, f"SEND_{direction}", a.microbatch, target))
+                )
+                items[home[target]].append(
+                    (span.stop, 0, number, Action(target, f"RECV_{direction}", a.microbatch, source))
+                )
     return Schedule(tuple(tuple(a for *_, a in sorted(rank, key=lambda x: x[:3])) for rank in items), home)
 
 
 def idle(spans: Sequence[Span]) -> float:
-    """The share of all ranks' time, from the first action to the last, in which they do nothing: the bubble."""
+    """The bubble: the share of all ranks' time, from the first action to the last, in which they are idle; 0 to 1."""
     ranks = 1 + max(s.rank for s in spans)
     length = max(s.stop for s in spans) - min(s.start for s in spans)
     return 1 - sum(s.stop - s.start for s in spans) / (ranks * length)
 
 
 def most_in_flight(schedule: Schedule, rank: int) -> int:
-    """How many forwards of a rank at most wait for their backward, whose activations it holds."""
+    """The largest number of forwards of a rank whose activations it holds at once, until their backward."""
     most = now = 0
     for action in schedule.ranks[rank]:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

@@ -1,28 +1,28 @@
-"""Init: what `build()` would give, recorded without its memory; each weight is made when it is wanted.
+"""Runs `build()` without memory for its weights. The ops are logged, and the value of each weight is computed on demand.
 
-`build()` runs once, under a dispatch mode. Tensors of at least `small` elements become *deferred*: ordinary
-CPU tensors (`.device` says cpu, `is_meta` is False) over reserved address space that nobody touches, and so
-without memory. As they are ordinary tensors, views, `.data =`, `Parameter()`, `set_` and deep copies share
-storages as ever; a storage, known by its address, is the unit of bookkeeping: a *cell*. For a deferred tensor
+`build()` runs once, under a dispatch mode. Tensors of at least `small` elements become *deferred*: ordinary CPU tensors
+(`.device` is cpu, `is_meta` is False) over reserved address space that nobody touches, and so without memory. As they are
+ordinary tensors, views, `.data =`, `Parameter()`, `set_` and deep copies share storages as usual. Bookkeeping is by storage,
+identified by its address: a *cell*. For a deferred tensor
 
-    1. a view runs as it is: it moves no data;
-    2. any other op is logged, not run: its function, and for each tensor a `Ref` (cell, size, stride, offset)
-       or, of a real tensor, a copy. Its outputs, whose shapes a run on meta tensors tells, are deferred too;
-    3. a random op's generator state is logged; then it runs once on scratch, to move the generator on;
-    4. an op that reads a value, or that meta tensors cannot run, gets the values it asks for, by replay.
+    1. a view op runs: it moves no data;
+    2. any other op is logged, not run: its function, and for each tensor a `Ref` (cell, size, stride, offset), or a copy of a
+       real tensor. Its outputs are deferred too; a run on meta tensors gives their shapes;
+    3. a random op is logged with the state of its generator; then it runs once on scratch memory, to advance the generator;
+    4. an op that reads a value, or that has no meta kernel, gets its values by replay.
 
-A replay (`Log.evaluate`) walks the log backwards from what is wanted, stops at full overwrites, and runs what
-it found forwards, each random op from its own generator state: `Recorded.value(name)` is bitwise what plain
-`build()` gives. At the end parameters move to the meta device, in place, so that ties and aliases hold, and
-every other deferred tensor that is still alive (buffers, attributes, caches elsewhere) is filled in place.
+A replay (`Log.evaluate`) goes backwards through the log from the wanted cells, stops at full overwrites, and runs the ops that
+it needs forwards, each random op from its logged generator state. So `Recorded.value(name)` is bit for bit the value of plain
+`build()`. At the end, parameters move to the meta device, in place, so that ties and aliases stay; every other deferred tensor
+that is still alive (buffers, attributes, caches elsewhere) is filled in place.
 
-Limits. Same torch, machine and thread count, or reductions may round otherwise. Values from outside torch
-(numpy, lists, files), or written through `.numpy()`, cannot be made anew: they are held. Not seen: memory
-read behind torch's back (`data_ptr()`), other threads. A plain attribute computed from parameters loses its
-graph, as those are on meta now; distinct parameters that share a storage no longer do.
+Limits: torch, machine and number of threads must be the same, as reductions may round differently. Values from outside torch
+(numpy, lists, files), or written through `.numpy()`, cannot be recomputed: they are kept. Not seen: memory that is read without
+torch (`data_ptr()`), and other threads. A plain attribute that is computed from parameters loses its graph, as the parameters
+are on meta now. Distinct parameters that share a storage do not share it afterwards.
 
     memory       address space, and storages
-    operation    what is known of an op before it runs
+    operation    facts of an op before it runs
     log          ops in order, and their replay
     recorder     the modes under which ``build()`` runs
 
@@ -50,14 +50,14 @@ __all__ = ["Build", "Recorded", "record"]
 Build: TypeAlias = Callable[[], nn.Module]
 """Makes a model."""
 
-_Value = Ref | Tensor | None  # in the log; held; there is none
+_Value = Ref | Tensor | None  # by replay of the log; kept; there is none
 
 
 class Recorded:
-    """A module whose parameters are on the meta device, and the means to make the value of each.
+    """A module whose parameters are on the meta device, and the log from which each value is computed.
 
     Attributes:
-        by_chance: buffers and attributes that follow from random numbers: without ``draw`` their values are wrong.
+        by_chance: names of buffers and attributes that depend on random numbers: without ``draw`` their values are wrong.
     """
 
     def __init__(
@@ -67,7 +67,12 @@ class Recorded:
         self._log, self._values, self._drawn = log, values, drawn
 
     def value(self, name: str) -> Tensor:
-        """The whole value of a parameter, by any of its names, on CPU, made anew at each call."""
+        """The whole value of a parameter, by any of its names; a new CPU tensor at each call.
+
+        Raises:
+            KeyError: there is no such parameter.
+            RuntimeError: it has no value: recorded with ``draw=False``, or left on meta or lazy by ``build()``.
+        """
         if not self._drawn:
             raise RuntimeError(
                 f"no value of {name!r}: this model was recorded for planning, with draw=False, so its random "
@@ -82,12 +87,14 @@ class Recorded:
 
 
 def record(build: Build, *, seed: int | None = None, draw: bool = True, small: int = 4096) -> Recorded:
-    """Run `build` without memory for its parameters.
+    """Runs `build` without memory for its parameters.
 
-    `seed` is given to `torch.manual_seed`, Python's and NumPy's `random` first; None leaves the generators as they are.
-    Afterwards they are where plain `build()` would leave them. With `draw=False` random numbers of deferred tensors are
-    not drawn: fast, but then `value` raises, and buffers that come from them are right in shape only. Tensors of fewer
-    than `small` elements are real while build runs, unless they come from deferred ones.
+    Args:
+        seed: seeds torch's, Python's and NumPy's generators first; None leaves them as they are. Afterwards they are in the
+            state in which plain `build()` would leave them.
+        draw: False does not draw random numbers of deferred tensors. This is fast, but `value` raises, and buffers that depend
+            on these numbers have only the right shape.
+        small: tensors with fewer elements are real while build runs, unless they are computed from deferred ones.
     """
     if seed is not None:
         seed_all(seed)
@@ -96,15 +103,15 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
         module = build()
     _drop_graphs(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    made: dict[int, _Value] = {}
+    value_by_id: dict[int, _Value] = {}
     for parameter in parameters.values():
-        if id(parameter) not in made:
-            made[id(parameter)] = _value(parameter, recorder)
-    values = {name: made[id(parameter)] for name, parameter in parameters.items()}
+        if id(parameter) not in value_by_id:
+            value_by_id[id(parameter)] = _value(parameter, recorder)
+    values = {name: value_by_id[id(parameter)] for name, parameter in parameters.items()}
     for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         _to_meta(parameter)
-    # What only cycles hold need not be filled. A collection looks through every object of the process, half a second
-    # where large packages are imported; and mostly nothing is left but buffers.
+    # Tensors in unreachable cycles need not be filled. But a garbage collection looks at every object of the process, half a
+    # second if large packages are imported; and mostly only buffers are deferred now.
     if recorder.cells.keys() - {address_of(buffer) for buffer in module.buffers()}:
         gc.collect()
     by_chance = _by_chance(module, recorder)
@@ -114,28 +121,27 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
 
 
 def _by_chance(module: nn.Module, recorder: Recorder) -> tuple[str, ...]:
-    """The names of buffers and attributes that follow from random numbers, as far as torch functions made them."""
-    found: list[str] = []
+    """The names of buffers and attributes that depend on random numbers, as far as torch functions made them."""
+    names: list[str] = []
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
-            named = value.items() if name == "_buffers" else [(name, value)]
-            if name not in ("_parameters", "_modules"):
-                found += [
-                    f"{path}.{key}".lstrip(".") for key, held in named
-                    if any(recorder.is_by_chance(t) for t in _tensors_within(held, set()))
-                ]  # fmt: skip
-    return (*found, *(["what cannot be told of tensors"] if recorder.told_by_chance else []))
+            if name in ("_parameters", "_modules"):
+                continue
+            for key, item in value.items() if name == "_buffers" else [(name, value)]:
+                if any(recorder.is_by_chance(t) for t in _tensors_within(item, set())):
+                    names.append(f"{path}.{key}".lstrip("."))
+    return (*names, *(["what cannot be told of tensors"] if recorder.told_by_chance else []))
 
 
 def _value(parameter: Tensor, recorder: Recorder) -> _Value:
-    """How to make the parameter's value: from the log, or as it is if it does not come from there."""
+    """How to compute a parameter's value: by replay of the log, or a copy if the log does not make it."""
     if nn.parameter.is_lazy(parameter) or parameter.is_meta:
         return None
     ref = recorder.ref(parameter)
     if ref is not None:
         return ref
     cell = recorder.filled.get(address_of(parameter))
-    if cell is not None:  # `.numpy()` gave its memory away: has it been written since?
+    if cell is not None:  # `.numpy()` shared its memory, through which it may have been written since
         ref = ref_of(parameter, cell)
         if torch.equal(bits_of(recorder.log.tensor(ref)), bits_of(parameter)):
             return ref
@@ -143,7 +149,7 @@ def _value(parameter: Tensor, recorder: Recorder) -> _Value:
 
 
 def _to_meta(parameter: Tensor) -> None:
-    """Move a parameter to the meta device in place: the same object, wherever it is referred to."""
+    """Moves a parameter to the meta device in place: it stays the same object, for all references to it."""
     if nn.parameter.is_lazy(parameter) or parameter.is_meta:
         return
     with torch.no_grad():
@@ -152,19 +158,19 @@ def _to_meta(parameter: Tensor) -> None:
     # The public `torch.utils.swap_tensors` refuses tensors with weak references, which an LSTM has.
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, meta)
-    for name, kept in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
-        if kept:  # setting them anew tells the new implementation of them; None first, or nothing happens
+    for name, hook in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+        if hook:  # set again, so that the new implementation knows of the hooks; first None, else nothing happens
             setattr(parameter, name, None)
-            setattr(parameter, name, kept)
+            setattr(parameter, name, hook)
 
 
 def _drop_graphs(module: nn.Module) -> None:
-    """Plain attributes computed from parameters (old weight norm) hold them through their graph."""
+    """Detaches plain attributes that were computed from parameters (old weight norm): their graph would hold the parameters."""
     for owner in module.modules():
         attributes = [value for name, value in vars(owner).items() if name not in ("_parameters", "_modules")]
         for tensor in _tensors_within(attributes, set()):
             if tensor.grad_fn is not None:
-                with contextlib.suppress(RuntimeError):  # a view cannot be detached: it keeps its graph
+                with contextlib.suppress(RuntimeError):  # a view cannot be detached in place: it keeps its graph
                     tensor.detach_()
 
 

@@ -1,4 +1,4 @@
-"""The log: ops on deferred tensors in program order, and their replay."""
+"""``Log``: ops on deferred tensors in program order, and their replay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from meshwright.deferred.memory import LARGE, allocate, bytes_of, trim
 from meshwright.deferred.operation import mapped, tensors_in
 
-Held = dict[int, torch.UntypedStorage]  # cell → a real storage with its content
+Storages = dict[int, torch.UntypedStorage]  # cell → a real storage with its values
 
 
 class Ref(NamedTuple):
-    """A tensor as a view of a cell's storage: sizes, strides and offset in elements."""
+    """A tensor as a view of a cell's storage. Stride and offset are in elements."""
 
     cell: int
     dtype: torch.dtype
@@ -29,6 +29,7 @@ class Ref(NamedTuple):
     neg: bool
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor, over this storage."""
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = torch.conj(tensor) if self.conj else tensor
@@ -36,47 +37,48 @@ class Ref(NamedTuple):
 
 
 class GeneratorState(NamedTuple):
-    """Stands for an explicit `torch.Generator` argument."""
+    """Stands for a `torch.Generator` among the arguments of an op."""
 
     state: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class LoggedOp:
     """One op on deferred tensors."""
 
     func: Any  # an OpOverload
     args: Any  # with a `Ref` for each deferred tensor and a copy of each real one
     kwargs: dict[str, Any]
-    reads: frozenset[int]  # the cells whose content before matters
-    writes: frozenset[int]  # the cells it changes or makes
-    kills: frozenset[int]  # those of which nothing from before remains
-    fresh: tuple[Ref | None, ...]  # for each output tensor; None: it is an argument
-    state: Tensor | None  # the default generator's before, if the op may draw from it
+    reads: frozenset[int]  # the cells whose old values it uses
+    writes: frozenset[int]  # the cells that it changes or makes
+    kills: frozenset[int]  # the cells that it overwrites as a whole
+    fresh: tuple[Ref | None, ...]  # one for each output tensor; None: the output is an argument
+    state: Tensor | None  # of the default generator before the op, if the op may draw from it
     default_dtype: torch.dtype
 
 
 class Log:
-    """Entries in program order, and the size in bytes of every cell."""
+    """The ops in program order, and the size in bytes of every cell."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.ops: dict[int, LoggedOp] = {}
         self.nbytes: dict[int, int] = {}
-        self._writers: dict[int, list[int]] = {}  # cell → its entries, ascending
+        self._writers: dict[int, list[int]] = {}  # cell → numbers of the ops that write it, ascending
         self._length = 0
 
     def cell(self, nbytes: int) -> int:
+        """The number of a new cell."""
         self.nbytes[len(self.nbytes)] = nbytes
         return len(self.nbytes) - 1
 
-    def add(self, entry: Entry) -> None:
-        self.entries[self._length] = entry
-        for cell in entry.writes:
+    def add(self, op: LoggedOp) -> None:
+        self.ops[self._length] = op
+        for cell in op.writes:
             self._writers.setdefault(cell, []).append(self._length)
         self._length += 1
 
     def needed(self, cells: Iterable[int]) -> list[int]:
-        """The entries that the present content of `cells` comes from, ascending."""
+        """The numbers of the ops from which the current values of `cells` follow, ascending."""
         indices: set[int] = set()
         seen: set[tuple[int, int]] = set()
         wanted = [(cell, self._length) for cell in cells]
@@ -85,86 +87,86 @@ class Log:
             for index in reversed(self._writers.get(cell, ())):
                 if index >= before:
                     continue
-                if (cell, index) in seen:  # and so has been all before it
+                if (cell, index) in seen:  # then everything before it has been seen too
                     break
                 seen.add((cell, index))
-                entry = self.entries[index]
+                op = self.ops[index]
                 if index not in indices:
                     indices.add(index)
-                    wanted += [(read, index) for read in entry.reads]
-                if cell in entry.kills:
+                    wanted += [(read, index) for read in op.reads]
+                if cell in op.kills:
                     break
         return sorted(indices)
 
     def keep(self, cells: Iterable[int]) -> None:
-        """Forget what the content of `cells` does not come from."""
-        self.entries = {index: self.entries[index] for index in self.needed(cells)}
+        """Drops all ops from which the values of `cells` do not follow."""
+        self.ops = {index: self.ops[index] for index in self.needed(cells)}
         self._writers = {}
-        for index, entry in self.entries.items():
-            for cell in entry.writes:
+        for index, op in self.ops.items():
+            for cell in op.writes:
                 self._writers.setdefault(cell, []).append(index)
 
-    def evaluate(self, cells: Iterable[int]) -> Held:
-        """New storages with the present content of `cells`. Generators are left as they were."""
+    def evaluate(self, cells: Iterable[int]) -> Storages:
+        """New storages with the current values of `cells`. The state of generators is restored."""
         cells = frozenset(cells)
         order = self.needed(cells)
-        last = {cell: i for i in order for cell in self.entries[i].reads | self.entries[i].writes}
-        held: Held = {}
+        last = {cell: i for i in order for cell in self.ops[i].reads | self.ops[i].writes}
+        storages: Storages = {}
         rng = torch.get_rng_state()
         try:
             with plainly():
                 for i in order:
-                    entry = self.entries[i]
-                    if entry.state is not None:
-                        torch.set_rng_state(entry.state)
-                    self.run(entry, held)
-                    for cell in (entry.reads | entry.writes) - cells:
-                        if last[cell] == i:  # its memory is not needed any more
-                            held.pop(cell, None)
-                return {cell: self._held(held, cell) for cell in cells}
+                    op = self.ops[i]
+                    if op.state is not None:
+                        torch.set_rng_state(op.state)
+                    self.run(op, storages)
+                    for cell in (op.reads | op.writes) - cells:
+                        if last[cell] == i:  # no later op needs its memory
+                            storages.pop(cell, None)
+                return {cell: self._storage(storages, cell) for cell in cells}
         finally:
             torch.set_rng_state(rng)
 
     def tensor(self, ref: Ref) -> Tensor:
-        """The present value of `ref`, in memory of its own."""
+        """The current value of `ref`, in new memory."""
         with plainly():
             tensor = ref.view(self.evaluate([ref.cell])[ref.cell])
             return tensor if self.covers(ref) else tensor.clone()
 
     def covers(self, ref: Ref) -> bool:
-        """Is all of the storage in this view? (Ops do not write to views that overlap themselves.)"""
+        """Whether the view contains all of its storage. (No op writes to a view that overlaps itself.)"""
         return math.prod(ref.size) * ref.dtype.itemsize == self.nbytes[ref.cell]
 
-    def run(self, entry: Entry, held: Held, generator: torch.Generator | None = None) -> None:
+    def run(self, op: LoggedOp, storages: Storages, generator: torch.Generator | None = None) -> None:
         """Run one entry on the storages in `held`. A generator given resumes from where it is."""
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
-                return leaf.view(self._held(held, leaf.cell))
+                return leaf.view(self._storage(storages, leaf.cell))
             if isinstance(leaf, GeneratorState):
                 return generator or torch.Generator().set_state(leaf.state)
             return leaf
 
-        args, kwargs = mapped(real, (entry.args, entry.kwargs))
-        if any(ref and self.nbytes[ref.cell] >= LARGE for ref in entry.fresh):
+        args, kwargs = mapped(real, (op.args, op.kwargs))
+        if any(ref and self.nbytes[ref.cell] >= LARGE for ref in op.fresh):
             trim()
-        with _default_dtype(entry.default_dtype):
-            outputs = tensors_in(entry.func(*args, **kwargs))
-        for ref, output in zip(entry.fresh, outputs, strict=True):
+        with _default_dtype(op.default_dtype):
+            outputs = tensors_in(op.func(*args, **kwargs))
+        for ref, output in zip(op.fresh, outputs, strict=True):
             if ref is not None:
-                held[ref.cell] = self._own(output, ref)
+                storages[ref.cell] = self._storage_for(output, ref)
 
-    def _held(self, held: Held, cell: int) -> torch.UntypedStorage:
-        if cell not in held:
-            held[cell] = allocate(self.nbytes[cell])
-        return held[cell]
+    def _storage(self, storages: Storages, cell: int) -> torch.UntypedStorage:
+        if cell not in storages:
+            storages[cell] = allocate(self.nbytes[cell])
+        return storages[cell]
 
-    def _own(self, output: Tensor, ref: Ref) -> torch.UntypedStorage:
-        """The output's storage if it is as was foreseen, else a copy."""
+    def _storage_for(self, output: Tensor, ref: Ref) -> torch.UntypedStorage:
+        """The storage of an output if the output has the geometry of `ref`, else a copy that has."""
         storage = output.untyped_storage()
-        foreseen = (self.nbytes[ref.cell], ref.size, ref.stride, ref.offset, ref.conj, ref.neg)
-        seen = (storage.nbytes(), output.size(), output.stride(), output.storage_offset())
-        if (*seen, output.is_conj(), output.is_neg()) == foreseen:
+        expected = (self.nbytes[ref.cell], ref.size, ref.stride, ref.offset, ref.conj, ref.neg)
+        geometry = (storage.nbytes(), output.size(), output.stride(), output.storage_offset())
+        if (*geometry, output.is_conj(), output.is_neg()) == expected:
             return storage
         fresh = allocate(self.nbytes[ref.cell])
         ref.view(fresh).copy_(output)
@@ -183,7 +185,7 @@ def refs_in(tree: Any) -> list[Ref]:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, of the tensor or, where that is less (it is expanded), of its storage."""
+    """A copy of a tensor with the same strides: of its storage, or of the tensor alone if that is smaller."""
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.itemsize < storage.nbytes():
         return tensor.detach().clone()
@@ -193,7 +195,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """The caller's autograd, inference mode and autocast do not reach a replay."""
+    """Switches off the caller's autograd, inference mode and autocast for a replay."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 

@@ -1,4 +1,4 @@
-"""Memory: address space without any, and storages that give theirs back."""
+"""Address space without memory, and storages that return their memory to the system."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import sys
 import torch
 from torch import Tensor
 
-LARGE = 1 << 18  # bytes of a storage that is worth care
+LARGE = 1 << 18  # bytes: larger storages get their own mapping
 
 
 def reserve(nbytes: int) -> mmap.mmap:
-    """Address space without memory: pages come when they are touched."""
+    """Address space without memory: a page is allocated when it is first touched."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
-        flags |= 0x4000  # MAP_NORESERVE, a name old Pythons lack: not counted against memory and swap
+        flags |= 0x4000  # MAP_NORESERVE, which old Pythons do not define: it does not count against memory and swap
     return mmap.mmap(-1, nbytes, flags=flags)
 
 
@@ -29,14 +29,14 @@ def storage_over(memory: mmap.mmap) -> torch.UntypedStorage:
 
 
 def allocate(nbytes: int) -> torch.UntypedStorage:
-    """A real storage. A large one goes back to the system when it ends; malloc's leave holes in the heap."""
+    """A real storage. A large one returns its memory to the system when it is freed; malloc would leave holes in the heap."""
     if nbytes < LARGE:
         return torch.UntypedStorage(nbytes, device="cpu")
     return storage_over(reserve(nbytes))
 
 
 def trim() -> None:
-    """Give what is free in the heap back to the system: glibc does not reuse the holes of large tensors."""
+    """Returns free memory of the heap to the system: glibc does not reuse the holes that large tensors leave."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -50,7 +50,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def address_of(tensor: Tensor) -> int:
-    """The address of the storage, which says which one it is; 0 if there is none."""
+    """The address of a tensor's storage, by which storages are identified; 0 if there is none."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""What is known of an op before it runs: its tensors, what comes out."""
+"""Facts of an op before it runs: the tensors among its arguments, and its outputs on meta."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Changed = list[tuple[Any, Any]]
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` of each leaf; op arguments nest in lists, tuples and dicts only."""
+    """`tree` with `function` applied to each leaf. Arguments of ops nest only in lists, tuples and dicts."""
     if isinstance(tree, dict):
         return {key: mapped(function, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -30,29 +30,29 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return tensors
 
 
-def foreseen_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The outputs on the meta device; None if values, or other kinds of output, are needed to know them.
+def outputs_on_meta(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The outputs of an op, as meta tensors; None if they depend on values, or are not all plain tensors.
 
-    An answer is kept, so nothing may be written to the tensors in it.
+    The result is cached, so its tensors may not be written.
     """
-    asked = func, torch.get_default_dtype(), described(args), described(dict(kwargs))
+    key = func, torch.get_default_dtype(), described(args), described(dict(kwargs))
     try:
-        return _kept(*asked)
+        return _cached_outputs(*key)
     except TypeError:  # an argument cannot be hashed
-        return _foreseen(*asked)
+        return _outputs(*key)
 
 
-def _foreseen(func: Any, default: torch.dtype, positional: Any, named: Any) -> Any:
-    """``foreseen_by``, of arguments that are described; ``default`` is torch's own, which the outputs may follow."""
+def _outputs(func: Any, default: torch.dtype, positional: Any, named: Any) -> Any:
+    """``outputs_on_meta`` for described arguments. ``default``: torch's default dtype, on which outputs may depend."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return None
     if not all("Tensor" in str(result.type) for result in schema_of(func).returns):
         return None
-    was: list[tuple[Tensor, Laid]] = []
+    arguments: list[tuple[Tensor, Laid]] = []
 
-    def on_meta(of: Laid) -> Tensor:
-        was.append((of.on_meta(), of))
-        return was[-1][0]
+    def on_meta(description: Laid) -> Tensor:
+        arguments.append((description.on_meta(), description))
+        return arguments[-1][0]
 
     args, kwargs = made_again(positional, on_meta), made_again(named, on_meta)
     if any(argument.name == "device" for argument in schema_of(func).arguments):
@@ -60,12 +60,12 @@ def _foreseen(func: Any, default: torch.dtype, positional: Any, named: Any) -> A
         kwargs.pop("pin_memory", None)
     try:
         outputs = func(*args, **kwargs)
-    except Exception:  # no meta kernel, or the call is wrong: the run with values will tell
+    except Exception:  # no meta kernel, or a wrong call: the run with values will show which
         return None
-    if any(laid(meta) != of for meta, of in was):
-        return None  # it resizes an argument
+    if any(laid(meta) != description for meta, description in arguments):
+        return None  # the op resizes an argument
     plain = all(tensor.is_meta and tensor.layout == torch.strided for tensor in tensors_in(outputs))
     return outputs if plain else None
 
 
-_kept = lru_cache(maxsize=4096)(_foreseen)
+_cached_outputs = lru_cache(maxsize=4096)(_outputs)

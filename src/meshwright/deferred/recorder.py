@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that logs what makes large tensors, and gives values where they are read."""
+"""``Recorder``: a dispatch mode that logs the ops that make large tensors, and computes values that are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.deferred.log import Entry, GeneratorState, Log, Ref, copied, plainly, ref_of, refs_in
+from meshwright.deferred.log import GeneratorState, Log, LoggedOp, Ref, copied, plainly, ref_of, refs_in
 from meshwright.deferred.memory import address_of, bytes_of, reserve, storage_over
-from meshwright.deferred.operation import Changed, foreseen_by, mapped, tensors_in
+from meshwright.deferred.operation import Changed, mapped, outputs_on_meta, tensors_in
 from meshwright.private import TorchDispatchMode, schema_of, without_modes
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.torch_functions import READS_BELOW, SHARES_MEMORY, op_facts, written_by
@@ -22,7 +22,8 @@ _aten = torch.ops.aten
 
 
 class _Cell(NamedTuple):
-    """A storage that is deferred now: ours, weakly, so that its end is seen; or one of build's own, held."""
+    """A storage that is deferred now. ``buffer``: a weak reference to our memory, by which we see its end; or a storage that
+    build allocated."""
 
     number: int
     buffer: weakref.ref[mmap.mmap] | torch.UntypedStorage
@@ -35,27 +36,36 @@ class _Cell(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
+    """Defers large tensors while ``build()`` runs.
+
+    Args:
+        draw: whether to draw random numbers of deferred tensors.
+        small: tensors with fewer elements stay real, unless they are computed from deferred ones.
+    """
+
     def __init__(self, draw: bool, small: int) -> None:
         super().__init__()
         self.log = Log()
         self.cells: dict[int, _Cell] = {}  # address of a storage → its cell
-        self.filled: dict[int, int] = {}  # the same, for those that became real while build ran
+        self.filled: dict[int, int] = {}  # address of a storage → its cell, if it became real while build ran
         self._draws, self._small = draw, small
-        self._undrawn = 0  # random ops whose numbers are not drawn
-        self._random: set[int] = set()  # addresses of storages whose values follow from random numbers
-        self.told_by_chance = False  # whether it cannot be told what does: Python was told a value that does, say
+        self._undrawn = 0  # the number of random ops whose numbers were not drawn
+        self._random: set[int] = set()  # addresses of storages whose values depend on random numbers
+        self.told_by_chance = False  # whether other values may depend on them too: Python read such a value, say
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._aside:
             return func(*args, **kwargs or {})
-        with without_modes():  # what we do is not for `Readers`, or a default device, to see
+        with without_modes():  # `Readers`, or a default device, must not see our own calls
             return self._dispatched(func, types, args, kwargs or {})
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # a subclass dispatches itself; what it does inside comes here again
-        if torch.is_inference_mode_enabled():  # there composite ops come whole, and some may copy or may not
+            return NotImplemented  # a subclass dispatches first; its inner ops come here again
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # then composite ops are not decomposed, and some copy or alias by strides
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -66,54 +76,60 @@ class Recorder(TorchDispatchMode):
         if device is not None and device.type != "cpu":
             if device.type == "meta":
                 return func(*args, **kwargs)
-            self.told_by_chance = self.told_by_chance or op_facts(func).draws  # not followed on another device
+            self.told_by_chance = self.told_by_chance or op_facts(func).draws  # other devices are not followed
             return self._compute(func, args, kwargs)
         tensors = tensors_in((args, kwargs))
         deferred = any(self.cell(tensor) is not None for tensor in tensors)
         elsewhere = any(tensor.device.type != "cpu" for tensor in tensors)
         if not elsewhere and (deferred or not schema_of(func).is_mutable):
-            outputs = foreseen_by(func, args, kwargs)
+            outputs = outputs_on_meta(func, args, kwargs)
             if outputs is not None and (deferred or self._grows(tensors, tensors_in(outputs))):
                 return self._follow_chance(func, tensors, kwargs, self._defer(func, args, kwargs, outputs))
         return self._follow_chance(func, tensors, kwargs, self._compute(func, args, kwargs))
 
     def is_by_chance(self, tensor: Tensor) -> bool:
-        """Whether values of a tensor may follow from random numbers."""
+        """Whether values of a tensor may depend on random numbers."""
         return address_of(tensor) in self._random
 
     def _follow_chance(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any], result: Any) -> Any:
-        """Notes what an op has made, or written, of random numbers. Gives its result."""
-        made, mutable = tensors_in((result,)), schema_of(func).is_mutable
+        """Notes which tensors depend on random numbers after an op. Returns the result of the op."""
+        results, mutable = tensors_in((result,)), schema_of(func).is_mutable
         if op_facts(func).draws or any(map(self.is_by_chance, tensors)):
-            self._random.update(map(address_of, (*made, *(tensors if mutable else ()))))
+            self._random.update(map(address_of, (*results, *(tensors if mutable else ()))))
             self._random.discard(0)  # no storage
-            own = any(isinstance(leaf, torch.Generator) for leaf in kwargs.values())
-            self.told_by_chance = self.told_by_chance or own or not all(map(address_of, made)) or not made
+            has_generator = any(isinstance(leaf, torch.Generator) for leaf in kwargs.values())
+            self.told_by_chance = (
+                self.told_by_chance or has_generator or not all(map(address_of, results)) or not results
+            )
         elif not mutable:
-            self._random.difference_update(map(address_of, made))  # where another storage stood before
+            self._random.difference_update(
+                map(address_of, results)
+            )  # a new storage may have the address of a freed one
         return result
 
-    # -- what is deferred
+    # -- deferred tensors
 
     def cell(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's cell; None if the tensor is real."""
         address = address_of(tensor)
         return self.cells[address].number if address in self.cells else None
 
     def ref(self, tensor: Tensor) -> Ref | None:
+        """The ``Ref`` of a tensor; None if the tensor is real."""
         cell = self.cell(tensor)
         return None if cell is None else ref_of(tensor, cell)
 
     def _grows(self, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-        """Is an output of real tensors to be deferred? If none is larger, the log would hold as much."""
+        """Whether to defer an op on real tensors: if no output is larger than the inputs, the log would hold as much."""
         strided = [tensor for tensor in inputs if tensor.layout == torch.strided]
         least = max((tensor.untyped_storage().nbytes() for tensor in strided), default=0) if self._small else 0
         sizes = [(tensor.numel(), tensor.numel() * tensor.itemsize) for tensor in outputs]
         return any(numel >= self._small and nbytes > least for numel, nbytes in sizes)
 
     def _new(self, meta: Tensor) -> tuple[Tensor, Ref | None]:
-        """A deferred tensor of the geometry of `meta`."""
+        """A new deferred tensor with the geometry of `meta`, and its ``Ref``."""
         last = sum((n - 1) * stride for n, stride in zip(meta.size(), meta.stride(), strict=True))
-        if meta.numel() == 0:  # there is no storage to know it by
+        if meta.numel() == 0:  # it has no storage by which to identify it
             return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="cpu"), None
         nbytes = (last + 1) * meta.itemsize
         memory = reserve(nbytes)
@@ -125,13 +141,14 @@ class Recorder(TorchDispatchMode):
         return tensor, ref_of(tensor, cell)
 
     def _ended(self, address: int, cell: int) -> None:
+        """The memory of a cell was freed."""
         if address in self.cells and self.cells[address].number == cell:
             del self.cells[address]
         if self.filled.get(address) == cell:
             del self.filled[address]
 
     def _adopt(self, tensor: Tensor, overwritten: bool) -> None:
-        """A real tensor is about to be written from deferred ones, and becomes deferred."""
+        """Makes a real tensor deferred, because an op on deferred tensors writes it. ``overwritten``: as a whole."""
         storage = tensor.untyped_storage()
         if self.cell(tensor) is not None or storage.nbytes() == 0:
             return
@@ -140,46 +157,46 @@ class Recorder(TorchDispatchMode):
             whole, only = bytes_of(storage), frozenset([cell])
             args = (ref_of(whole, cell), whole.clone())
             dtype = torch.get_default_dtype()
-            self.log.add(Entry(_aten.copy_.default, args, {}, frozenset(), only, only, (None,), None, dtype))
+            self.log.add(LoggedOp(_aten.copy_.default, args, {}, frozenset(), only, only, (None,), None, dtype))
         self.cells[storage.data_ptr()] = _Cell(cell, storage)
 
-    # -- what happens to an op
+    # -- ops
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Log the op; return deferred outputs."""
+        """Logs an op, whose outputs on meta are ``outputs``. Returns deferred outputs."""
         changed = written_by(func, args, kwargs)
         overwrites = op_facts(func).overwrites
         for argument, value in changed:
             for tensor in tensors_in([value]):
                 self._adopt(tensor, overwrites or argument.is_out)
         written = [self.ref(tensor) for _, value in changed for tensor in tensors_in([value])]
-        useless = [self.ref(tensor) for a, v in changed if overwrites or a.is_out for tensor in tensors_in([v])]
+        overwritten = [self.ref(tensor) for a, v in changed if overwrites or a.is_out for tensor in tensors_in([v])]
         result, fresh = self._results(func, outputs, changed)
         random = op_facts(func).draws
         generators = [leaf for leaf in kwargs.values() if isinstance(leaf, torch.Generator)]
         logged_args, logged_kwargs = mapped(self._logged, (args, kwargs))
-        inputs = [leaf for leaf in refs_in((logged_args, logged_kwargs)) if leaf not in useless]
-        entry = Entry(
+        inputs = [leaf for leaf in refs_in((logged_args, logged_kwargs)) if leaf not in overwritten]
+        op = LoggedOp(
             func,
             logged_args,
             logged_kwargs,
             reads=frozenset(ref.cell for ref in inputs),
             writes=frozenset(ref.cell for ref in (*written, *fresh) if ref),
-            kills=frozenset(ref.cell for ref in (*useless, *fresh) if ref and self.log.covers(ref)),
+            kills=frozenset(ref.cell for ref in (*overwritten, *fresh) if ref and self.log.covers(ref)),
             fresh=fresh,
             state=self._state() if random and not generators else None,
             default_dtype=torch.get_default_dtype(),
         )
         if random and self._draws:
             with plainly():
-                self.log.run(entry, self.log.evaluate(entry.reads), *generators[:1])
-        self.log.add(entry)
+                self.log.run(op, self.log.evaluate(op.reads), *generators[:1])
+        self.log.add(op)
         return result
 
     def _state(self) -> Tensor:
-        """The default generator's; where numbers are not drawn, and it stays, one of its own for each op.
+        """The state of the default generator for an op. If numbers are not drawn it never changes: then each op gets a new one.
 
-        Who draws until the values fit, as ``nn.init.trunc_normal_`` does, would draw the same for ever.
+        Else code that draws until the values fit, as ``nn.init.trunc_normal_`` does, would draw the same numbers for ever.
         """
         if self._draws:
             return torch.get_rng_state()
@@ -187,6 +204,7 @@ class Recorder(TorchDispatchMode):
         return torch.Generator().manual_seed(self._undrawn).get_state()
 
     def _logged(self, leaf: Any) -> Any:
+        """An argument of an op, as the log keeps it."""
         if isinstance(leaf, torch.Generator):
             return GeneratorState(leaf.get_state() if self._draws else self._state())
         if not isinstance(leaf, Tensor):
@@ -194,13 +212,14 @@ class Recorder(TorchDispatchMode):
         return self.ref(leaf) or copied(leaf)
 
     def _results(self, func: Any, outputs: Any, changed: Changed) -> tuple[Any, tuple[Ref | None, ...]]:
-        """What the op returns: its own arguments where the schema says so, else new deferred tensors."""
+        """(the results of an op, the ``Ref`` of each output tensor). A result is an argument if the schema says so, else a new
+        deferred tensor."""
         aliased = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
         returns = schema_of(func).returns
         single = len(returns) == 1
         fresh: list[Ref | None] = []
 
-        def made(leaf: Any) -> Any:
+        def deferred(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             tensor, ref = self._new(leaf)
@@ -213,11 +232,11 @@ class Recorder(TorchDispatchMode):
                 results.append(aliased[next(iter(result.alias_info.before_set))])
                 fresh.extend(None for _ in tensors_in([output]))
             else:
-                results.append(mapped(made, output))
+                results.append(mapped(deferred, output))
         return (results[0] if single else tuple(results) or None), tuple(fresh)
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the op on values."""
+        """Runs an op on values."""
         changed = {id(tensor) for _, value in written_by(func, args, kwargs) for tensor in tensors_in([value])}
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in changed:
@@ -234,20 +253,20 @@ class Recorder(TorchDispatchMode):
         if not cells:
             return tree
         with self.aside():
-            held = self.log.evaluate(cells)
+            storages = self.log.evaluate(cells)
 
         def real(leaf: Any) -> Any:
             ref = refs.get(id(leaf))
             if ref is None:
                 return leaf
             with self.aside(), torch.no_grad():
-                value = ref.view(held[ref.cell]).requires_grad_(leaf.requires_grad)
+                value = ref.view(storages[ref.cell]).requires_grad_(leaf.requires_grad)
                 return nn.Parameter(value, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else value
 
         return mapped(real, tree)
 
     def fill(self, tensor: Tensor) -> None:
-        """Make a deferred tensor, and all that shares its storage, real."""
+        """Makes a deferred tensor real, and with it all tensors that share its storage."""
         if self.cell(tensor) is not None:
             self._fill(address_of(tensor))
 
@@ -267,7 +286,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What we do ourselves is not recorded."""
+        """While on, nothing is recorded: for our own calls."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -276,7 +295,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Readers(FunctionMode):
-    """Gives the functions that look below the dispatcher the values they look at."""
+    """Gives values to functions that read tensors below torch's dispatcher."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -286,7 +305,9 @@ class Readers(FunctionMode):
         kwargs = kwargs or {}
         if func is torch.as_tensor and args and isinstance(args[0], Tensor):
             kinds = dict(zip(("dtype", "device"), args[1:], strict=False)) | kwargs
-            return args[0].to(**{name: x for name, x in kinds.items() if x is not None})  # itself: writes reach it
+            return args[0].to(
+                **{name: x for name, x in kinds.items() if x is not None}
+            )  # may be the tensor itself: writes must reach it
         if func is torch.asarray and args and isinstance(args[0], Tensor):
             self._recorder.fill(args[0])
         if func in READS_BELOW:

@@ -1,23 +1,23 @@
-"""The plan: what a person writes. Short; only the mesh is required, the rest is decided where left out.
+"""The plan: what a person writes. Only the mesh is required; Meshwright decides what is left out.
 
     mesh: {dp_shard: 2, tp: 2}
     recompute: blocks
-    modules:                                   # by glob, of a module's or a parameter's name
+    modules:                                   # globs of names of modules or parameters
       "*.c_attn": {tp: column, parts: 3}
       encoder.norm: {dp: replicate}
 
-A plan comes from Python, a dict or YAML, and goes back to YAML. However it comes, one pass reads it and
-reports every problem at once, with the line and column where there are lines:
+A plan comes from Python, a dict or YAML, and can be written as YAML. In each case one pass reads it and reports every problem
+at once, with line and column if it comes from a text:
 
-    text ──compose──► Source (plain values, and the place of each) ──read──► Plan, or one PlanError
+    text ──compose──► Source (plain values, and the position of each) ──read──► Plan, or one PlanError
 
-    entry       what is said of one glob's modules or parameters
-    keys        the keys, and what each takes
-    meshes      the meshes that a plan may be laid over: one, several in order, or ``auto``
-    source      plain values, and where each stands
-    text        YAML, read into a source
-    settings    ``key=value``, put into a source
-    reader      one pass over a source: a plan's fields, or findings
+    entry       the settings for the modules or parameters of one glob
+    keys        the keys, and the values that each accepts
+    meshes      the meshes of a plan: one, several in order of preference, or ``auto``
+    source      plain values with their positions in a text
+    text        YAML → a source
+    settings    ``key=value`` → a source
+    reader      one pass over a source: the fields of a plan, or findings
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from meshwright.errors import Findings
 from meshwright.mesh import Mesh
 from meshwright.plan.entry import Entries, Entry
-from meshwright.plan.keys import DRAWN, FOUND, KEYS, PLAN
+from meshwright.plan.keys import DRAWN, KEYS, PLAN, SEARCHED
 from meshwright.plan.meshes import AUTO, MeshesLike, chosen, in_order
 from meshwright.plan.reader import Reader
 from meshwright.plan.settings import put_setting
@@ -45,50 +45,50 @@ __all__ = ["KEYS", "Entries", "Entry", "Plan", "PlanLike"]
 
 @dataclass(frozen=True, init=False)
 class Plan:
-    """How a model is to be laid out over a mesh, as far as a person cares to say.
+    """How a model is laid out over a mesh. What is left out, Meshwright decides.
 
     Args:
-        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``. Several, in a list:
-            the first that has as many ranks as there are processes (so a run goes on when a machine is gone). ``mesh`` is
-            then the first of them, until ``at`` has chosen. ``auto``: the fastest that is found for the processes that there
-            are (``find_plans``), with what the plan leaves out of sequence_parallel, recompute, microbatches, schedule,
-            stages_per_rank and reshard_after_forward; ``mesh`` is then one device, until one is found.
-        modules: for each glob an `Entry`, or a dict of its keys. Where several globs match, the later
-            wins, key by key.
-        parameters: another place to write entries of ``modules``; they come after those.
-        sequence_parallel: keep activations between tensor-parallel regions cut along the sequence; left out: false.
-        recompute: ``blocks`` computes every repeated block again in backward; ``none`` keeps all activations; left out: none.
-        microbatches: into how many pieces a step divides its rows, whose gradients add up; left out: 1, and with a
-            pipeline twice as many as it has ranks, or as many as there are rows.
-        schedule: of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank), ``zero_bubble``;
-            left out: 1f1b. Without effect, which is noted, on a mesh without a pipeline.
-        stages_per_rank: of a pipeline; left out: 2 for ``interleaved``, else 1.
-        precision: ``float32``; ``bfloat16``: computes in it, and keeps parameters and reductions in float32;
-            ``float64``: everything in it.
-        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again. Left out: true, and
-            with a pipeline false, which would gather it for each microbatch.
-        rows: ``split``: data ranks and microbatches each see their own rows of a batch, whatever the model makes of it;
+        mesh: the axes and their sizes, outermost first: ``{"fsdp": 2, "tp": 2}`` or ``"fsdp=2,tp=2"``. A list of several
+            meshes: the first that has as many ranks as there are processes (so a run can resume with fewer machines); until
+            ``at`` has chosen, ``mesh`` is the first of them. ``auto``: the fastest mesh that a search (``find_plans``) finds
+            for the number of processes; the search also decides those of sequence_parallel, recompute, microbatches,
+            schedule, stages_per_rank and reshard_after_forward that the plan leaves out. Until then ``mesh`` is one device.
+        modules: glob → an `Entry`, or a dict of its keys. If several globs match a name, the later one wins, key by key.
+        parameters: more entries for ``modules``; they come after those.
+        sequence_parallel: shard activations between tensor-parallel regions along the sequence. Default: false.
+        recompute: ``blocks`` recomputes every repeated block in the backward; ``none`` keeps all activations. Default: none.
+        microbatches: the number of pieces into which a step divides its rows; their gradients add up. Default: 1; with a
+            pipeline twice its number of ranks, or the number of rows if that is smaller.
+        schedule: the schedule of a pipeline: ``1f1b``, ``gpipe``, ``interleaved`` (1F1B with several stages a rank) or
+            ``zero_bubble``. Default: 1f1b. Without a pipeline it has no effect, and a note says so.
+        stages_per_rank: the number of pipeline stages on each rank. Default: 2 for ``interleaved``, else 1.
+        precision: ``float32``; ``bfloat16``: computes in bfloat16, with parameters and reductions in float32;
+            ``float64``: everything in float64.
+        reshard_after_forward: free a gathered FSDP unit after its forward; its backward gathers it again. Default: true; with
+            a pipeline false, because a unit would be gathered for each microbatch.
+        rows: ``split``: data ranks and microbatches each run their own rows of a batch, whatever the model does with them;
             ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
-            of the batch, losses that compare rows), which is tried out before the first step.
-        branches: ``auto``: what can run at the same time is found in the forward, and placed on slices of tp; ``said``: only
-            what ``on`` places.
-        seed: of the initial values and of dropout.
-        nonfinite: what training does where the loss or a gradient is nan or infinite: ``stop``, with an error; ``skip``
+            of the batch, losses that compare rows), which a trial before the first step finds out.
+        branches: ``auto``: modules that can run at the same time are found in the forward, and placed on slices of tp;
+            ``said``: only the modules that ``on`` places.
+        seed: the seed of initial values and of dropout.
+        nonfinite: what training does if the loss or a gradient is nan or infinite: ``stop`` raises an error; ``skip``
             leaves out the optimizer's step and counts it.
-        verify: after how many steps ranks compare the values that they should hold alike, bit for bit; the first step compares
-            as well. 0: never.
-        eager: over tp, run each torch function through the dispatcher in every step. Left out: false, blocks are recorded, and
-            run as programs of local functions and collectives, which give the same and take the host less time.
-        compile: over tp, hand the program of each kind of block to ``torch.compile``. Left out: false. The first steps then
-            take some ten seconds a kind; a block that has no program, or one that cannot be compiled, runs as without, and
-            ``job.notes`` says why.
-        weights: what parameters begin with. ``drawn``: what the model draws when it is made; all of it is drawn on every rank,
-            which takes minutes for billions. Nothing is drawn for ``checkpoint`` and ``pretrained``, whose values
-            ``job.load`` and ``job.load_pretrained`` bring, and for ``none``: they are not numbers (nan) until they are filled.
+        verify: ranks compare the values that should be equal on them, bit for bit, in the first step and then every so many
+            steps. 0: never.
+        eager: over tp, run each torch function through the dispatcher in every step. Default: false; then blocks are recorded
+            and run as programs of local functions and collectives, with the same results and less time of the host.
+        compile: over tp, compile the program of each kind of block with ``torch.compile``. Default: false. The first steps
+            take some ten seconds more for each kind of block. A block without a program, or with one that cannot be compiled,
+            runs uncompiled, and ``job.notes`` says why.
+        weights: the initial values of parameters. ``drawn``: those that the model draws when it is built; every rank draws all
+            of them, which takes minutes for billions of parameters. ``checkpoint``, ``pretrained``: nothing is drawn;
+            ``job.load`` or ``job.load_pretrained`` brings the values. ``none``: nothing is drawn. Until parameters are
+            filled they are nan.
 
     Attributes:
-        meshes: what it may be laid over, in order; empty for ``auto``.
-        said: settings that a person gave, of those that are found with a mesh.
+        meshes: the meshes of the plan, in order of preference; empty for ``auto``.
+        said: the settings that the plan names, among those that a search decides otherwise.
 
     Raises:
         PlanError: with every problem of the arguments.
@@ -145,18 +145,20 @@ class Plan:
     ) -> None:
         values = dict(locals())  # the arguments, by their names
         del values["self"]
-        given = Reader(Source(values)).plan()
-        fields, meshes = _DEFAULTS | given, in_order(given["mesh"])
-        fields |= {"mesh": meshes[0] if meshes else _ALONE, "meshes": meshes, "said": frozenset(given) & {*FOUND}}
+        settings = Reader(Source(values)).plan()
+        fields, meshes = _DEFAULTS | settings, in_order(settings["mesh"])
+        fields |= {"mesh": meshes[0] if meshes else _ALONE, "meshes": meshes, "said": frozenset(settings) & {*SEARCHED}}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def at(self, processes: int) -> Plan:
-        """This plan with the mesh chosen for so many processes: the first of its meshes that has as many ranks.
+        """This plan with one mesh: the first of its meshes that has as many ranks as there are processes.
 
-        Raises PlanError if none has, with all of them. A plan of one mesh is given back as it is, whatever its size:
-        who starts it says what is missing. A plan with ``mesh: auto`` stays so for more than one process: a search finds
-        its mesh.
+        A plan with one mesh is returned unchanged, whatever its size. A plan with ``mesh: auto`` is returned unchanged if
+        there are several processes, as a search must find the mesh.
+
+        Raises:
+            PlanError: none of several meshes has that many ranks.
         """
         if len(self.meshes) == 1 or (self.auto and processes > 1):
             return self
@@ -164,11 +166,11 @@ class Plan:
 
     @property
     def auto(self) -> bool:
-        """Whether its mesh is still to be found."""
+        """Whether a search must still find the mesh."""
         return not self.meshes
 
     def check_mesh(self) -> None:
-        """Raises PlanError if the mesh is still to be found: for what needs one, and knows no number of processes."""
+        """Raises PlanError if the plan has no mesh yet, for a caller that does not know the number of processes."""
         findings = Findings()
         if self.auto:
             findings.add(
@@ -181,7 +183,7 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Into how many microbatches a data rank's rows are divided, where there are as many rows."""
+        """The number of microbatches into which a data rank divides its rows, if it has that many rows."""
         pipeline = self.mesh.axis_size("pp")
         return self.microbatches or (2 * pipeline if pipeline > 1 else 1)
 
@@ -197,15 +199,19 @@ class Plan:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Plan:
-        """The plan in plain values, as YAML would give them. Raises PlanError with every problem."""
+        """The plan in plain values, as a YAML reader returns them. Raises PlanError with every problem."""
         return cls(**Reader(Source(settings)).plan())
 
     @classmethod
     def parse(cls, spec: PlanLike) -> Plan:
-        """A plan from whatever stands for one.
+        """A plan from any of its forms.
 
-        A plan; a mesh; a dict; the path of a YAML file; or text: YAML (if it has a line break or ``": "``), a
-        mesh (``"dp_shard=2,tp=2"``), ``auto``, else a path. Raises PlanError with every problem.
+        Args:
+            spec: a plan; a mesh; a dict; the path of a YAML file; or a string: YAML (if it has a line break or ``": "``), a
+                mesh (``"dp_shard=2,tp=2"``), ``auto``, else a path.
+
+        Raises:
+            PlanError: with every problem.
         """
         if isinstance(spec, Plan):
             return spec
@@ -225,7 +231,7 @@ class Plan:
 
     @classmethod
     def from_command(cls, path: str | None = None, mesh: str | None = None, settings: Iterable[str] = ()) -> Plan:
-        """The plan that a command line says: a file, the mesh over its own, settings over both.
+        """The plan of a command line: ``mesh`` replaces the mesh of the file, and ``settings`` replace settings of both.
 
         Raises PlanError with every problem of all three.
 
@@ -245,15 +251,17 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """The plan as plain YAML values, without its defaults. The inverse of `from_dict`."""
         meshes = [dict(mesh.axes) for mesh in self.meshes]
-        said: dict[str, Any] = {"mesh": (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO}
-        kept = self.said if self.auto else ()  # what is said is not found, also if it is the default
-        said |= {name: getattr(self, name) for name in PLAN if name in kept or getattr(self, name) != _DEFAULTS[name]}
+        settings: dict[str, Any] = {"mesh": (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO}
+        named = self.said if self.auto else ()  # a search does not decide these, even if they have the default value
+        for name in PLAN:
+            if name in named or getattr(self, name) != _DEFAULTS[name]:
+                settings[name] = getattr(self, name)
         if self.modules:
-            said["modules"] = {glob: entry.settings() for glob, entry in self.modules.items()}
-        return said
+            settings["modules"] = {glob: entry.settings() for glob, entry in self.modules.items()}
+        return settings
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The plan as YAML, also written to ``path`` where one is given. `load` gives an equal plan."""
+        """The plan as YAML. Also writes it to ``path``, if not None. `load` gives an equal plan."""
         text = written(self.settings())
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -263,14 +271,14 @@ class Plan:
         return f"<pre>{escape(self.dump())}</pre>"
 
     def replace(self, **changes: Any) -> Plan:
-        """This plan with some settings changed. Raises PlanError, also for a setting that plans lack."""
+        """This plan with some settings changed. Raises PlanError, also for an unknown setting."""
         return Plan.from_dict({**self.settings(), **changes})
 
     def with_settings(self, settings: Iterable[str]) -> Plan:
         """This plan with ``key=value`` settings, as the command line takes them; a later one wins.
 
-        The key is dotted, ``recompute`` or ``mesh.tp`` or ``modules.<glob>.dp`` (a glob may have dots of its
-        own); the value is YAML. An entry of ``modules`` that is set comes after all others, so that it wins.
+        The key is dotted: ``recompute``, ``mesh.tp`` or ``modules.<glob>.dp`` (a glob may itself contain dots). The value is
+        YAML. An entry of ``modules`` that is set here comes after all others, so that it wins.
         Raises PlanError with every problem of all settings.
 
         >>> Plan("tp=2").with_settings(["recompute=blocks", "modules.h.0.attn.tp=replicate"]).modules

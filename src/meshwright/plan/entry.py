@@ -1,4 +1,4 @@
-"""What a plan says of the modules or parameters that one glob names."""
+"""``Entry``: a plan's settings for the modules or parameters of one glob; ``Entries``: all of them, in order."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """What a plan says about the modules or parameters that one glob names. None: left to be decided.
+    """A plan's settings for the modules or parameters of one glob. None: Meshwright decides.
 
     Attributes:
         dp: over the data axes, ``shard`` (FSDP) or ``replicate`` (DDP).
-        tp: over ``tp``: ``column`` (cut the output features), ``row`` (cut the input features), ``shard:<dim>``
-            (cut that dim, from 0), ``whole`` (leave it), ``auto`` (decide, whatever an earlier entry says).
-        parts: the sharded dim is this many equal fused blocks, each cut (a fused QKV: 3); or the blocks' sizes.
-        units: the sharded dim is this many equal pieces that may not be broken (attention heads).
-        recompute: ``block`` computes this module again in backward, instead of keeping its activations;
-            ``none`` keeps them.
+        tp: over ``tp``: ``column`` (shard the output features), ``row`` (shard the input features), ``shard:<dim>``
+            (shard that dim, from 0), ``replicate`` (do not shard), ``auto`` (Meshwright decides, whatever an earlier entry
+            says).
+        parts: the sharded dim consists of this many equal fused blocks, each sharded (a fused QKV: 3); or the blocks' sizes.
+        units: the sharded dim consists of this many equal pieces that no cut may divide (attention heads).
+        recompute: ``block`` recomputes this module in the backward, instead of keeping its activations; ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
-        on: where this module runs: ``pp[1]``, the second rank of the pipeline axis; ``tp[2:8]``, those ranks of the tp axis
-            (a branch; within a branch, of its own tp axis). Several, for a module that is called several times: the
-            place of each call. ``stream[0]``: on every rank, at the same time as what is on ``stream[1]``. ``auto``: what
-            within it can run at the same time is found, and placed on slices of tp.
-        mesh: the axes that the ranks of a slice form, pairs of name and size; left out: all of them ``tp``.
+        on: where this module runs. ``pp[1]``: on the second rank of the pipeline axis. ``tp[2:8]``: on those ranks of the tp
+            axis (a branch; within a branch, of its own tp axis). Several: one for each call, for a module that is called
+            several times. ``stream[0]``: on every rank, at the same time as the modules on ``stream[1]``. ``auto``: modules
+            within it that can run at the same time are found, and placed on slices of tp.
+        mesh: pairs of name and size: the axes that the ranks of a slice form. Default: ``tp`` alone.
     """
 
     dp: str | None = None
@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What ``on`` says, for each call."""
+        """The values of ``on``, one for each call."""
         return (self.on,) if isinstance(self.on, str) else self.on or ()
 
     @property
@@ -53,23 +53,23 @@ class Entry:
 
     @property
     def shard_dim(self) -> int | None:
-        """The dim of ``tp: cut:<dim>``; None for another style."""
+        """The dim of ``tp: shard:<dim>``; None for another style."""
         return int(self.tp[len("shard:") :]) if self.tp and self.tp.startswith("shard:") else None
 
     def settings(self) -> dict[str, Any]:
-        """The keys that are said, as plain YAML values."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        """The keys that are set, as plain YAML values."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         if self.mesh is not None:
-            said["mesh"] = dict(self.mesh)
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+            settings["mesh"] = dict(self.mesh)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
     def __or__(self, later: Entry) -> Entry:
-        """Both entries, where both apply: key by key, ``later`` wins."""
+        """Both entries as one: key by key, ``later`` wins."""
         return replace(self, **{f.name: v for f in fields(later) if (v := getattr(later, f.name)) is not None})
 
 
 class Entries(Mapping[str, Entry]):
-    """The entries of a plan by their globs: a mapping that cannot change, and whose order counts."""
+    """The entries of a plan: glob → entry, an immutable mapping whose order counts."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)

@@ -1,4 +1,4 @@
-"""The keys of a plan and of an entry, and what each takes."""
+"""The keys of a plan and of an entry, and the values that each accepts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from meshwright.schedule import NAMES as SCHEDULES
 from meshwright.submesh import SLICE
 
 DRAWN, CHECKPOINT, PRETRAINED, NO_WEIGHTS = "drawn", "checkpoint", "pretrained", "none"
-"""What parameters begin with: what the model draws; what a load brings; nothing."""
+"""Values of ``weights``: the model draws initial values; a load brings them (two kinds); no values."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one key takes."""
+    """The values that one key accepts."""
 
     accepts: Callable[[Any], bool]
-    required: str  # in words, for a person
-    example: object  # stands in a fix
-    words: tuple[str, ...] = ()  # where the value is one of a few words: a misspelt one has a nearest
+    required: str  # the accepted values in words, for an error
+    example: object  # an accepted value, for a fix
+    words: tuple[str, ...] = ()  # the accepted words, if there are few: an error suggests the nearest to a misspelt one
 
 
 def _choice(*words: str) -> Kind:
@@ -54,14 +54,14 @@ def _is_parts(value: object) -> bool:
 _RANK = re.compile(r"(pp|stream)\[[0-9]{1,4}\]")
 
 
-def _is_place(value: object) -> bool:
+def _is_on(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(isinstance(v, str) and SLICE.fullmatch(v) for v in value)
     return isinstance(value, str) and (value == "auto" or _RANK.fullmatch(value) or SLICE.fullmatch(value)) is not None
 
 
 def _is_mesh(value: object) -> bool:
-    """Axes as a mapping or a text; from Python also as pairs."""
+    """Whether a value is a mesh: a mapping or a string; from Python also pairs."""
     pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
     return isinstance(value, (Mapping, str)) or pairs
 
@@ -93,18 +93,18 @@ ENTRY = {
     "recompute": _choice("none", "block"),
     "unit": _flag(),
     "on": Kind(
-        _is_place,
+        _is_on,
         "a rank of the pipeline axis, pp[<rank>], a slice of tp, tp[<from>:<to>], a stream of each rank, stream[<n>], or auto",
         "tp[0:2]",
     ),
     "mesh": Kind(_is_mesh, "axes with their sizes", {"tp": 2}),
 }
 
-FOUND = (
+SEARCHED = (
     "sequence_parallel", "recompute", "microbatches", "schedule", "stages_per_rank", "reshard_after_forward",
 )  # fmt: skip
-"""What a search varies beside the mesh, where a plan leaves it out."""
+"""The settings that a search decides besides the mesh, if the plan leaves them out."""
 
 SECTIONS = ("modules", "parameters")
 KEYS = ("mesh", *SECTIONS, *PLAN)
-"""The keys of a plan, as a command line may need to tell them from others."""
+"""The keys of a plan."""

@@ -1,8 +1,8 @@
-"""The meshes that a plan may be laid over: one; several, in order of preference; or ``auto``.
+"""The meshes of a plan: one; several, in order of preference; or ``auto``.
 
-mesh: {pp: 2, dp_shard: 2}                          one: as many processes are needed
-mesh: [{pp: 2, dp_shard: 2}, {dp_shard: 2}]         4 processes: the first; 2: the second
-mesh: auto                                          the fastest that a search finds for the processes that there are
+mesh: {pp: 2, dp_shard: 2}                          one mesh: a run needs 4 processes
+mesh: [{pp: 2, dp_shard: 2}, {dp_shard: 2}]         with 4 processes the first, with 2 the second
+mesh: auto                                          the fastest that a search finds for the number of processes
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ AUTO = "auto"
 MeshesLike: TypeAlias = MeshLike | Sequence[MeshLike]
 
 
-def in_order(read: Mesh | tuple[Mesh, ...] | str) -> tuple[Mesh, ...]:
-    """What a reader gives of ``mesh``, as meshes in order; empty for ``auto``."""
-    if isinstance(read, Mesh):
-        return (read,)
-    return () if isinstance(read, str) else read
+def in_order(value: Mesh | tuple[Mesh, ...] | str) -> tuple[Mesh, ...]:
+    """The value of ``mesh``, as a reader returns it, as a tuple of meshes; empty for ``auto``."""
+    if isinstance(value, Mesh):
+        return (value,)
+    return () if isinstance(value, str) else value
 
 
 def chosen(meshes: tuple[Mesh, ...], processes: int) -> Mesh:
-    """The mesh for so many processes. Raises PlanError, with all meshes, where none has as many ranks.
+    """The first mesh that has as many ranks as there are processes.
 
-    ``meshes``: none for ``auto``, which for one process is one device.
+    ``meshes``: empty for ``auto``; then the result is a ``dp_shard`` mesh of that size.
+
+    Raises:
+        PlanError: no mesh has that many ranks; the error lists all meshes.
     """
     if not meshes:
         return Mesh((("dp_shard", processes),))

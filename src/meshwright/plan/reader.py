@@ -1,4 +1,4 @@
-"""Reading: plain values with their places, into what a plan keeps, or findings."""
+"""``Reader``: reads plain values into the fields of a plan, or into findings with their positions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from meshwright.plan.source import KeyPath, Source, flow
 
 
 class Reader:
-    """One pass over a source that notes every problem; at its end it gives a plan's fields, or what is right of them."""
+    """One pass over a source. It notes every problem; then it returns the fields of a plan, or those that are right."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.findings = source.findings
 
     def plan(self) -> dict[str, Any]:
-        """The fields of a plan that are said. Raises PlanError with every problem, also those that were noted before."""
+        """The fields that the source sets. Raises PlanError with every problem, including those noted before."""
         values = self.source.values
-        if values is None:  # not even YAML: what follows from that is no news
+        if values is None:  # not even YAML: further problems only follow from that
             self.findings.raise_if_any()
         fields = self.fields()
         if "mesh" not in fields and (values is None or isinstance(values, Mapping)):
@@ -38,7 +38,7 @@ class Reader:
         return {**fields, "modules": Entries(fields["modules"])}
 
     def right(self) -> dict[str, Any]:
-        """The fields as plain values, but for those that are wrong: whatever is said over them can be read too."""
+        """The fields that are right, as plain values. So settings that replace some of them can be read too."""
         unread = bool(self.findings) if self.source.values is None else not isinstance(self.source.values, Mapping)
         fields = self.fields()
         values = {key: value for key, value in fields.items() if value is not None}
@@ -47,11 +47,11 @@ class Reader:
             meshes = [dict(mesh.axes) for mesh in in_order(fields["mesh"])]
             values["mesh"] = (meshes[0] if len(meshes) == 1 else meshes) if meshes else AUTO
         elif unread or "mesh" in fields:
-            values["mesh"] = {"dp_shard": 1}  # a stand-in: what is wrong with the mesh has been noted
+            values["mesh"] = {"dp_shard": 1}  # a stand-in: the problem of the mesh has been noted
         return values
 
     def fields(self) -> dict[str, Any]:
-        """What is said, each thing as a plan keeps it; None where it is wrong."""
+        """The fields that the source sets; None for one that is wrong."""
         fields: dict[str, Any] = {"modules": {}}
         for key, value in self.section(self.source.values, (), KEYS, "a plan").items():
             if key == "mesh":
@@ -70,25 +70,25 @@ class Reader:
         return fields
 
     def meshes(self, value: object) -> Mesh | tuple[Mesh, ...] | str | None:
-        """One mesh, several, or ``auto``; None where something is wrong with it."""
+        """One mesh, several, or ``auto``; None if the value is wrong."""
         if value == AUTO:
             return AUTO
         if not isinstance(value, (list, tuple)):
-            return read_mesh(value, self.findings, lambda axis: self.mesh_place(axis))
+            return read_mesh(value, self.findings, lambda axis: self.mesh_position(axis))
         if not value:
             where, fix = self.source.where(("mesh",)), self.source.mesh_fix()
             self.findings.add(where=where, given="no mesh", required="at least one mesh in the list", fix=fix)
         meshes = [
-            read_mesh(one, self.findings, lambda axis, i=str(i): self.mesh_place(i, axis))  # type: ignore[misc]
-            for i, one in enumerate(value)
+            read_mesh(item, self.findings, lambda axis, i=str(i): self.mesh_position(i, axis))  # type: ignore[misc]
+            for i, item in enumerate(value)
         ]
         return tuple(mesh for mesh in meshes if mesh is not None) if value and None not in meshes else None
 
-    def mesh_place(self, *parts: str) -> str:
+    def mesh_position(self, *parts: str) -> str:
         return self.source.where(("mesh", *filter(None, parts)))
 
     def section(self, values: object, path: KeyPath, keys: Iterable[str], owner: str) -> dict[str, Any]:
-        """The known keys of a mapping that are said. Null is as good as left out."""
+        """The known keys that a mapping sets. Null counts as left out. ``owner``: the mapping's name in errors."""
         keys = tuple(keys)
         if values is not None and not isinstance(values, Mapping):
             fix = f"{path[-1] if path else 'mesh'}: {{{'dp: shard' if path else 'dp_shard: 2, tp: 2'}}}"
@@ -113,7 +113,7 @@ class Reader:
         self.findings.add(where=where, given=f"the key {key}", required=required, fix=fix)
 
     def entries(self, values: object, section: str, entries: dict[str, Entry]) -> None:
-        """The entries of ``modules`` or ``parameters``, added to those found before."""
+        """Adds the entries of ``modules`` or ``parameters`` to ``entries``."""
         if not isinstance(values, Mapping):
             example = f'{section}:\n  "*.c_attn": {{tp: column, parts: 3}}'
             where = self.source.where((section,))
@@ -136,26 +136,26 @@ class Reader:
 
     def entry(self, value: object, path: KeyPath) -> Entry:
         values = value.settings() if isinstance(value, Entry) else value
-        said = {
+        settings = {
             key: self.value(ENTRY[key], item, (*path, key))
             for key, item in self.section(values, path, ENTRY, "an entry").items()
         }
         for key in ("parts", "on"):
-            if isinstance(said.get(key), list):
-                said[key] = tuple(said[key])
-        if said.get("mesh") is not None:
-            said["mesh"] = self.inner_mesh(said["mesh"], (*path, "mesh"))
-        return Entry(**said)
+            if isinstance(settings.get(key), list):
+                settings[key] = tuple(settings[key])
+        if settings.get("mesh") is not None:
+            settings["mesh"] = self.inner_mesh(settings["mesh"], (*path, "mesh"))
+        return Entry(**settings)
 
     def inner_mesh(self, value: Any, path: KeyPath) -> tuple[tuple[str, int], ...] | None:
-        """The mesh of a branch, in which ``dp`` is a word for ``dp_replicate``."""
+        """The axes of a branch's mesh, in which ``dp`` means ``dp_replicate``."""
         value = dict(value) if isinstance(value, tuple) else value
         where = lambda axis: self.source.where((*path, axis) if axis else path)  # noqa: E731
         mesh = read_mesh(value, self.findings, where, {**ALIASES, "dp": "dp_replicate"})
         return None if mesh is None else mesh.axes
 
     def both(self, before: Entry, entry: Entry, path: KeyPath) -> None:
-        """A glob that stands in both sections may not be said two things."""
+        """Notes a problem if a glob has different values in the two sections."""
         for key, value in entry.settings().items():
             first = before.settings().get(key, value)
             if first != value:
@@ -175,13 +175,13 @@ class Reader:
 
 
 def _line_and_column(finding: Finding) -> tuple[int, int]:
-    """Where in a file a finding is; before everything, if in none."""
+    """(line, column) of a finding; (0, 0) if it is in no file."""
     match = re.search(r":(\d+):(\d+)(?: \(|$)", finding.where)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _meant(value: object, kind: Kind) -> object:
-    """What a value of the wrong type most likely meant: ``"4"`` is 4, ``4.0`` is 4, ``"yes"`` is true."""
+    """The most likely meaning of a value of the wrong type: ``"4"`` is 4, ``4.0`` is 4, ``"yes"`` is true."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     elif isinstance(value, str):

@@ -12,35 +12,35 @@ from meshwright.plan.text import compose
 
 
 def put_setting(setting: str, values: dict[str, Any], source: Source) -> None:
-    """Put one ``key=value`` into ``values``, and its place and problems into ``source``."""
+    """Puts one ``key=value`` into ``values``, and its position and problems into ``source``."""
     key, sign, text = (part.strip() for part in setting.partition("="))
-    place = SET + setting
+    position = SET + setting
     if not (sign and key):
         fix = f"{SET}{key or 'recompute'}=blocks"
-        source.findings.add(where=place, given=setting, required="key=value", fix=fix)
+        source.findings.add(where=position, given=setting, required="key=value", fix=fix)
         return
-    said = compose(text, key)
-    for finding in said.findings:
+    value_source = compose(text, key)
+    for finding in value_source.findings:
         fix = SET + shlex.quote(f'{key}="{text}"')
-        source.findings.add(where=place, given=text, required=finding.required, fix=fix)
-    *outer, last = path = _setting_path(key, said.values)
+        source.findings.add(where=position, given=text, required=finding.required, fix=fix)
+    *outer, last = path = _setting_path(key, value_source.values)
     table = values
     for part in outer:
         inner = table.get(part) or {}
         if not isinstance(inner, dict):
             fix = SET + shlex.quote(f"{part}={flow(inner)}")
             given = f"{part}={flow(inner)}, and a part of it"
-            source.findings.add(where=place, given=given, required="all of it in one setting", fix=fix)
+            source.findings.add(where=position, given=given, required="all of it in one setting", fix=fix)
             return
-        table.pop(part, None)  # put back last: what is set comes after all others
+        table.pop(part, None)  # and inserted again, as the last: a setting comes after all others
         table[part] = inner
         table = inner
-    table[last] = said.values
-    source.places[path] = source.keys[path] = place
+    table[last] = value_source.values
+    source.places[path] = source.keys[path] = position
 
 
 def _setting_path(key: str, value: object) -> KeyPath:
-    """``modules.h.0.attn.tp`` as section, glob and key; where a whole entry is set, as section and glob."""
+    """``modules.h.0.attn.tp`` as (section, glob, key); as (section, glob) if the setting is a whole entry."""
     section, dot, glob = key.partition(".")
     if section == "mesh" and dot:
         return (section, ALIASES.get(glob, glob))

@@ -1,4 +1,4 @@
-"""Plain values, and where each stands; and how they are written in a fix."""
+"""``Source``: plain values with their positions; and how values are written in a fix."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshwright.errors import Findings
 KeyPath: TypeAlias = tuple[str, ...]
 
 SET, MESH = "--set ", "--mesh"
-WIDE = 10**6  # columns: YAML is not to break our lines
+WIDE = 10**6  # columns: YAML must not break our lines
 
 
 class Source:
-    """Plain values, and where each stands.
+    """Plain values with their positions (``plan.yaml:3:5``, ``--mesh``).
 
     Attributes:
-        values: the outermost value; None where nothing could be read.
-        keys: for the path of a value, the place of its key.
-        places: for the path of a value, its own place.
+        values: the outermost value; None if nothing could be read.
+        keys: path of a value → the position of its key.
+        places: path of a value → its position.
         findings: the problems so far.
     """
 
@@ -34,7 +34,7 @@ class Source:
         self.findings = Findings() if findings is None else findings
 
     def put(self, key: str, value: object, place: str) -> None:
-        """Say a key of the plan from elsewhere, whatever is said of it here."""
+        """Sets a key of the plan, in place of any value that it has. ``place``: the position of the new value."""
         if self.values is None or isinstance(self.values, Mapping):
             self.values = {**(self.values or {}), key: value}
             for table in (self.keys, self.places):
@@ -43,24 +43,24 @@ class Source:
             self.places[key,] = place
 
     def where(self, path: KeyPath, *, key: bool = False) -> str:
-        """The place of a value, or of its key, as findings say it: ``plan.yaml:3:5 (modules."*.fc".tp)``."""
+        """The position of a value, or of its key, for a finding: ``plan.yaml:3:5 (modules."*.fc".tp)``."""
         dotted = ".".join(part if re.fullmatch(r"\w+", part) else f'"{part}"' for part in path)
-        places = [self.keys, self.places] if key else [self.places, self.keys]
+        tables = [self.keys, self.places] if key else [self.places, self.keys]
         for length in range(len(path), -1, -1):
-            for table in places:
+            for table in tables:
                 if place := table.get(path[:length]):
                     return f"{place} ({dotted})" if dotted else place
         return dotted or "plan"
 
     def fix(self, path: KeyPath, value: str, key: str | None = None) -> str:
-        """What to paste where the value at ``path`` is to be ``value``, or its key too another."""
+        """The text to paste so that the value at ``path`` is ``value``, and its key ``key`` if given."""
         key = path[-1] if key is None else key
         if self.where(path).startswith(SET):
             return SET + shlex.quote(f"{'.'.join((*path[:-1], key))}={value}")
         return f"{key}: {value}"
 
     def mesh_fix(self) -> str:
-        """What to paste where there is no mesh."""
+        """The text to paste if there is no mesh."""
         return f"{MESH} dp_shard=2,tp=2" if self.where(()) == MESH else example()
 
 

@@ -1,4 +1,5 @@
-"""YAML, with the place of everything. The safe loader, node by node: no tag makes an object, no alias unfolds without end."""
+"""YAML with the position of every value. Read by the safe loader, node by node: no tag creates an object, and no alias expands
+without end."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from meshwright.plan.source import WIDE, KeyPath, Source, example
 
 
 class _Dumper(yaml.SafeDumper):
-    """Line separators of Unicode are escaped: read back unquoted, they would be spaces."""
+    """Escapes line separators of Unicode, which would be read back as spaces."""
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -24,12 +25,12 @@ _Dumper.add_representer(str, _quoted)
 
 
 def written(values: object) -> str:
-    """Plain values as YAML, which reads back the same."""
+    """Plain values as YAML; reading it gives equal values."""
     return yaml.dump(values, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=WIDE)
 
 
 def read_file(path: str) -> Source:
-    """The plain values in a YAML file."""
+    """The plain values in a YAML file. A file that cannot be read is a finding of the source."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -42,15 +43,15 @@ def read_file(path: str) -> Source:
 
 
 def compose(text: str, name: str, findings: Findings | None = None) -> Source:
-    """The plain values in a YAML text, and the place of each as ``name:line:column``, both from 1.
+    """The plain values in a YAML text, with positions ``name:line:column``, both from 1.
 
-    What is not YAML, or not plain, is noted in the findings. Keys are text, whatever they look like.
+    Text that is not YAML, and values that are not plain, are findings. Keys are strings, whatever they look like.
     """
     source = Source(None, findings)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         source.places[()] = f"{name}:1:1"
-        source.values = None if node is None else _Values(name, source).of(node, ())
+        source.values = None if node is None else _Values(name, source).value(node, ())
     except yaml.YAMLError as error:
         _not_yaml(error, text, name, source.findings)
     except RecursionError:
@@ -59,22 +60,23 @@ def compose(text: str, name: str, findings: Findings | None = None) -> Source:
 
 
 class _Values:
-    """Builds plain values from YAML nodes. A node that an alias names again is built once."""
+    """Builds plain values from YAML nodes. A node with several aliases is built once."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self.source = source
         self.built: dict[int, object] = {}
 
-    def of(self, node: yaml.Node, path: KeyPath) -> object:
-        self.source.places[path] = self.place(node)
+    def value(self, node: yaml.Node, path: KeyPath) -> object:
+        """The value of a node, whose path in the plan is ``path``."""
+        self.source.places[path] = self.position(node)
         if id(node) in self.built:
             return self.built[id(node)]
-        self.built[id(node)] = None  # until it is built: an alias within itself finds nothing
+        self.built[id(node)] = None  # the value of an alias to a node within that node
         if isinstance(node, yaml.MappingNode):
             value: object = self.mapping(node, path)
         elif isinstance(node, yaml.SequenceNode):
-            value = [self.of(item, (*path, str(i))) for i, item in enumerate(node.value)]
+            value = [self.value(item, (*path, str(i))) for i, item in enumerate(node.value)]
         else:
             value = self.scalar(node)
         self.built[id(node)] = value
@@ -83,19 +85,19 @@ class _Values:
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
         values: dict[str, object] = {}
         for key, value in node.value:
-            place = self.place(key)
+            position = self.position(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
                 given = "a merge" if isinstance(key, yaml.ScalarNode) else "a key of several values"
-                self.source.findings.add(where=place, given=given, required="a name as key", fix="name: value")
+                self.source.findings.add(where=position, given=given, required="a name as key", fix="name: value")
                 continue
-            here = (*path, key.value)
+            key_path = (*path, key.value)
             if key.value in values:
-                given = f"the key {key.value} again, after {self.source.keys[here]}"
+                given = f"the key {key.value} again, after {self.source.keys[key_path]}"
                 fix = f"leave out one of the two {key.value}"
-                self.source.findings.add(where=place, given=given, required="each key once", fix=fix)
+                self.source.findings.add(where=position, given=given, required="each key once", fix=fix)
                 continue
-            self.source.keys[here] = place
-            values[key.value] = self.of(value, here)
+            self.source.keys[key_path] = position
+            values[key.value] = self.value(value, key_path)
         return values
 
     def scalar(self, node: yaml.Node) -> object:
@@ -104,21 +106,21 @@ class _Values:
         except (yaml.YAMLError, ValueError) as error:
             given = f"{node.tag} {node.value}" if isinstance(error, yaml.YAMLError) else str(node.value)
             required = "a plain value: text, a number, true or false"
-            self.source.findings.add(where=self.place(node), given=given, required=required, fix=f'"{node.value}"')
+            self.source.findings.add(where=self.position(node), given=given, required=required, fix=f'"{node.value}"')
             return None
 
-    def place(self, node: yaml.Node) -> str:
+    def position(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
 
 def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -> None:
-    """The finding for text that is not YAML: the line that is wrong, and as it was most likely meant."""
+    """Adds the finding for text that is not YAML: the wrong line, and its most likely correction."""
     reason, index = str(error), 0
     if isinstance(error, yaml.MarkedYAMLError):
         reason = error.problem or reason
         mark, opened = error.problem_mark or error.context_mark, error.context_mark
         if mark and opened and opened.line < mark.line and _OPENS.search(error.context or ""):
-            mark = opened  # what is never closed is noticed lines later: what counts is where it opened
+            mark = opened  # a missing end is noticed lines later: report where it was opened
         index = mark.index if mark else 0
     elif isinstance(error, yaml.reader.ReaderError):
         reason, index = error.reason, error.position
@@ -136,7 +138,7 @@ _OPENS = re.compile("flow|quoted|simple key")
 
 
 def _mended(line: str) -> str:
-    """A line that is not YAML, as it was most likely meant."""
+    """The most likely correction of a line that is not YAML."""
     if "\t" in line:
         return line.expandtabs(2)
     line = "".join(c for c in line if c.isprintable()).strip()

@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
-from meshwright.plan.keys import FOUND
+from meshwright.plan.keys import SEARCHED
 from meshwright.planned import make_recipe
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
@@ -33,7 +33,7 @@ def chosen_plan(
     """The plan, and what was chosen and why. From a plain process.
 
     Args:
-        plan: with ``mesh: auto``. What it says is kept; the mesh is found, and what it leaves out of ``plan.keys.FOUND``.
+        plan: with ``mesh: auto``. What it says is kept; the mesh is found, and what it leaves out of ``plan.keys.SEARCHED``.
 
     The other arguments are those of ``find_plans``.
 
@@ -69,7 +69,7 @@ def _notes(found: Found, first: Proposal, plan: Plan, where: str) -> list[str]:
     terms = sorted(first.terms.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{term} {seconds / first.seconds:.0%}" for term, seconds in terms if seconds > 0)
     chosen = first.plan.settings()
-    beside = [f"{key}: {str(chosen[key]).lower()}" for key in FOUND if key in chosen and key not in plan.said]
+    beside = [f"{key}: {str(chosen[key]).lower()}" for key in SEARCHED if key in chosen and key not in plan.said]
     return [
         f"mesh: {first.plan.mesh}{''.join(f', {setting}' for setting in beside)}: found by mesh: auto for {where}, of"
         f" {found.considered} plans, of which {found.fitting} fit; a step is estimated at"

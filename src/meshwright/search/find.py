@@ -23,7 +23,7 @@ from meshwright.errors import Findings, PlanError
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
-from meshwright.plan.keys import FOUND
+from meshwright.plan.keys import SEARCHED
 from meshwright.prediction.predict import adamw_on, predict
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.prediction.result import Prediction
@@ -208,7 +208,7 @@ class _Space:
                 fit.
         """
         options = model.options
-        fixed = {key: value for key, value in options.items() if key not in FOUND}
+        fixed = {key: value for key, value in options.items() if key not in SEARCHED}
         measured = Measured(
             model.build, repeated(model.batch, MANY * SHARD), fixed, model.loss, model.optimizer, model.max_norm
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.keys import FOUND
+from meshwright.plan.keys import SEARCHED
 
 LARGEST_STAGES = 64
 CHUNKS = (1, 2, 4)
@@ -102,7 +102,7 @@ def spread(blocks: Sequence[str], number: int) -> list[str]:
 
 def varied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the settings which a search would vary otherwise."""
-    return {key: value for key, value in options.items() if key in FOUND and value is not None}
+    return {key: value for key, value in options.items() if key in SEARCHED and value is not None}
 
 
 def divisors(number: int) -> list[int]:
