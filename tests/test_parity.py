@@ -680,7 +680,7 @@ def test_a_job_is_judged_in_the_types_of_its_plan_too(precision: str, workers: L
     wrong = mw.check(build, fresh_batch(), plan, workers=workers)
     assert not wrong and wrong.dtype == precision and wrong.errors["loss"] <= wrong.tolerance
     assert [name for name, error in wrong.errors["gradients"].items() if error > wrong.tolerance] == ["small"]
-    assert "units of what rounding in another order changes" in str(wrong)
+    assert "the change of a tensor by rounding in another order" in str(wrong)
     assert mw.check(build, fresh_batch(), plan, workers=workers, dtype=torch.float64), "asked for float64 alone"
 
 

@@ -320,7 +320,7 @@ def test_mistakes_in_a_config_are_told() -> None:
     assert "whole number" in problem("hf:llama", {"seq_len": "long"}).required
     assert "no file" in problem("hf:nowhere/config.json").given
     assert "no such class" in problem("hf:detr").given
-    assert "no batch that could be made up" in problem("hf:qwen2_vl", {"text_config.vocab_size": 64}).given
+    assert "no batch that could be generated" in problem("hf:qwen2_vl", {"text_config.vocab_size": 64}).given
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

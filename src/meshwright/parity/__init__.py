@@ -1,9 +1,10 @@
-"""``check``: the same loss, gradients, update and buffers as one device?
+"""``check``: compares loss, gradients, updated parameters and buffers under a plan with those of one device.
 
-    case        what is compared, and the rows that each forward is given
-    one_device  what runs in a worker: the model in plain PyTorch
-    the_job     what runs in all workers: the model under the plan
-    compare     errors of all values, against the scale of the whole; likely causes
+    case        the model, the batch and the steps to compare; the rows of each forward
+    one_device  the reference: the model in plain PyTorch, in one worker
+    the_job     the model under the plan, in all workers
+    compare     errors of all values, relative to the scale of all tensors; likely causes
+    own_types   the same comparison in the precision of the plan
     report      ``Report``: the verdict, as data and as text
 
 From a plain process:
@@ -45,8 +46,9 @@ from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers
 
 __all__ = ["Report", "check"]
 
+# Sums in another order differ by a few units of the type's rounding (1e-16, 1e-7), which a deep model and three steps multiply.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_KEPT = 8  # references that a pool keeps
+_CACHED_REFERENCES = 8  # that a pool keeps: enough for one model under several plans, and small in memory
 
 
 def check(
@@ -61,35 +63,35 @@ def check(
     steps: int = 3,
     timeout: float = 120.0,
 ) -> Report:
-    """Compares a model under a plan with the same model on one device. From a plain process.
+    """Compares a model under a plan with the same model on one device. Call it from a plain process.
 
-    One worker runs ``build()`` in plain PyTorch; then the workers run the job, each data rank on its rows of ``batch``.
-    Parameters are perturbed first, alike on both sides, and dropout is off. Each step clips gradients to a global norm
-    of 1 and takes a step of SGD with momentum; one step has two forwards and backwards, whose gradients add up. From the third
-    forward on the batch's rows stand in other places, and one of them may stand for another. Random
-    numbers are seeded once, at the start, as in training. In float64, both sides run under a mode that makes casts to float32
-    casts to float64; it computes nothing.
+    One worker runs ``build()`` in plain PyTorch. Then the workers run the job, each data rank on its rows of ``batch``. Before
+    that, parameters are perturbed, equally on both sides, and dropout is set to 0. Each step clips gradients to a global norm
+    of 1 and takes a step of SGD with momentum. One of the steps accumulates the gradients of two forwards and backwards. From
+    the third forward on, the batch's rows are permuted, and one of them may appear twice (see ``parity.case``). Random numbers
+    are seeded once, at the start, as in training. In float64, both sides run under a function mode that turns casts to float32
+    into casts to float64.
 
     Args:
-        build: makes the model; a function or class of a module, or a ``functools.partial`` of one.
+        build: returns the model: a module-level function or class, or a ``functools.partial`` of one.
         batch: the global batch: a dict of keyword arguments, or a tuple. Floats are cast to the type of the check.
-        plan: as for ``parallelize``. Its precision is replaced by the type of the check. A job that is right is then run in the
-            precision of the plan too, against one device in the same types (``meshwright.parity.own_types``).
-        loss: the loss of the model's output; default ``output.loss``. Like ``build``, of a module.
-        workers: a pool of at least as many workers as the mesh has ranks; it keeps the references of the last checks.
+        plan: as for ``parallelize``. Its precision is replaced by the type of the check. If the job is right, it is also run
+            in the precision of the plan, and compared with one device in the same types (``meshwright.parity.own_types``).
+        loss: a module-level function of the model's output. Default: ``output.loss``.
+        workers: a pool of at least as many workers as the mesh has ranks. It caches the references of the last checks.
             Default: workers are started for this check.
-        dtype: ``torch.float64`` or ``torch.float32``: compare in this type alone. Default: float64, or float32 where one device
+        dtype: ``torch.float64`` or ``torch.float32``: compare in this type alone. Default: float64, or float32 if one device
             raises in float64; then the plan's own types.
-        tolerance: relative; default 1e-9 in float64, 1e-4 in float32.
-        steps: optimizer steps.
-        timeout: seconds that either side may go without finishing a step.
+        tolerance: largest relative error. Default: 1e-9 in float64, 1e-4 in float32.
+        steps: number of optimizer steps.
+        timeout: seconds that each side may take for a step.
 
     Returns:
-        A report, which is true where all errors are within the tolerance. Where a side fails or hangs, a report that
-        says so.
+        A report, which is true if all errors are within the tolerance. If a side fails or hangs, the report is false and has
+        the reason.
 
     Raises:
-        PlanError: every problem of the plan, or of what cannot be sent to a worker.
+        PlanError: with every problem of the plan, and of arguments that cannot be sent to a worker.
     """
     started, plan, batch = time.monotonic(), Plan.parse(plan), plain(batch)
     plan.check_mesh()
@@ -99,16 +101,17 @@ def check(
         pool = workers or stack.enter_context(local_workers(plan.mesh.size))
         case = replace(case, device=pool.device)
         pool.start(plan.mesh.size)
-        side, notes = "one device", _notes(plan, case)
+        side, notes = "one device", _notes(case)
         try:
             one = _reference(pool, case, narrow=dtype is None, timeout=timeout)
-            case, notes, side = one.case, (*one.notes, *_notes(plan, one.case)), "the job"
+            case, notes, side = one.case, (*one.notes, *_notes(one.case)), "the job"
             outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
-            judged = _judge(one, outcome, plan, notes, _tolerance(tolerance, case), started)
-            if dtype is not None or plan.precision == _name(case.dtype) or not judged:
-                return judged
+            limit = _tolerance(tolerance, case)
+            report = _report(one, outcome, compare(one, outcome, limit), plan, notes, limit, started)
+            if dtype is not None or plan.precision == _name(case.dtype) or not report:
+                return report
             side = f"the job in {plan.precision}"
-            return _in_own_types(pool, case, plan, judged, timeout, started)
+            return _in_own_types(pool, case, plan, report, timeout, started)
         except WorkerError as error:
             if error.plan_error is not None:
                 raise error.plan_error from None
@@ -118,40 +121,45 @@ def check(
             )  # fmt: skip
 
 
-def _in_own_types(pool: LocalWorkers, case: Case, plan: Plan, judged: Report, timeout: float, started: float) -> Report:
-    """The verdict in the plan's own types, for a job that is right in the type of the check."""
+def _in_own_types(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, timeout: float, started: float) -> Report:
+    """Compares again, in the plan's own types.
+
+    Args:
+        passed: the report of the comparison in float64 or float32, which has passed.
+
+    Returns:
+        A new report if the comparison in the plan's types fails; else ``passed`` with one more note.
+    """
+
+    def passed_with(note: str) -> Report:
+        return replace(passed, notes=(*passed.notes, note))
+
+    precision = plan.precision
     try:
-        one, noise = pool.run(own_reference, case, plan.precision, ranks=1, timeout=timeout)[0]
+        one, noise = pool.run(own_reference, case, precision, ranks=1, timeout=timeout)[0]
     except WorkerError as error:
-        said = f"not compared in {plan.precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
-        return replace(judged, notes=(*judged.notes, said))
+        first_line = f"not compared in {precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
+        return passed_with(first_line)
     if not isfinite(noise["loss"]):
-        said = f"not compared in {plan.precision}, in which the loss of one device is not finite"
-        return replace(judged, notes=(*judged.notes, said))
+        return passed_with(f"not compared in {precision}, in which the loss of one device is not finite")
     outcome = _outcome(pool, replace(case, dtype=torch.float32), plan, timeout)
-    findings = own_findings(one, noise, outcome, plan.precision)
-    report = _report(one, outcome, findings, plan, judged.notes, MARGIN, started)
+    findings = own_findings(one, noise, outcome, precision)
+    report = _report(one, outcome, findings, plan, passed.notes, MARGIN, started)
     if not report:
-        said = (
-            f"compared in {plan.precision}: errors are in units of what rounding in another order changes in a tensor"
-        )
-        return replace(report, dtype=plan.precision, notes=(*report.notes, said))
-    said = f"compared in {plan.precision} too: off by {report.worst[2]:.1f} × what rounding in another order changes"
-    return replace(judged, notes=(*judged.notes, said))
-
-
-def _judge(
-    one: Reference, outcome: Outcome, plan: Plan, notes: tuple[str, ...], tolerance: float, started: float
-) -> Report:
-    return _report(one, outcome, compare(one, outcome, tolerance), plan, notes, tolerance, started)
+        note = f"compared in {precision}: the unit of errors is the change of a tensor by rounding in another order"
+        return replace(report, dtype=precision, notes=(*report.notes, note))
+    return passed_with(
+        f"compared in {precision} too: errors are {report.worst[2]:.1f} × the changes by rounding in another order"
+    )
 
 
 def _report(
     one: Reference, outcome: Outcome, findings: Findings, plan: Plan, notes: tuple[str, ...], tolerance: float,
     started: float,
 ) -> Report:  # fmt: skip
-    every = [findings.errors["loss"], *(error for kind in KINDS for error in findings.errors[kind].values())]
-    passed = all(error <= tolerance for error in every)
+    """The report of a comparison. ``started``: the time of ``time.monotonic`` at the start of the check."""
+    errors = [findings.errors["loss"], *(error for kind in KINDS for error in findings.errors[kind].values())]
+    passed = all(error <= tolerance for error in errors)
     return Report(
         passed=passed,
         plan=plan,
@@ -169,11 +177,11 @@ def _report(
     )
 
 
-def _notes(plan: Plan, case: Case) -> tuple[str, ...]:
-    notes = []
+def _notes(case: Case) -> tuple[str, ...]:
+    """Notes on how a case is run."""
     if case.dtype is torch.float64:
-        notes.append("casts to float32 inside the model were casts to float64, on both sides")
-    return tuple(notes)
+        return ("casts to float32 inside the model were casts to float64, on both sides",)
+    return ()
 
 
 def _tolerance(tolerance: float | None, case: Case) -> float:
@@ -188,23 +196,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class References:
-    """What one device found, by case: the last few, for as long as a pool lives."""
+    """A cache of the last references, by case. It lives as long as its pool."""
 
     def __init__(self) -> None:
-        self._found: dict[bytes, Reference] = {}
+        self._references: dict[bytes, Reference] = {}
 
     def get(self, case: Case, *, narrow: bool, run: Callable[[], Reference]) -> Reference:
-        """The reference of a case; ``run`` makes it where it is not known."""
+        """The cached reference of a case, or the result of ``run``."""
         key = _key((case, narrow))
-        if key not in self._found:
-            self._found[key] = run()
-            for old in list(self._found)[:-_KEPT]:
-                del self._found[old]
-        return self._found[key]
+        if key not in self._references:
+            self._references[key] = run()
+            for oldest in list(self._references)[:-_CACHED_REFERENCES]:
+                del self._references[oldest]
+        return self._references[key]
 
 
 def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) -> Reference:
-    """One device's side; of the pool's own, where it has run this case before."""
+    """The reference of a case: run by one worker, or from the pool's cache. ``narrow``: whether float32 may replace float64."""
 
     def run() -> Reference:
         one: Reference = pool.run(reference, case, narrow=narrow, ranks=1, timeout=timeout)[0]
@@ -214,18 +222,19 @@ def _reference(pool: LocalWorkers, case: Case, *, narrow: bool, timeout: float) 
 
 
 def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outcome:
+    """Runs the job in all workers. The outcome of rank 0, with the buffers of other ranks that differ from it."""
     outcome, *others = pool.run(distributed, case, plan, ranks=plan.mesh.size, timeout=timeout)
     return replace(outcome, buffers={rank: buffers for rank, buffers in enumerate(others, 1) if buffers})
 
 
 def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
-    """Raises PlanError for arguments that no run could be made of."""
+    """Raises PlanError for arguments that cannot be run."""
     findings = Problems("this check")
     for name in ("build", "batch", "loss"):
         _must_pickle(name, getattr(case, name), findings)
     if case.dtype not in TOLERANCES:
         findings.add(
-            where="dtype", given=str(case.dtype), required="a type with a tolerance to judge by: float64 or float32",
+            where="dtype", given=str(case.dtype), required="a type that has a tolerance: float64 or float32",
             fix="dtype=torch.float64",
         )  # fmt: skip
     if case.steps < 1:
@@ -239,30 +248,29 @@ def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
 
 
 def _must_pickle(name: str, value: Any, findings: Problems) -> None:
+    """Adds a finding if an argument cannot be sent to a worker."""
     try:
         pack(value)
     except Exception as error:
-        data = name == "batch"
-        findings.add(
-            where=name,
-            given=f"{getattr(value, '__qualname__', type(value).__name__)}: {error}",
-            required="tensors and plain values"
-            if data
-            else "a function or class that names no locks, files or handles",
-            fix=f"{name} = ..., without functions, open files or handles"
-            if data
-            else f"def {name}_of_check(...):  # which makes what it needs itself",
-        )
+        if name == "batch":
+            required = "tensors and plain values"
+            fix = f"{name} = ..., without functions, open files or handles"
+        else:
+            required = "a function or class that names no locks, files or handles"
+            fix = f"def {name}_of_check(...):  # which creates these itself"
+        given = f"{getattr(value, '__qualname__', type(value).__name__)}: {error}"
+        findings.add(where=name, given=given, required=required, fix=fix)
 
 
 class _Digest(Packer):
-    """Writes tensors as digests of their values, and functions as they are sent."""
+    """Pickles functions as they are sent to workers, and digests in place of tensors."""
 
     def persistent_id(self, x: Any) -> Any:
         return digest(x) if isinstance(x, Tensor) else None
 
 
 def _key(value: Any) -> bytes:
+    """A hash of a case, its functions and the values of its tensors."""
     buffer = io.BytesIO()
     with closing(_Digest(buffer)) as packer:
         packer.dump(value)

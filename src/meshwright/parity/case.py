@@ -1,10 +1,10 @@
-"""What a check compares: a model, a batch, and how long; and what each forward is given of it.
+"""``Case``: the model, the batch and the number of steps that a check compares; and the rows of each forward.
 
-    forward   0   1   2               3           4 ...
-    rows      abcd abcd  bcdb            cdab        dabd       of a batch with the rows abcd
+    forward   0      1      2      3      4      ...
+    rows      abcd   abcd   bcdb   cdab   dabd   ...    for a batch with the rows abcd
 
-The first two forwards have the batch itself, so that what a model writes to it in the one is seen in the other. Later ones
-have its rows in other places, and every second one has one of them twice: what was kept of an earlier batch is then wrong.
+The first two forwards get the batch itself: a model that writes to its batch must not change the next forward. Later ones
+get its rows permuted, and every second one has one row twice: a model that keeps values of an earlier batch is then wrong.
 """
 
 from __future__ import annotations
@@ -23,30 +23,43 @@ from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.submesh import bounds
 
-_FIRST = 2  # forwards that have the batch itself
+_FIRST = 2  # forwards that get the batch itself
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared. All of it travels to the workers."""
+    """The arguments of a check, as they are sent to the workers.
+
+    Attributes:
+        build: returns the model.
+        batch: the global batch: the rows of all data ranks together.
+        loss: of the model's output.
+        dtype: of parameters, batch and computation.
+        steps: number of optimizer steps.
+        seed: of the plan.
+        device: ``cpu`` or ``cuda``.
+        training: False: the model is put in eval mode.
+        dropout: whether the model keeps its dropout.
+        same: whether every forward gets the same rows.
+    """
 
     build: Build
-    batch: Any  # of all data ranks together
+    batch: Any
     loss: Loss
     dtype: torch.dtype
     steps: int
     seed: int
     device: str = "cpu"
-    training: bool = True  # False: the model is put in eval mode
-    dropout: bool = False  # whether the model keeps its dropout
-    same: bool = False  # whether every forward has the same rows
+    training: bool = True
+    dropout: bool = False
+    same: bool = False
 
     def forwards(self, step: int) -> int:
-        """How many forwards and backwards a step has: two in one of them, whose gradients add up."""
+        """Number of forwards and backwards in a step: two in one of the steps, which accumulates gradients, else one."""
         return 2 if step == min(1, self.steps - 1) else 1
 
     def batches(self, index: int = 0, ranks: int = 1) -> Iterator[Any]:
-        """What each forward of one of so many data ranks is given, in turn, without an end."""
+        """The batches of data rank ``index`` of ``ranks``, one for each forward, without an end."""
         first = self._part(self._cast(), index, ranks)
         if self.same or not _has_rows(first):
             yield from repeat(first)
@@ -54,10 +67,10 @@ class Case:
         for forward in count(_FIRST):
             batch = self._cast()
             rows = rows_of(batch)
-            yield self._part(place_rows(batch, rows, places(rows, forward)), index, ranks)
+            yield self._part(place_rows(batch, rows, row_numbers(rows, forward)), index, ranks)
 
     def _cast(self) -> Any:
-        # A copy: a model may write to its batch, and rows are moved in it.
+        # A copy: a model may write to its batch, and place_rows does.
         return cast(copied(self.batch), self.dtype, self.device)
 
     @staticmethod
@@ -65,10 +78,14 @@ class Case:
         return batch if ranks == 1 else take_rows(batch, *bounds(rows_of(batch), ranks)[index])
 
 
-def places(rows: int, forward: int) -> list[int]:
-    """Where each row of a forward stands in the batch of a check."""
-    turned = [(row + forward - 1) % rows for row in range(rows)]
-    return [*turned[:-1], turned[0]] if rows and not forward % 2 else turned
+def row_numbers(rows: int, forward: int) -> list[int]:
+    """For each row of a forward, its number in the batch of the check.
+
+    >>> row_numbers(4, 2), row_numbers(4, 3)
+    ([1, 2, 3, 1], [2, 3, 0, 1])
+    """
+    rotated = [(row + forward - 1) % rows for row in range(rows)]
+    return [*rotated[:-1], rotated[0]] if rows and not forward % 2 else rotated
 
 
 def _has_rows(batch: Any) -> bool:
@@ -76,5 +93,8 @@ def _has_rows(batch: Any) -> bool:
 
 
 def cast(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """Floating and complex tensors of ``value`` in the type of the check, all on the device. What is so already is no copy."""
+    """``value`` with its tensors on the device, and floating and complex ones in the type of the check.
+
+    A tensor that needs neither a move nor a cast is not copied.
+    """
     return mapped(lambda t: t.to(device, cast_type(t.dtype, dtype)), value)

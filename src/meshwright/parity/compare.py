@@ -1,12 +1,12 @@
-"""Facts of two sides → errors, each against the scale of the whole, and what a pattern of errors tells.
+"""Compares the facts of two sides: an error for each tensor, and likely causes of the pattern of errors.
 
-    loss         max over steps   |l − l'| / max(1, |l'|)
-    gradients    max|g − g'| / max over all parameters of |g'|         some are zero but for rounding
+    loss         max over forwards   |l − l'| / max(1, |l'|)
+    gradients    max|g − g'| / max over all parameters of |g'|         since some gradients are zero but for rounding
     parameters   max|p − p'| / max over all parameters of |p' − start|
-    buffers      max|b − b'| / max(1, max|b'|)                         after every step, of every rank, the worst
+    buffers      max|b − b'| / max(1, max|b'|)                         the worst of all steps and ranks
 
-A value that is not a number, or is missing on one side, is an error without bound. Another ``Measure`` weighs a tensor's
-error otherwise: that of half types does, in which these scales would leave a small gradient unseen.
+Values with a prime are the reference's. The error is inf if a value is nan, or if only one side has the tensor. In half types
+another ``Measure`` is used (``own_types``): a wrong gradient that is much smaller than others would be missed on these scales.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.parity.the_job import Outcome
 
 
 class Errors(TypedDict):
-    """Each error, for parameters and buffers by name."""
+    """The error of the loss, and of each tensor by name."""
 
     loss: float
     gradients: dict[str, float]
@@ -33,21 +33,31 @@ class Errors(TypedDict):
     buffers: dict[str, float]
 
 
+_SHOWN = 8  # most buffers that are named in an error
+_SHOWN_DRAWS = 3  # most random functions that are named in a hint
+_FACTOR_SLACK = 10  # tolerances by which a gradient may miss a common factor: the factor itself has a rounding error
+_LOSS_SLACK = 1e-6  # relative: a hint only says that the loss is scaled, so its rounding does not matter
+
 Kind = Literal["gradients", "parameters", "buffers"]
 KINDS: tuple[Kind, ...] = ("gradients", "parameters", "buffers")
-Measure = Callable[
-    [Tensor, Tensor, float], float
-]  # the difference, the value on one device, the scale of its kind → an error
+Measure = Callable[[Tensor, Tensor, float], float]
+"""(difference, expected value, scale of all tensors of the kind) → error of a tensor."""
 
 
 def largest(difference: Tensor, expected: Tensor, scale: float) -> float:
-    """The error of the worst element, against the scale of all tensors of a kind."""
+    """The largest difference of an element, relative to the scale of all tensors of the kind."""
     return size([difference]) / scale
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All errors, words for those that a number does not tell (by kind and name), and likely causes."""
+    """The result of a comparison.
+
+    Attributes:
+        errors: of all tensors.
+        words: (kind, name) → text, for errors that a number does not describe, such as another shape.
+        hints: likely causes.
+    """
 
     errors: Errors
     words: dict[tuple[str, str], str]
@@ -55,7 +65,7 @@ class Findings:
 
 
 def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Findings:
-    """What differs between one device and the job."""
+    """Compares the job's outcome with the reference."""
     errors, words = errors_of(reference, outcome)
     return Findings(errors, words, tuple(_hints(errors, reference, outcome, tolerance)))
 
@@ -63,46 +73,49 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
 def errors_of(
     reference: Reference, outcome: Outcome, measure: Measure = largest
 ) -> tuple[Errors, dict[tuple[str, str], str]]:
-    """The errors of a job, buffers of every rank among them, and words for what a number does not tell."""
+    """The errors of a job, including buffers of every rank, and words as in ``Findings``."""
     errors, words = differences(reference.start, reference.facts, outcome.facts, measure)
     for rank, actual in sorted(outcome.buffers.items()):
         expected = {n: b for n, b in reference.facts.buffers[-1].items() if n in actual}
-        _worse(f"on rank {rank}", actual, expected, errors["buffers"], words, measure)
+        _add_larger(f"on rank {rank}", actual, expected, errors["buffers"], words, measure)
     return errors, words
 
 
 def differences(
     start: Mapping[str, Tensor], one: Facts, job: Facts, measure: Measure = largest
 ) -> tuple[Errors, dict[tuple[str, str], str]]:
-    """The errors of one side's facts against another's, and words for what a number does not tell.
+    """The errors of a job's facts relative to those of one device, and words as in ``Findings``.
 
     Args:
         start: parameters before the first step.
     """
-    moved, expected_moves = _moves(job.parameters, start), _moves(one.parameters, start)
+    updates, expected_updates = _updates(job.parameters, start), _updates(one.parameters, start)
     words: dict[tuple[str, str], str] = {}
-    gradients, moves = size(one.gradients.values()) or 1.0, size(expected_moves.values()) or 1.0
+    gradient_scale, update_scale = size(one.gradients.values()) or 1.0, size(expected_updates.values()) or 1.0
     errors = Errors(
         loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
-        gradients=_errors("gradients", job.gradients, one.gradients, gradients, words, measure),
-        parameters=_errors("parameters", moved, expected_moves, moves, words, measure),
+        gradients=_errors("gradients", job.gradients, one.gradients, gradient_scale, words, measure),
+        parameters=_errors("parameters", updates, expected_updates, update_scale, words, measure),
         buffers=_errors("buffers", job.buffers[0], one.buffers[0], None, words, measure),
     )
     for step, (actual, expected) in enumerate(zip(job.buffers[1:], one.buffers[1:], strict=True), 2):
-        _worse(f"after step {step}", actual, expected, errors["buffers"], words, measure)
+        _add_larger(f"after step {step}", actual, expected, errors["buffers"], words, measure)
     if (names := list(job.buffers[-1])) != list(one.buffers[-1]) and names:
         errors["buffers"][names[0]] = inf
-        words["buffers", names[0]] = f"in another order: {', '.join(names[:8])}"
+        words["buffers", names[0]] = f"in another order: {', '.join(names[:_SHOWN])}"
     return errors, words
 
 
-def _moves(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How far parameters were moved; one of another shape than before as it is."""
-    before = {name: start.get(name) for name in parameters}
-    return {
-        name: p if (b := before[name]) is None or b.shape != p.shape else _wide(p) - _wide(b)
-        for name, p in parameters.items()
-    }
+def _updates(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The change of each parameter since the start; for one that is new or has another shape, its value."""
+    updates = {}
+    for name, parameter in parameters.items():
+        before = start.get(name)
+        if before is None or before.shape != parameter.shape:
+            updates[name] = parameter
+        else:
+            updates[name] = _wide(parameter) - _wide(before)
+    return updates
 
 
 def _loss_error(loss: float, expected: float) -> float:
@@ -118,20 +131,24 @@ def _errors(
     words: dict[tuple[str, str], str],
     measure: Measure,
 ) -> dict[str, float]:
-    """``scale``: None takes each tensor's own."""
+    """The error of each tensor of a kind. Adds to ``words``.
+
+    Args:
+        scale: of all tensors of the kind. None: each tensor is compared on its own scale, and at least 1.
+    """
     errors = {}
     for name in [*expected, *(n for n in actual if n not in expected)]:
         a, b = actual.get(name), expected.get(name)
         if scale is None and a is not None and b is not None and a.shape == b.shape:
-            same = a == b  # a buffer may well hold infinities: a mask does
-            a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
+            equal = a == b  # elements that are equal infinities are no error: a buffer may be an attention mask
+            a, b = a.masked_fill(equal, 0), b.masked_fill(equal, 0)
         errors[name] = _error(a, b, scale if scale is not None else max(1.0, size([b])), measure)
-        if said := _words(a, b):
-            words[kind, name] = said
+        if text := _words(a, b):
+            words[kind, name] = text
     return errors
 
 
-def _worse(
+def _add_larger(
     when: str,
     actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
@@ -139,15 +156,21 @@ def _worse(
     words: dict[tuple[str, str], str],
     measure: Measure,
 ) -> None:
-    """Puts in errors of buffers that are above those known before, and says of which rank or step they are."""
-    said: dict[tuple[str, str], str] = {}
-    for name, error in _errors("buffers", actual, expected, None, said, measure).items():
+    """Compares buffers of another rank or step, and keeps the errors that are larger than those in ``errors``.
+
+    Args:
+        when: the rank or step, as text.
+        errors, words: of buffers so far; changed.
+    """
+    new_words: dict[tuple[str, str], str] = {}
+    for name, error in _errors("buffers", actual, expected, None, new_words, measure).items():
         if not error <= errors.get(name, 0.0):
             errors[name] = error
-            words["buffers", name] = ", ".join(filter(None, [when, said.get(("buffers", name))]))
+            words["buffers", name] = ", ".join(filter(None, [when, new_words.get(("buffers", name))]))
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float, measure: Measure) -> float:
+    """The error of one tensor: 0 if both sides lack it, inf if one does, the shapes differ, or the result is not finite."""
     if actual is None or expected is None:
         return 0.0 if actual is expected else inf
     if actual.shape != expected.shape:
@@ -157,21 +180,23 @@ def _error(actual: Tensor | None, expected: Tensor | None, scale: float, measure
 
 
 def _words(actual: Tensor | None, expected: Tensor | None) -> str:
+    """A description of an error that a number does not describe; empty if there is none."""
     if actual is None or expected is None:
         side = "job" if actual is None else "reference"
         return "" if actual is expected else f"none in the {side}, and one in the other"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)}, on one device {tuple(expected.shape)}"
-    bad = [where for where, t in (("the job", actual), ("one device", expected)) if not _wide(t).isfinite().all()]
-    return f"not finite on {' and '.join(bad)}" if bad else ""
+    sides = [side for side, t in (("the job", actual), ("one device", expected)) if not _wide(t).isfinite().all()]
+    return f"not finite on {' and '.join(sides)}" if sides else ""
 
 
 def _wide(t: Tensor) -> Tensor:
+    """The tensor in float64 or complex128."""
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def size(tensors: Iterable[Tensor | None]) -> float:
-    """The largest absolute value; not a number where there is one."""
+    """The largest absolute value of all elements; nan if one is nan, 0 if there are none."""
     sizes = [_wide(t).abs().max() for t in tensors if t is not None and t.numel()]
     return torch.stack(sizes).max().item() if sizes else 0.0
 
@@ -180,19 +205,20 @@ def size(tensors: Iterable[Tensor | None]) -> float:
 
 
 def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: float) -> list[str]:
+    """Likely causes of the errors above the tolerance, as sentences."""
     mesh, one, hints = outcome.recipe.mesh, reference.facts, []
-    if reference.draws and not errors["loss"] <= tolerance and (said := _of_draws(reference, outcome)):
-        return [said]
-    first = not _loss_error(outcome.facts.losses[0], one.losses[0]) <= tolerance
+    if reference.draws and not errors["loss"] <= tolerance and (hint := _draws_hint(reference, outcome)):
+        return [hint]
+    loss_is_right = _loss_error(outcome.facts.losses[0], one.losses[0]) <= tolerance
     wrong = [name for name, error in errors["gradients"].items() if not error <= tolerance]
     if wrong:
-        hints.append(_gradient_hint(wrong, one, outcome, tolerance, loss_is_right=not first))
-    elif not first and any(not error <= tolerance for error in errors["parameters"].values()):
+        hints.append(_gradient_hint(wrong, one, outcome, tolerance, loss_is_right=loss_is_right))
+    elif loss_is_right and any(not error <= tolerance for error in errors["parameters"].values()):
         hints.append(
             "the first backward's gradients are right, the update is not: gradients of two backwards that add up otherwise, "
             "clipping by another norm, a later step's forward, or the optimizer's state"
         )
-    if first and mesh.data_size > 1:
+    if not loss_is_right and mesh.data_size > 1:
         hints.append(
             f"the loss differs under {mesh.data_size} data ranks: a mean over rows or labels divided unevenly, "
             "or a model that couples the rows of a batch (BatchNorm, losses over pairs of rows)"
@@ -202,10 +228,11 @@ def _hints(errors: Errors, reference: Reference, outcome: Outcome, tolerance: fl
     return [hint for hint in hints if hint]
 
 
-def _of_draws(reference: Reference, outcome: Outcome) -> str:
-    """What keeps the two sides from drawing the same numbers, if something does."""
+def _draws_hint(reference: Reference, outcome: Outcome) -> str:
+    """Why the job draws other random numbers than one device; empty if its layout gives no reason."""
     mesh, recipe = outcome.recipe.mesh, outcome.recipe
-    draws = "; ".join(reference.draws[:3]) + f" and {len(reference.draws) - 3} more" * (len(reference.draws) > 3)
+    more = len(reference.draws) - _SHOWN_DRAWS
+    draws = "; ".join(reference.draws[:_SHOWN_DRAWS]) + (f" and {more} more" if more > 0 else "")
     if mesh.data_size * recipe.microbatches > 1:
         return (
             f"the model draws random numbers in its forward ({draws}), for the rows it sees: with data ranks or microbatches "
@@ -221,32 +248,36 @@ def _of_draws(reference: Reference, outcome: Outcome) -> str:
 
 
 def _gradient_hint(wrong: list[str], one: Facts, outcome: Outcome, tolerance: float, *, loss_is_right: bool) -> str:
+    """A likely cause of wrong gradients: one factor for all, one factor for those that are wrong, or a missing sum."""
     mesh, gradients = outcome.recipe.mesh, outcome.facts.gradients
     if any((gradients.get(name) is None) != (one.gradients.get(name) is None) for name in wrong):
         return "a gradient is there on one side only: ranks that disagree on what was used, or a part that is cut off"
     pairs = [(name, gradients.get(name), one.gradients.get(name)) for name in one.gradients]
-    together = _factor([(a, b) for _, a, b in pairs], tolerance)
-    if together is not None:
-        also = "" if loss_is_right else ", the loss too" if _loss_follows(together, one, outcome) else ""
+    common_factor = _factor([(a, b) for _, a, b in pairs], tolerance)
+    if common_factor is not None:
+        loss_too = not loss_is_right and _loss_is_scaled(common_factor, one, outcome)
+        also = ", the loss too" if loss_too else ""
         return (
-            f"every gradient is scaled by {together:.6g}{also}: a mean taken twice or not at all "
+            f"every gradient is scaled by {common_factor:.6g}{also}: a mean taken twice or not at all "
             f"({mesh.data_size} data ranks, {outcome.recipe.microbatches} microbatches, tp={mesh.axis_size('tp')})"
         )
     factors = {name: _factor([(a, b)], tolerance) for name, a, b in pairs if name in wrong}
-    known = {f"{k:.6g}" for k in factors.values() if k is not None}
-    if len(known) == 1 and None not in factors.values():
-        return (
-            f"the gradients that differ are scaled by {known.pop()}, the rest is right: a sum taken twice or left out"
-        )
+    distinct = {f"{k:.6g}" for k in factors.values() if k is not None}
+    if len(distinct) == 1 and None not in factors.values():
+        return f"the gradients that differ are scaled by {distinct.pop()}, the rest is right: a sum taken twice or left out"
     if loss_is_right:
         return (
-            "the loss is right and gradients are not: a whole value used in sharded work, its gradient not summed, say"
+            "the loss is right and gradients are not: perhaps a replicated value is used in sharded work, and its gradient is "
+            "not summed over ranks"
         )
     return ""
 
 
 def _factor(pairs: list[tuple[Tensor | None, Tensor | None]], tolerance: float) -> float | None:
-    """k, by least squares, where actual = k · expected for all pairs and k is not one."""
+    """The factor k with actual = k · expected for all (actual, expected) pairs; None if there is none, or if it is 1.
+
+    k is found by least squares. It holds if no element is off by more than ``_FACTOR_SLACK`` tolerances.
+    """
     both = [(_wide(a).flatten(), _wide(b).flatten()) for a, b in pairs if a is not None and b is not None]
     if not both or any(a.shape != b.shape or a.is_complex() for a, b in both):
         return None
@@ -256,8 +287,9 @@ def _factor(pairs: list[tuple[Tensor | None, Tensor | None]], tolerance: float) 
         return None
     k = actual.dot(expected).item() / square
     off = (actual - k * expected).abs().max() / expected.abs().max()
-    return k if off <= 10 * tolerance * max(1.0, abs(k)) and abs(k - 1) > tolerance else None
+    return k if off <= _FACTOR_SLACK * tolerance * max(1.0, abs(k)) and abs(k - 1) > tolerance else None
 
 
-def _loss_follows(k: float, one: Facts, outcome: Outcome) -> bool:
-    return abs(outcome.facts.losses[0] - k * one.losses[0]) <= 1e-6 * max(1.0, abs(k * one.losses[0]))
+def _loss_is_scaled(k: float, one: Facts, outcome: Outcome) -> bool:
+    """Whether the first loss of the job is k times that of one device."""
+    return abs(outcome.facts.losses[0] - k * one.losses[0]) <= _LOSS_SLACK * max(1.0, abs(k * one.losses[0]))

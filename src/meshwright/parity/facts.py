@@ -1,4 +1,4 @@
-"""``Facts``: what a side of a check found."""
+"""``Facts``: the values that one side of a check computed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Facts:
-    """What a side found: whole tensors on CPU, by the model's own names, tied ones by their first."""
+    """The values that one side computed.
 
-    losses: tuple[float, ...]  # of every forward
-    gradients: dict[str, Tensor | None]  # of the first backward, before clipping
-    parameters: dict[str, Tensor]  # after the last step
-    buffers: tuple[dict[str, Tensor], ...]  # after each step
+    Tensors are whole and on the CPU, by the model's own names; a tied parameter has its first name.
+
+    Attributes:
+        losses: of every forward.
+        gradients: of the first backward, before clipping. None: the parameter has no gradient.
+        parameters: after the last step.
+        buffers: after each step.
+    """
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    buffers: tuple[dict[str, Tensor], ...]
 
 
 def copies_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Name → dense copy on the CPU."""
     return {name: copy_of(value) for name, value in named}
 
 
 def copy_of(value: Tensor) -> Tensor:
+    """A dense copy on the CPU."""
     value = value.detach()
     return (value.to_dense() if value.is_sparse else value).cpu().clone()

@@ -1,10 +1,9 @@
-"""One device's side of a check: plain PyTorch.
+"""The reference of a check: plain PyTorch on one device.
 
     build ─ dropout off ─ cast ─ perturb ─► steps × (forward, backward, clip to 1, SGD) ─► Facts
                                             one step has two forwards and backwards
 
-Nothing of the package runs in its forward or backward, but for a mode that makes casts to float32 casts to float64, which
-both sides run under and which computes nothing.
+No code of this package runs in its forward or backward, except the function mode of ``widened``, which both sides run under.
 """
 
 from __future__ import annotations
@@ -32,35 +31,49 @@ from meshwright.workers.worker import report
 
 @dataclass(frozen=True)
 class Reference:
-    """One device's facts, the case as it could be run (its type and mode), and what a reader should know of it."""
+    """The result of the reference.
+
+    Attributes:
+        case: the case that ran: its type, mode or rows may differ from what was asked for.
+        facts: the computed values.
+        start: parameters before the first step.
+        notes: differences from the case that was asked for, for a reader.
+        draws: random functions of the forward, if their numbers change the loss although dropout is off.
+    """
 
     case: Case
     facts: Facts
-    start: dict[str, Tensor]  # parameters before the first step
+    start: dict[str, Tensor]
     notes: tuple[str, ...] = ()
-    draws: tuple[str, ...] = ()  # draws of its forward, if they matter though dropout is off and the mode is eval
+    draws: tuple[str, ...] = ()
 
 
 @one_process()
 def reference(case: Case, *, narrow: bool) -> Reference:
-    """One device's side, as near to the case as it can be run there: in float32 where it raises in float64 and ``narrow``
-    allows that, with its dropout where it raises without, on the same rows in every forward where it raises on others."""
-    in_float32 = [replace(case, dtype=torch.float32)] if narrow and case.dtype is not torch.float32 else []
+    """Runs the reference, in the first of several variants of the case that does not raise.
+
+    The variants: the case; in float32, if ``narrow``; with dropout. Each of them is tried with permuted rows, then with the
+    same rows in every forward. If all raise, the first exception is raised.
+    """
+    variants = [case]
+    if narrow and case.dtype is not torch.float32:
+        variants.append(replace(case, dtype=torch.float32))
+    variants.append(replace(case, dropout=True))
     errors: list[Exception] = []
-    for tried in (
-        c for near in (case, *in_float32, replace(case, dropout=True)) for c in (near, replace(near, same=True))
-    ):
-        try:
-            one = _steady(tried)
-        except Exception as error:
-            errors.append(error)
-            continue
-        return replace(one, notes=(*_as_tried(case, tried, errors), *one.notes))
+    for variant in variants:
+        for tried in (variant, replace(variant, same=True)):
+            try:
+                one = _without_draws(tried)
+            except Exception as error:
+                errors.append(error)
+            else:
+                return replace(one, notes=(*_variant_notes(case, tried, errors), *one.notes))
     raise errors[0]
 
 
-def _as_tried(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]:
-    why, *_ = (f"({type(e).__name__}: {e})".split("\n", 1)[0] for e in [*errors, ""])
+def _variant_notes(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]:
+    """Notes on how ``tried`` differs from ``case``, with the first of the errors that were the reason."""
+    why = f"({type(errors[0]).__name__}: {errors[0]})".split("\n", 1)[0] if errors else ""
     notes = []
     if tried.dtype is not case.dtype:
         notes.append(f"compared in float32: on one device the model raises in float64 {why}")
@@ -71,33 +84,35 @@ def _as_tried(case: Case, tried: Case, errors: Sequence[Exception]) -> list[str]
     return notes
 
 
-def _steady(case: Case) -> Reference:
-    """The reference; in eval mode where the model draws random numbers that matter, dropout being off, if it runs so."""
+def _without_draws(case: Case) -> Reference:
+    """The reference; in eval mode, if random numbers change the loss in training mode.
+
+    Dropout is off already. If random numbers change the loss in eval mode, too, or the model raises in it, the reference has
+    a note, and the random functions in ``draws``.
+    """
     one, draws = _one_device(case)
-    if not draws or _probe(case, 1) == _probe(case, 2):
+    if not draws or _loss_with_seed(case, 1) == _loss_with_seed(case, 2):
         return one
     notes = list(one.notes)
-    try:
-        in_eval, draws = _one_device(replace(case, training=False)) if case.training else (one, draws)
-    except Exception as error:  # eval mode changes more than dropout: a router that has no clusters yet
-        notes.append(f"not compared in eval mode, in which the model raises on one device ({error})".split("\n", 1)[0])
-    else:
-        if case.training:
-            one, notes = (
-                in_eval,
-                [*in_eval.notes, "the model draws random numbers in its forward: compared in eval mode"],
-            )
-    if draws and _probe(one.case, 1) != _probe(one.case, 2):
+    if case.training:
+        try:
+            one, draws = _one_device(replace(case, training=False))
+        except Exception as error:  # eval mode changes more than dropout: a router may have no clusters yet
+            text = f"not compared in eval mode, in which the model raises on one device ({error})"
+            notes.append(text.split("\n", 1)[0])
+        else:
+            notes = [*one.notes, "the model draws random numbers in its forward: compared in eval mode"]
+    if draws and _loss_with_seed(one.case, 1) != _loss_with_seed(one.case, 2):
         notes.append(
             f"the model draws random numbers in its forward, in {'train' if one.case.training else 'eval'} mode too: both "
             "sides start from the same state of the generators, and data ranks that draw for their own rows differ all the same"
         )
-        return replace(one, notes=tuple(notes), draws=_drawn(one.case))
+        return replace(one, notes=tuple(notes), draws=_random_functions(one.case))
     return replace(one, notes=tuple(notes))
 
 
 def _one_device(case: Case) -> tuple[Reference, bool]:
-    """The reference, and whether its forward moved a generator of random numbers."""
+    """Runs the steps of a case. Returns the reference, and whether the forward used a random generator."""
     model, silenced = _model(case)
     batches = case.batches()
     start = copies_of(model.named_parameters())
@@ -113,18 +128,19 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
                 loss.backward()
         return loss.detach()
 
-    random = starting(case, model)
-    facts = trained(model, model, case, step)
+    random = prepare_generators(case, model)
+    facts = train(model, model, case, step)
     notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
     return Reference(case, facts, start, notes), draws
 
 
-def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Tensor]) -> Facts:
-    """What one device finds in the steps of a case.
+def train(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Tensor]) -> Facts:
+    """Trains for the steps of a case, and returns the computed values.
 
     Args:
-        model: whose parameters are trained; ``run``: whose forward is run, with the buffers.
-        step: one forward and backward; gives the loss.
+        model: has the parameters to train.
+        run: has the forward that ``step`` runs, and the buffers. It may be ``model``.
+        step: runs one forward and backward, and returns the loss.
     """
     optimizer = sgd(model.parameters())
     losses: list[float] = []
@@ -133,7 +149,7 @@ def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Ten
     for i in range(case.steps):
         for _ in range(case.forwards(i)):
             losses.append(step().item())
-            report(i)  # a sign of life
+            report(i)  # shows the pool that this worker makes progress
             if len(losses) == 1:
                 gradients = {n: None if p.grad is None else copy_of(p.grad) for n, p in model.named_parameters()}
         _make_dense(model)
@@ -145,13 +161,13 @@ def trained(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Ten
 
 
 def _make_dense(model: nn.Module) -> None:
-    """Torch has no norm of sparse gradients."""
+    """Makes sparse gradients dense: torch cannot compute the norm of sparse ones."""
     for p in model.parameters():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
 
 
-def starting(case: Case, model: nn.Module) -> Generators:
+def prepare_generators(case: Case, model: nn.Module) -> Generators:
     """The generators of a model, where the first data rank of a job starts to draw. Nothing is seeded after that, as in
     training."""
     random = Generators(torch.device(case.device), model)
@@ -159,12 +175,13 @@ def starting(case: Case, model: nn.Module) -> Generators:
     return random
 
 
-def made(case: Case) -> nn.Module:
-    """The model of a case, on one device."""
+def model_of(case: Case) -> nn.Module:
+    """Builds the model of a case, ready to run on one device."""
     return _model(case)[0]
 
 
 def _model(case: Case) -> tuple[nn.Module, int]:
+    """Builds the model of a case. Returns it, and the number of dropout probabilities that were set to zero."""
     seed_all(case.seed)
     model = case.build()
     silenced = 0 if case.dropout else silence(model)
@@ -176,8 +193,8 @@ def _model(case: Case) -> tuple[nn.Module, int]:
 
 
 @torch.no_grad()
-def _probe(case: Case, seed: int) -> float:
-    """The loss of a fresh model under a state of the generators."""
+def _loss_with_seed(case: Case, seed: int) -> float:
+    """The loss of a new model, with generators that start from ``seed``."""
     model, _ = _model(case)
     seed_all(seed)
     with widened(case.dtype):
@@ -185,22 +202,22 @@ def _probe(case: Case, seed: int) -> float:
 
 
 @torch.no_grad()
-def _drawn(case: Case) -> tuple[str, ...]:
-    """Each draw of a forward: function and line; or that Python or NumPy draw."""
+def _random_functions(case: Case) -> tuple[str, ...]:
+    """Function and line of each use of a torch generator in a forward; if there is none, Python or NumPy draw."""
     model, _ = _model(case)
-    with widened(case.dtype), _Drawing() as drawing:
+    with widened(case.dtype), _RandomFunctions() as random_functions:
         case.loss(called(model, next(case.batches())))
-    return tuple(drawing.found) or ("random numbers of the host",)
+    return tuple(random_functions.lines) or ("random numbers of the host",)
 
 
-class _Drawing(TorchDispatchMode):
-    """Notes the model's lines that draw from torch's generators."""
+class _RandomFunctions(TorchDispatchMode):
+    """Collects the model's lines that draw from torch's generators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.lines: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found[f"{func.overloadpacket.__name__}, {os.path.basename(model_line())}"] = None
+            self.lines[f"{func.overloadpacket.__name__}, {os.path.basename(model_line())}"] = None
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The optimizer of both sides: SGD with momentum, over gradients that are clipped to a norm."""
+"""The optimizer of both sides of a check: SGD with momentum."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from torch import Tensor
 from meshwright.runtime.job import Job
 from meshwright.runtime.weights.parameters import local_tensor
 
-MAX_NORM = 1.0  # what gradients are clipped to: below the norm of most, so that clipping has something to do
+MAX_NORM = (
+    1.0  # both sides clip gradients to this norm; most models' gradients are larger, so that clipping has an effect
+)
+_LR, _MOMENTUM = 0.1, 0.9  # large, so that a wrong gradient shows in the parameters after three steps
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Not Adam, which divides a gradient by its own size: where it is zero but for rounding, the update is noise."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+    """SGD with momentum. Not Adam: it divides a gradient by its own size, so that a gradient of pure rounding errors, which
+    should be zero, gives a large random update."""
+    return torch.optim.SGD(parameters, lr=_LR, momentum=_MOMENTUM, foreach=False)
 
 
 class LocalSGD:
-    """The same over what this rank holds: the update of a slice is the slice of the update.
+    """``sgd`` over a rank's local tensors. It is element-wise, so the update of a slice is the slice of the update.
 
-    Over three axes DTensor takes ten times as long as the update to find out, once for each function and shape, how it may
-    be divided.
+    With DTensors on a mesh of three axes, DTensor's sharding propagation takes ten times as long as the update, once for each
+    function and shape.
     """
 
     def __init__(self, job: Job) -> None:
         self._parameters = list(job.parameters())
-        self._held = [local_tensor(p).detach() for p in self._parameters]
-        self._optimizer = sgd(self._held)
+        self._local = [local_tensor(p).detach() for p in self._parameters]
+        self._optimizer = sgd(self._local)
 
     def step(self) -> None:
-        """With the gradients that the job's parameters have."""
-        for held, p in zip(self._held, self._parameters, strict=True):
-            held.data = local_tensor(p).data  # a forward may have assigned another
-            held.grad = None if p.grad is None else local_tensor(p.grad)
+        """One step with the gradients of the job's parameters."""
+        for local, p in zip(self._local, self._parameters, strict=True):
+            local.data = local_tensor(p).data  # a forward may have assigned new data
+            local.grad = None if p.grad is None else local_tensor(p.grad)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
-        """No parameter has a gradient."""
-        for p in (*self._held, *self._parameters):
+        """Removes the gradients of all parameters."""
+        for p in (*self._local, *self._parameters):
             p.grad = None

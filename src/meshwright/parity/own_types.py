@@ -1,17 +1,17 @@
-"""A plan's own types: a job in the precision that it trains in, against one device that computes in the same types.
+"""A check in the plan's own precision: compares the job with one device that computes in the same types.
 
-    one device    parameters in float32; forward and backward in the precision of the plan. If that is a half type, on a copy of
-                  them in it, with inputs in it, and gradients are added up in float32: as by FSDP2 on one rank
-    its noise     the same again, with weights moved by less than the type resolves: other values are rounded, and
-                  other ways. What that changes in a tensor is what rounding in another order may change in it
+    reference    parameters in float32; forward and backward in the precision of the plan. For a half type, they use a copy of
+                 the parameters in that type, and gradients are accumulated in float32: as FSDP2 does on one rank
+    noise        the same steps, repeated with weights that are moved by less than the type resolves. The move changes how
+                 values are rounded. So the difference to the reference is the size of an error that rounding alone causes
 
-A layout adds in another order than one device. So its errors are told in units of that noise, tensor by tensor, and may be
-``MARGIN`` of it. The error of a tensor is that of a typical element of it, against a typical element:
+A layout adds in another order than one device, so rounding changes its values, too. Errors of the job are therefore given in
+units of the noise, for each tensor, and may be up to ``MARGIN``. The error of a tensor compares typical elements:
 
-    rms(difference) / (rms(expected) + eps · the largest of its kind)
+    rms(difference) / (rms(expected) + eps · largest element of all tensors of its kind)
 
-so that a wrong gradient is seen however small it is beside others. This judge sees what goes wrong in these types alone (a sum
-that overflows, a loss or a gradient in the wrong type, an error of types); float64 stays the sharp one.
+A wrong gradient is thus found even if it is much smaller than others. This check finds mistakes that occur in these types
+only (a sum that overflows, a loss or a gradient in the wrong type, a type error); the check in float64 is the sharp one.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from torch import Tensor, nn
 
 from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
-from meshwright.parity.one_device import Reference, made, starting, trained
+from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
 from meshwright.parity.the_job import Outcome
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import called
 
-MARGIN = 5.0
-_REPEATS = 3
+MARGIN = 5.0  # largest error in units of the noise, which is the maximum of few repeats and so varies by a small factor
+_REPEATS = 3  # of the reference: more would take longer, and hardly change the maximum
 HINT = (
     "the job is right in float64: a value that has another type than on one device, or a sum that is rounded too early"
 )
 
 
 def own_reference(case: Case, precision: str) -> tuple[Reference, Errors]:
-    """One device's facts, computed in this precision, and its noise: relative errors of repeating it."""
+    """The reference in this precision, and its noise: the largest relative error of several repeats, for each tensor."""
     case = replace(case, dtype=torch.float32)
     dtype = getattr(torch, precision)
     one = _one_device(case, dtype, 0)
     repeats = [_one_device(case, dtype, repeat).facts for repeat in range(1, _REPEATS + 1)]
-    repeats.append(replace(one.facts, parameters={n: _next(p) for n, p in one.facts.parameters.items()}))
-    found = [differences(one.start, one.facts, facts, _typical(dtype))[0] for facts in repeats]
-    return one, _each(lambda *errors: max(*errors, torch.finfo(dtype).eps), *found)
+    next_parameters = {name: _with_next_bits(p) for name, p in one.facts.parameters.items()}
+    repeats.append(replace(one.facts, parameters=next_parameters))  # an update may always differ by its last bit
+    errors = [differences(one.start, one.facts, facts, _typical(dtype))[0] for facts in repeats]
+    return one, _combined(lambda *values: max(*values, torch.finfo(dtype).eps), *errors)
 
 
 def own_findings(one: Reference, noise: Errors, outcome: Outcome, precision: str) -> Findings:
-    """What differs between one device and a job in this precision: errors are in units of the noise.
+    """The errors of a job in this precision, in units of the noise.
 
-    Of a tensor that is not finite on one device, or there in some of its repeats alone, nothing can be said.
+    The error is 0 for a tensor whose noise is not finite: its values are not finite on one device, or only some repeats
+    have it. Nothing can be said of such a tensor.
     """
     errors, words = errors_of(one, outcome, _typical(getattr(torch, precision)))
-    told = _each(lambda error, unit: error / unit if isfinite(unit) else 0.0, errors, noise)
-    return Findings(told, words, (HINT,))
+    in_units = _combined(lambda error, unit: error / unit if isfinite(unit) else 0.0, errors, noise)
+    return Findings(in_units, words, (HINT,))
 
 
-def _next(p: Tensor) -> Tensor:
-    """A parameter whose last bits are others: they are rounded whatever its gradients are."""
+def _with_next_bits(p: Tensor) -> Tensor:
+    """A parameter with each value changed by about one unit in the last place."""
     return p * (1 + torch.finfo(p.dtype).eps) if p.is_floating_point() or p.is_complex() else p
 
 
 def _typical(dtype: torch.dtype) -> Measure:
-    """The error of a typical element of a tensor, against a typical element."""
+    """Measures the root mean square of a difference, relative to that of the expected tensor."""
     eps = torch.finfo(dtype).eps
 
     def measure(difference: Tensor, expected: Tensor, scale: float) -> float:
@@ -75,25 +77,26 @@ def _typical(dtype: torch.dtype) -> Measure:
 
 
 def _rms(x: Tensor) -> float:
-    """The root of the mean of squares of the elements."""
+    """The root mean square of the elements; 0 for an empty tensor."""
     return x.abs().square().mean().sqrt().item() if x.numel() else 0.0
 
 
-def _each(what: Callable[..., float], *errors: Errors) -> Errors:
-    """Errors that ``what`` makes of those of one tensor in each of ``errors``."""
+def _combined(combine: Callable[..., float], *errors: Errors) -> Errors:
+    """For each tensor, ``combine`` of its error in each of ``errors``. A tensor that is absent in one has the error inf."""
     first = errors[0]
 
-    def of(kind: Kind) -> dict[str, float]:
-        return {name: what(*(e[kind].get(name, inf) for e in errors)) for name in first[kind]}
+    def combined(kind: Kind) -> dict[str, float]:
+        return {name: combine(*(e[kind].get(name, inf) for e in errors)) for name in first[kind]}
 
     return Errors(
-        loss=what(*(e["loss"] for e in errors)),
-        gradients=of("gradients"), parameters=of("parameters"), buffers=of("buffers"),
+        loss=combine(*(e["loss"] for e in errors)),
+        gradients=combined("gradients"), parameters=combined("parameters"), buffers=combined("buffers"),
     )  # fmt: skip
 
 
 def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
-    model, low = made(case), made(case)
+    """Trains with parameters in float32, and forward and backward in ``dtype``. ``repeat``: 0, or the seed of a small move."""
+    model, low = model_of(case), model_of(case)
     start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     moves = [1 + torch.finfo(dtype).eps / 4 * _noise(p, repeat) for p in model.parameters() if p.requires_grad]
     replace_tensors(low, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
@@ -113,11 +116,11 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
                 q.grad = None
         return loss.detach()
 
-    starting(case, low)
-    return Reference(case, trained(model, low, case, step), start)
+    prepare_generators(case, low)
+    return Reference(case, train(model, low, case, step), start)
 
 
 def _noise(p: Tensor, seed: int) -> Tensor:
-    """In float64: one plus less than float32 resolves is one in float32."""
+    """Normal noise in float64: ``1 + eps / 4 · noise`` would be 1 in the type itself."""
     noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(p.device)
     return noise.to(torch.complex128) if p.is_complex() else noise

@@ -1,4 +1,4 @@
-"""``Quiet``: a model as it is compared: without dropout, and with values that hide no mistake."""
+"""``Quiet``: prepares a model for a check: without dropout. ``perturbed``: initial values that do not hide mistakes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.calls.hook import ModuleCalls
 from meshwright.deferred import Build
 from meshwright.parity.widened import widened
 
-NOISE = 0.02
-_CONFIGS = ("config", "cfg", "args", "hparams")
+NOISE = 0.02  # standard deviation: the usual scale of initial weights, so that a perturbed model still trains
+_CONFIGS = ("config", "cfg", "args", "hparams")  # usual names of the attribute that holds a module's configuration
 
 
 def perturbed(name: str, whole: Tensor) -> Tensor:
-    """A parameter's value plus noise that follows from its name: fresh zeros and ones hide mistakes."""
+    """A parameter's value plus noise, which is seeded by its name. Biases of zero and norms of one would hide mistakes."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return whole
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -30,13 +30,14 @@ def perturbed(name: str, whole: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quiet:
-    """A build of the model as it is compared.
+    """A function that builds the model for the job's side of a check.
 
     Attributes:
-        training: False: the model is in eval mode.
-        dropout: whether it keeps its dropout.
-        dtype: of the check. The forward is ``widened`` wherever it runs, in planning too: what does not fit into float32 there
-            (``finfo(x.dtype).min``) would else keep it from being followed.
+        build: returns the model.
+        training: False: the model is put in eval mode.
+        dropout: whether the model keeps its dropout.
+        dtype: of the check. In float64 each forward is ``widened``, in planning too. Otherwise planning could not follow a
+            forward with a value that float32 cannot hold, such as ``finfo(x.dtype).min`` of a float64 tensor.
     """
 
     build: Build
@@ -54,33 +55,41 @@ class Quiet:
 
 
 def silence(model: nn.Module) -> int:
-    """Sets every probability of dropout to zero: ``p`` of dropout modules, and numbers that are called some kind of
-    drop on modules and on their configurations. Returns how many."""
+    """Sets every dropout probability of a model to zero.
+
+    These are ``p`` of dropout modules, and numbers whose name contains "drop" on modules and on their configurations.
+
+    Returns:
+        How many were set.
+    """
     count = 0
-    copies: dict[int, Any] = {}  # several modules share one configuration, and go on sharing it
+    copies: dict[int, Any] = {}  # id of a configuration → its copy; modules that share one go on sharing the copy
     for module in model.modules():
-        names = _drops(module) + ["p"] * ("Dropout" in type(module).__name__ and _is_on(getattr(module, "p", None)))
+        names = _dropout_attributes(module)
+        if "Dropout" in type(module).__name__ and _is_probability(getattr(module, "p", None)):
+            names.append("p")
         for name in names:
             setattr(module, name, 0.0)
         count += len(names)
-        for place in _CONFIGS:
-            config = vars(module).get(place)
+        for attribute in _CONFIGS:
+            config = vars(module).get(attribute)
             if config is None or isinstance(config, (dict, list, tuple)) or not hasattr(config, "__dict__"):
                 continue
-            if id(config) not in copies and (names := _drops(config)):
+            if id(config) not in copies and (names := _dropout_attributes(config)):
                 # A copy: the configuration may be a global of the model's file, which later runs read.
-                copies[id(config)] = quiet = copy.copy(config)
+                copies[id(config)] = silent = copy.copy(config)
                 for name in names:
-                    object.__setattr__(quiet, name, 0.0)  # frozen ones too
+                    object.__setattr__(silent, name, 0.0)  # works for frozen dataclasses too
                 count += len(names)
             if id(config) in copies:
-                setattr(module, place, copies[id(config)])
+                setattr(module, attribute, copies[id(config)])
     return count
 
 
-def _drops(x: Any) -> list[str]:
-    return [name for name, value in vars(x).items() if "drop" in name.lower() and _is_on(value)]
+def _dropout_attributes(x: Any) -> list[str]:
+    """Names of attributes that contain "drop" and have a probability."""
+    return [name for name, value in vars(x).items() if "drop" in name.lower() and _is_probability(value)]
 
 
-def _is_on(value: Any) -> bool:
+def _is_probability(value: Any) -> bool:
     return isinstance(value, float) and 0 < value <= 1

@@ -14,30 +14,29 @@ from meshwright.parity.compare import KINDS, Errors, Kind
 from meshwright.plan import Plan
 from meshwright.recipe import Recipe
 
-_MOST = 10  # lines of a list
-_FEW = 4  # branches in the title, and modules of each
+_MOST = 10  # most lines of a list
+_FEW = 4  # most branches in the title, and most modules of a branch
 
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a job does what one device does. True where it does.
+    """The result of a check. It is true if the check has passed.
 
     Attributes:
-        passed: every error is at most ``tolerance``.
-        errors: ``loss``, and for ``gradients``, ``parameters`` and ``buffers`` an error by name; none if a side failed.
-        worst: (kind, name, error) of the largest error.
-        tolerance: relative: see ``meshwright.parity.compare``.
-        dtype: what was computed in.
-        steps: optimizer steps taken.
-        plan: as it was given, but for its precision.
-        recipe: every decision, of rank 0; None where the job failed.
+        passed: whether every error is at most ``tolerance``.
+        plan: the plan that was checked.
+        tolerance: largest relative error; see ``meshwright.parity.compare``.
+        dtype: the type of the computation.
+        steps: number of optimizer steps.
+        seconds: duration of the check, including the start of workers.
+        errors: ``loss``, and name → error for ``gradients``, ``parameters`` and ``buffers``; empty if a side failed.
+        recipe: every decision of the plan, on rank 0; None if the job failed.
         fallbacks: (count, text) of functions that ran whole in the first step, on rank 0.
-        collectives: kind → (calls, bytes) of the view in the first step, on rank 0.
-        words: (kind, name) → what a number does not tell.
+        collectives: kind → (calls, bytes) of the SPMD mode in the first step, on rank 0.
+        words: (kind, name) → text, for errors that a number does not describe, such as another shape.
         hints: likely causes.
-        notes: what a reader should know, the recipe's notes among it.
-        failure: why a side did not come to an end: reason and traceback.
-        seconds: the check took, the start of workers included.
+        notes: of the recipe and of the check, for a reader.
+        failure: if a side failed or hung, the reason and the traceback; else empty.
     """
 
     passed: bool
@@ -60,6 +59,7 @@ class Report:
 
     @property
     def worst(self) -> tuple[str, str, float]:
+        """(kind, name, error) of the largest error."""
         if self.failure:
             return "failure", "", inf
         errors = [("loss", "", self.errors["loss"])]
@@ -67,14 +67,14 @@ class Report:
         return max(errors, key=lambda f: f[2])
 
     def layout(self, name: str) -> str:
-        """A parameter's layout on each axis: ``dp_shard: Shard(0), tp: replicate``. Empty for what is no parameter."""
+        """A parameter's layout on each axis, such as ``dp_shard: Shard(0), tp: replicate``. Empty for other names."""
         line = self.recipe.by_name.get(name) if self.recipe else None
         if self.recipe is None or line is None:
             return ""
         return ", ".join(f"{axis}: {layout}" for axis, layout in self.recipe.layouts(line).items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; an error without bound is the text ``inf``."""
+        """The report as plain values, for JSON. An infinite error is the text ``inf``."""
         kind, name, error = self.worst
         return {
             "passed": self.passed,
@@ -107,7 +107,7 @@ class Report:
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
-        from meshwright.draw.notebook import as_html  # drawing is loaded when something is drawn
+        from meshwright.draw.notebook import as_html  # imported here, as few callers draw
 
         head, *rest = str(self).split("\n", 1)
         return as_html(
@@ -115,7 +115,7 @@ class Report:
         )
 
     def _verdict(self) -> str:
-        layout = f"{self.plan.mesh}{_beside(self.recipe)}"
+        layout = f"{self.plan.mesh}{_branches_text(self.recipe)}"
         if self.failure:
             return f"{layout} did not come to an end"
         if self.passed:
@@ -128,11 +128,12 @@ class Report:
         return len(self._over(kind))
 
     def _over(self, kind: Kind) -> dict[str, float]:
-        """Errors above the tolerance, the worst first."""
-        over = {n: e for n, e in self.errors[kind].items() if not e <= self.tolerance}
+        """Name → error, for errors above the tolerance (or nan), the largest first."""
+        over = {name: error for name, error in self.errors[kind].items() if not error <= self.tolerance}
         return dict(sorted(over.items(), key=lambda item: -item[1]))
 
     def _summary(self) -> list[str]:
+        """A table with the worst error of each kind."""
         rows = [("", "worst error", "of", "layout"), ("loss", f"{self.errors['loss']:.1e}", "", "")]
         for kind in KINDS:
             errors: dict[str, float] = self.errors[kind]
@@ -142,6 +143,7 @@ class Report:
         return _table(rows)
 
     def _failing(self) -> list[str]:
+        """A table of the errors above the tolerance."""
         rows = []
         for kind in KINDS:
             over = self._over(kind)
@@ -152,20 +154,22 @@ class Report:
         return _table(rows)
 
 
-def _beside(recipe: Recipe | None) -> str:
-    """What branches run where: ``, block_a on tp[0:2] | block_b on tp[2:8] as dp_replicate=3 × tp=2``."""
+def _branches_text(recipe: Recipe | None) -> str:
+    """The submesh of each branch: ``, block_a on tp[0:2] | block_b on tp[2:8] as dp_replicate=3 × tp=2``."""
     if recipe is None or not (recipe.branches or recipe.streams):
         return ""
-    said = []
-    for number, place in enumerate(recipe.branches, 1):
-        within = f" as {place.mesh}" if place.data > 1 else ""
-        said.append(f"{_named(place.modules)} on {recipe.places.spelled(number)}{within}")
+    branches = []
+    for number, branch in enumerate(recipe.branches, 1):
+        mesh = f" as {branch.mesh}" if branch.data > 1 else ""
+        branches.append(f"{_modules_text(branch.modules)} on {recipe.places.spelled(number)}{mesh}")
     for stream in sorted(set(recipe.streams.values())):
-        said.append(f"{_named(n for n, s in recipe.streams.items() if s == stream)} on stream[{stream}]")
-    return f", {' | '.join(said[:_FEW])}" + f" | {len(said) - _FEW} more branches" * (len(said) > _FEW)
+        modules = [name for name, its_stream in recipe.streams.items() if its_stream == stream]
+        branches.append(f"{_modules_text(modules)} on stream[{stream}]")
+    more = f" | {len(branches) - _FEW} more branches" if len(branches) > _FEW else ""
+    return f", {' | '.join(branches[:_FEW])}{more}"
 
 
-def _named(modules: Iterable[str]) -> str:
+def _modules_text(modules: Iterable[str]) -> str:
     return few([folded.label for folded in fold_names(modules)], _FEW)
 
 
@@ -182,7 +186,7 @@ def _block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned columns; the second, of numbers, to the right."""
+    """Lines with aligned columns. The second column has numbers and is right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

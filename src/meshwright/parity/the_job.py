@@ -2,7 +2,7 @@
 
     make_job(build, dropout off, perturb ...) ─► steps × (forward, backward, clip to 1, SGD) ─► Facts, on rank 0
 
-The same steps as on one device (one_device.py); of the other ranks those buffers are told that differ from rank 0's.
+The steps are those of one device (one_device.py). Other ranks return their buffers that differ from rank 0's.
 """
 
 from __future__ import annotations
@@ -30,42 +30,55 @@ from meshwright.workers.worker import report
 
 @dataclass(frozen=True)
 class Outcome:
-    """The job's facts; its counts are rank 0's, of the first step."""
+    """The result of the job's side.
+
+    Attributes:
+        facts: the computed values.
+        recipe: of the job.
+        fallbacks: (count, text) of functions that ran whole in the first step, on rank 0.
+        collectives: kind → (calls, bytes) in the first step, on rank 0.
+        notes: of the job.
+        buffers: rank → its buffers that differ from ``facts``.
+    """
 
     facts: Facts
     recipe: Recipe
     fallbacks: tuple[tuple[int, str], ...]
-    collectives: dict[str, tuple[int, int]]  # kind → calls, bytes
+    collectives: dict[str, tuple[int, int]]
     notes: tuple[str, ...]
-    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of other ranks, where they are not the facts'
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
-    """The job's side, on every rank: rank 0 has the outcome, the others those of their buffers that differ from it."""
-    # Every value of every rank is compared here, and told better than by the first error.
+    """Runs the job's side on every rank. Rank 0 returns the outcome; others, their buffers that differ from rank 0's."""
+    # Without the guard, which would raise at the first difference between replicas: a check compares all values itself.
     plan = plan.replace(verify=0, weights="drawn")
     job = make_job(
         Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
         dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
     )  # fmt: skip
     mesh = job.recipe.mesh
-    outcome = _trained(job, case, case.batches(mesh.data_index(dist.get_rank()), mesh.data_size))
-    others = _unlike(outcome.facts.buffers[-1], job)
-    return outcome if dist.get_rank() == 0 else others
+    outcome = _train(job, case, case.batches(mesh.data_index(dist.get_rank()), mesh.data_size))
+    differing = _differing_buffers(outcome.facts.buffers[-1], job)
+    return outcome if dist.get_rank() == 0 else differing
 
 
-def _unlike(told: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
-    """This rank's buffers that differ in any bit from those that rank 0 tells of. Collective.
+def _differing_buffers(of_rank_0: dict[str, Tensor], job: Job) -> dict[str, Tensor]:
+    """This rank's buffers that differ in any bit from those of rank 0. Collective.
 
-    Of a pipeline's ranks, those that run the stage which changes a buffer.
+    In a pipeline, only the ranks of the stage that changes a buffer have its value.
+
+    Args:
+        of_rank_0: the buffers; used on rank 0 alone.
     """
-    digests = [{name: digest(b) for name, b in told.items()}]
+    digests = [{name: digest(buffer) for name, buffer in of_rank_0.items()}]
     dist.broadcast_object_list(digests, src=0)
     buffers = {name: b for name, b in job.module.named_buffers() if job.recipe.owns_buffer(name, job.rank)}
     return {name: copy_of(b) for name, b in buffers.items() if digest(b) != digests[0].get(name)}
 
 
-def _trained(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
+def _train(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
+    """Runs the steps of a case. The facts are complete on rank 0 alone, which whole values are gathered to."""
     optimizer = LocalSGD(job)
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
@@ -80,7 +93,7 @@ def _trained(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
             if len(losses) == 1:
                 gradients_as_planned(job)
                 gradients = {line.name: None if g is None else copy_of(g) for line, g in job.whole_gradients()}
-                fallbacks = [(count, str(place)) for place, count in job.ledger.fallbacks.most_common()]
+                fallbacks = [(count, str(fallback)) for fallback, count in job.ledger.fallbacks.most_common()]
                 collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
         job.clip_grad_norm_(MAX_NORM)
         optimizer.step()
@@ -92,9 +105,9 @@ def _trained(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
 
 
 def gradients_as_planned(job: Job) -> None:
-    """Raises RuntimeError for a gradient that is not of the shape that this rank holds: it was never reduced.
+    """Raises RuntimeError if a gradient has another shape than this rank's shard: then it was never reduced.
 
-    Putting whole gradients together would send more than the peer expects, which ends the process.
+    Gathering such gradients would send more bytes than the other rank expects, which aborts the process.
     """
     for name, p in job.named_parameters():
         planned = job.recipe.held_shape(job.recipe.by_name[name], job.rank)

@@ -1,4 +1,4 @@
-"""``widened``: in a check in float64, casts to float32 are casts to float64."""
+"""``widened``: the function mode of a check in float64, which turns casts to float32 into casts to float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spmd.autograd_functions import FunctionMode
 
 
 class Widening(FunctionMode):
-    """Makes casts to float32 casts to float64. It computes nothing."""
+    """Turns casts to float32 into casts to float64. Changes nothing else."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -24,6 +24,7 @@ class Widening(FunctionMode):
 
 
 def _widened(x: Any) -> Any:
+    """An argument of a torch function: float64 in place of float32; other arguments as they are."""
     if x is torch.float32:
         return torch.float64
     return "torch.DoubleTensor" if isinstance(x, str) and x == "torch.FloatTensor" else x
@@ -31,18 +32,18 @@ def _widened(x: Any) -> Any:
 
 @contextmanager
 def widened(dtype: torch.dtype) -> Iterator[None]:
-    """In a check in float64: what a model casts to float32, or makes without saying a type, is float64.
+    """In its block, if ``dtype`` is float64, tensors that a model casts to float32 or makes in the default type are float64.
 
-    Such a cast rounds to 1e-7, at places that differ between one device and a cut, and would drown the comparison.
-    Entered before the job's view, so that it sees the local work of the view's rules.
+    A cast to float32 rounds to 1e-7, which would hide smaller errors. Entered before the job's SPMD mode, so that it sees the
+    local functions that the dispatcher calls.
     """
     if dtype is not torch.float64:
         yield
         return
-    before = torch.get_default_dtype()
+    default_before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with Widening():
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_before)

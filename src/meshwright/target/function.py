@@ -1,4 +1,4 @@
-"""A function by its name: ``file.py:function``, or ``package.module:function``; and what to say where there is none."""
+"""Finds a function by its name, ``file.py:function`` or ``package.module:function``, or reports why there is none."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from typing import Any
 
 from meshwright.errors import Findings, listing, nearest, source_place
 
+_SUGGESTIONS = 3  # names that an error shows if none is similar to the wrong one
+
 
 @dataclass(frozen=True)
 class Role:
-    """What a named function is for, in the words of an error.
+    """The use of a named function, as texts for errors.
 
     Attributes:
-        place: where on a command line its name stands.
-        forms: what may stand there.
-        name: what such a function might be called.
-        gives: what it is to do.
-        code: one, to paste; ``{name}`` stands for its name.
-        word: what a word without a file or module most likely meant; ``{word}`` stands for it.
+        label: the argument or option that names the function: ``TARGET`` or ``--loss``.
+        forms: the forms that its value can have.
+        name: an example of a function's name.
+        gives: what the function has to do.
+        code: an example function to paste. ``{name}`` is replaced by its name.
+        word: the fix for a value that is a single word. ``{word}`` is replaced by that word.
     """
 
-    place: str
+    label: str
     forms: str
     name: str
     gives: str
@@ -46,33 +48,37 @@ class Role:
 
     @property
     def option(self) -> str:
-        """What stands before the name, where it is no argument."""
-        return f"{self.place} " if self.place.startswith("--") else ""
+        """The option with a space, to put before the name in a fix; empty for an argument."""
+        return f"{self.label} " if self.label.startswith("--") else ""
 
     @property
     def subject(self) -> str:
-        """What problems are in, as the first line of an error has it."""
-        return f"this {self.place.strip('-').lower()}"
+        """The subject of an error's first line, such as ``this target``."""
+        return f"this {self.label.strip('-').lower()}"
 
 
 def find(spec: str, role: Role, findings: Findings) -> Callable[..., Any] | None:
-    """The function of a spec that `absolute` gave; None where something is wrong, which is in ``findings``."""
+    """The function of a name that `absolute` returned. None if there is a problem, which is added to ``findings``."""
     with importing(spec.rpartition(":")[0]):
         module = _imported(spec, role, findings)
         return None if module is None else _function(module, spec, role, findings)
 
 
 def absolute(spec: str, role: Role) -> str:
-    """The spec, good in any directory. Raises PlanError if it is none."""
-    place, colon, name = spec.rpartition(":")
-    if not (colon and place and name.isidentifier()):
+    """The name of a function with an absolute path, valid in any directory. Raises PlanError if the form is not valid."""
+    source, colon, name = spec.rpartition(":")
+    if not (colon and source and name.isidentifier()):
         findings = Findings(role.subject)
-        path = place or spec
-        fix = role.word.format(word=spec) if _is_word(spec) else ""
-        fix = f"{path}:{role.name}" if path.endswith(".py") else fix or role.example
-        findings.add(where=role.place, given=spec or "nothing", required=role.forms, fix=role.option + fix)
+        path = source or spec
+        if path.endswith(".py"):
+            fix = f"{path}:{role.name}"
+        elif _is_word(spec) and role.word:
+            fix = role.word.format(word=spec)
+        else:
+            fix = role.example
+        findings.add(where=role.label, given=spec or "nothing", required=role.forms, fix=role.option + fix)
         findings.raise_if_any()
-    return f"{os.path.abspath(place)}:{name}" if place.endswith(".py") else spec
+    return f"{os.path.abspath(source)}:{name}" if source.endswith(".py") else spec
 
 
 def _is_word(spec: str) -> bool:
@@ -80,9 +86,10 @@ def _is_word(spec: str) -> bool:
 
 
 @contextmanager
-def importing(place: str) -> Iterator[None]:
-    """Modules beside a file, or in this directory, can be imported: as where Python runs that file."""
-    folder = os.path.dirname(place) if place.endswith(".py") else os.getcwd()
+def importing(source: str) -> Iterator[None]:
+    """In its block, modules in the folder of a file can be imported, as if Python ran that file; for a module, those in the
+    current directory."""
+    folder = os.path.dirname(source) if source.endswith(".py") else os.getcwd()
     sys.path.insert(0, folder)
     try:
         yield
@@ -92,27 +99,29 @@ def importing(place: str) -> Iterator[None]:
 
 
 def _imported(spec: str, role: Role, findings: Findings) -> ModuleType | None:
-    place = spec.rpartition(":")[0]
+    """Imports the file or module of a name. None if there is a problem, which is added to ``findings``."""
+    source = spec.rpartition(":")[0]
+    required = "a file that can be imported"
     try:
-        return _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+        return _load_file(source) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError:
-        folder = Path(place).parent
+        folder = Path(source).parent
         files = sorted(str(path.relative_to(folder)) for path in folder.glob("*.py")) if folder.is_dir() else []
-        _not_there(os.path.basename(place), files, f"no file {place}", spec, role, findings)
+        _add_missing(os.path.basename(source), files, f"no file {source}", spec, role, findings)
     except ModuleNotFoundError as error:
-        if error.name and (place == error.name or place.startswith(error.name + ".")):
-            names = sorted(path.stem for path in Path.cwd().glob("*.py"))
-            _not_there(place, names, f"no module {error.name}", spec, role, findings)
+        if error.name and (source == error.name or source.startswith(error.name + ".")):
+            modules = sorted(path.stem for path in Path.cwd().glob("*.py"))
+            _add_missing(source, modules, f"no module {error.name}", spec, role, findings)
         else:
             fix = f"pip install {error.name}" if error.name else ""
-            findings.add(where=line_of(error, place), given=str(error), required="a file that can be imported", fix=fix)
-    except Exception as error:  # whatever a person's file may raise
-        findings.add(where=line_of(error, place), given=told(error), required="a file that can be imported")
+            findings.add(where=line_of(error, source), given=str(error), required=required, fix=fix)
+    except Exception as error:  # a person's file may raise anything
+        findings.add(where=line_of(error, source), given=error_text(error), required=required)
     return None
 
 
 def _load_file(file: str) -> ModuleType:
-    """The module of a file; run once a process. It is entered in ``sys.modules``, where pickle looks for it."""
+    """The module of a file, which runs once in a process. It is entered in ``sys.modules``, where pickle looks for it."""
     name = f"{Path(file).stem}_{zlib.crc32(file.encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -131,7 +140,8 @@ def _load_file(file: str) -> ModuleType:
 
 
 def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> Callable[..., Any] | None:
-    place, _, name = spec.rpartition(":")
+    """The function of a module. None if the module lacks it, with a finding."""
+    source, _, name = spec.rpartition(":")
     function = getattr(module, name, None)
     if callable(function):
         return function
@@ -139,36 +149,42 @@ def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> 
         n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
     given = f"{name} is no function" if function is not None else f"no function {name}"
-    near = nearest(name, names) or tuple(names[:3])
-    required = f"a function there: {listing(near)}" if near else f"a function there that {role.gives}"
-    fix = role.option + f"{short(place)}:{near[0]}" if near else role.code.format(name=name)
-    findings.add(where=short(place), given=given, required=required, fix=fix)
+    suggestions = nearest(name, names) or tuple(names[:_SUGGESTIONS])
+    if suggestions:
+        required = f"a function there: {listing(suggestions)}"
+        fix = role.option + f"{short(source)}:{suggestions[0]}"
+    else:
+        required = f"a function there that {role.gives}"
+        fix = role.code.format(name=name)
+    findings.add(where=short(source), given=given, required=required, fix=fix)
     return None
 
 
-def _not_there(name: str, names: list[str], what: str, spec: str, role: Role, findings: Findings) -> None:
-    near = nearest(name, names) or tuple(names[:3])
+def _add_missing(name: str, names: list[str], given: str, spec: str, role: Role, findings: Findings) -> None:
+    """Adds a finding for a file or module that does not exist. ``names``: those that exist, to suggest one."""
+    suggestions = nearest(name, names) or tuple(names[:_SUGGESTIONS])
     function = spec.rpartition(":")[2]
-    required = f"one that is there: {listing(near)}" if near else role.forms
-    fix = f"{near[0]}:{function}" if near else role.example
-    findings.add(where=role.place, given=what, required=required, fix=role.option + fix)
+    required = f"one that is there: {listing(suggestions)}" if suggestions else role.forms
+    fix = f"{suggestions[0]}:{function}" if suggestions else role.example
+    findings.add(where=role.label, given=given, required=required, fix=role.option + fix)
 
 
-def line_of(error: BaseException, place: str) -> str:
-    """The innermost line of the person's own file that an error came from."""
+def line_of(error: BaseException, source: str) -> str:
+    """The innermost line of a person's own file or module that raised an error; the file, if no line of it did."""
     if isinstance(error, SyntaxError) and error.filename:
         return source_place(error.filename, error.lineno, error.offset)
-    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
+    file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return source_place(file, lines[-1]) if file and lines else short(place)
+    return source_place(file, lines[-1]) if file and lines else short(source)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """The type and text of an exception."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def short(path: str) -> str:
-    """A path below this directory is named from here."""
-    here = os.path.relpath(path) if os.path.isabs(path) else path
-    return path if here.startswith("..") else here
+    """A path relative to the current directory, if it is below it; other paths as they are."""
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if relative.startswith("..") else relative

@@ -1,8 +1,8 @@
-"""Which class of a model of transformers has a loss, and what its labels are.
+"""``head``: the class of a transformers model that has a loss, and the kind of its labels.
 
 tokens       one for every position                  classes      one for every row
 transcript   fewer than there are frames (CTC)       map          a class for every pixel
-captions     tokens, some of which stand for images  pairs        none: the rows of two inputs belong together
+captions     tokens, some of which stand for images  pairs        none: each row has two inputs that belong together
 """
 
 from __future__ import annotations
@@ -12,70 +12,80 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 AUDIO = ("input_features", "input_values")
-_SEEN_OR_HEARD = ("pixel_values", "pixel_values_videos", *AUDIO)
+_IMAGES_OR_AUDIO = ("pixel_values", "pixel_values_videos", *AUDIO)
 
 
-def _takes(cls: Any, *names: str) -> bool:
+def _has_arguments(cls: Any, *names: str) -> bool:
     return set(names) <= set(inspect.signature(cls.forward).parameters)
 
 
-def _reads(cls: Any) -> bool:
-    return _takes(cls, "input_ids", "labels")
+def _takes_text(cls: Any) -> bool:
+    return _has_arguments(cls, "input_ids", "labels")
 
 
-def _sees_or_hears(cls: Any) -> bool:
-    return cls.main_input_name in _SEEN_OR_HEARD and _takes(cls, cls.main_input_name, "labels")
+def _takes_images_or_audio(cls: Any) -> bool:
+    return cls.main_input_name in _IMAGES_OR_AUDIO and _has_arguments(cls, cls.main_input_name, "labels")
 
 
-def _hears(cls: Any) -> bool:
-    return cls.main_input_name in AUDIO and _sees_or_hears(cls)
+def _takes_audio(cls: Any) -> bool:
+    return cls.main_input_name in AUDIO and _takes_images_or_audio(cls)
+
+
+def _takes_images_and_text(cls: Any) -> bool:
+    return _takes_text(cls) and _has_arguments(cls, "pixel_values")
 
 
 def _any(config: Any) -> bool:
     return True
 
 
-# By what the model's own lists in transformers say, the first that fits: an encoder-decoder translates or takes down
-# speech, an encoder fills masks, what else reads predicts the next token; what sees and reads compares images with texts
-# or describes them; what hears writes; what sees or hears names what it is.
+# (kind of labels, mapping of transformers, whether a config is meant for it, whether a class's inputs can be generated).
+# The first that fits a model is taken: an encoder-decoder translates or transcribes, an encoder fills masks, other models of
+# text predict the next token; models of images and text compare or describe images; models of audio transcribe; other models
+# of images or audio classify.
 _Heads = tuple[tuple[str, str, Callable[[Any], bool], Callable[[Any], bool]], ...]
 _HEADS: _Heads = (
-    ("tokens", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", lambda config: config.is_encoder_decoder, _reads),
-    ("tokens", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", _any, _hears),
-    ("tokens", "MODEL_FOR_MASKED_LM_MAPPING", lambda config: not getattr(config, "is_decoder", False), _reads),
-    ("tokens", "MODEL_FOR_CAUSAL_LM_MAPPING", _any, _reads),
-    ("pairs", "MODEL_MAPPING", _any, lambda cls: _takes(cls, "return_loss")),
-    ("captions", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", _any, lambda cls: _reads(cls) and _takes(cls, "pixel_values")),
-    ("transcript", "MODEL_FOR_CTC_MAPPING", _any, _hears),
-    ("classes", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _any, _sees_or_hears),
-    ("classes", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING", _any, _sees_or_hears),
-    ("classes", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _any, _hears),
-    ("map", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING", _any, _sees_or_hears),
+    ("tokens", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", lambda config: config.is_encoder_decoder, _takes_text),
+    ("tokens", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", _any, _takes_audio),
+    ("tokens", "MODEL_FOR_MASKED_LM_MAPPING", lambda config: not getattr(config, "is_decoder", False), _takes_text),
+    ("tokens", "MODEL_FOR_CAUSAL_LM_MAPPING", _any, _takes_text),
+    ("pairs", "MODEL_MAPPING", _any, lambda cls: _has_arguments(cls, "return_loss")),
+    (
+        "captions",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+        _any,
+        lambda cls: _takes_text(cls) and _has_arguments(cls, "pixel_values"),
+    ),
+    ("transcript", "MODEL_FOR_CTC_MAPPING", _any, _takes_audio),
+    ("classes", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _any, _takes_images_or_audio),
+    ("classes", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING", _any, _takes_images_or_audio),
+    ("classes", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _any, _takes_audio),
+    ("map", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING", _any, _takes_images_or_audio),
 )
-# Not chosen, but understood where a config names them.
+# Taken only if a config names the class.
 _NAMED: _Heads = (
-    ("classes", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _any, _reads),
+    ("classes", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _any, _takes_text),
 )  # fmt: skip
 
 
 def head(config: Any) -> tuple[Any, str] | None:
-    """The model class with a loss for a config, and what its labels are (see above).
+    """(class with a loss, kind of its labels) for a transformers config; None if there is no class.
 
-    The config's own ``architectures`` come first, where their batch is one that we can make up.
+    A class that the config's ``architectures`` names is preferred, if its batch can be generated.
     """
-    named = set(getattr(config, "architectures", None) or ())
-    for kind, cls, _ in _known(config, (*_HEADS, *_NAMED)):
-        if cls.__name__ in named:
+    architectures = set(getattr(config, "architectures", None) or ())
+    for kind, cls, _ in _candidates(config, (*_HEADS, *_NAMED)):
+        if cls.__name__ in architectures:
             return cls, kind
-    return next(((cls, kind) for kind, cls, fits in _known(config, _HEADS) if fits), None)
+    return next(((cls, kind) for kind, cls, is_meant in _candidates(config, _HEADS) if is_meant), None)
 
 
-def _known(config: Any, heads: _Heads) -> Iterator[tuple[str, Any, bool]]:
-    """For each list with a class of this config that takes what we can make up: labels, class, and whether it is meant."""
+def _candidates(config: Any, heads: _Heads) -> Iterator[tuple[str, Any, bool]]:
+    """(kind of labels, class, whether the config is meant for it), for each class of a config whose batch can be generated."""
     import transformers
 
-    for kind, mapping, fits, takes in heads:
+    for kind, mapping, is_meant, can_generate in heads:
         classes = getattr(transformers, mapping).get(type(config), None)
         for cls in classes if isinstance(classes, tuple | list) else [classes]:
-            if cls is not None and takes(cls):
-                yield kind, cls, fits(config)
+            if cls is not None and can_generate(cls):
+                yield kind, cls, is_meant(config)

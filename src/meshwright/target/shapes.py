@@ -1,4 +1,4 @@
-"""A model run for its shapes: parameters have none but these."""
+"""``Shapes``: runs a model without values, to learn the shapes of its outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Shapes:
-    """The model of a build without values, made when it is first asked; it leaves the generators as they were."""
+    """A model without values, built at the first call. Calls do not change the state of random generators."""
 
     def __init__(self, build: Build) -> None:
         self._build = build
         self._model: nn.Module | None = None
 
     def __call__(self, batch: dict[str, Any], method: str = "forward") -> Any:
-        """The output of the model, or of another of its methods. Raises what the model raises."""
+        """The output of the model, or of another of its methods, without values. Raises what the model raises."""
         import torch
 
         from meshwright.deferred import record

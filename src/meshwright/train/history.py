@@ -1,8 +1,8 @@
-"""``History``: what the folder of a run tells of it, as data: its steps, its checkpoints, and what it does not tell.
+"""``History``: the contents of a run's folder as data: its steps, its checkpoints, and the list of what is absent.
 
-metrics.jsonl   a line a step        ─► series: loss, grad_norm, rate, memory, waiting, seconds, skipped
-step-00000100/  a checkpoint         ─► step, time, size, layout, whether it is whole (by sizes)
-run.json        what is trained      ─► about
+metrics.jsonl   a line for each step ─► series: loss, grad_norm, rate, memory, waiting, seconds, skipped
+step-00000100/  a checkpoint         ─► step, time, size, layout, problems of its files (sizes alone are compared)
+run.json        target and settings  ─► about
 verdicts.jsonl  a line for each comparison of ranks
 timelines.jsonl a line for each step that was observed
 hang.txt        a report of ranks that stopped answering
@@ -28,7 +28,16 @@ SERIES = ("loss", "grad_norm", "rate", "memory", "waiting", "seconds", "skipped"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint. ``mesh``: of the job that saved it, as text; ``problem``: what is wrong with its files, if anything."""
+    """A checkpoint.
+
+    Attributes:
+        name: of its directory.
+        step: number of optimizer steps before the save.
+        time: of the save.
+        bytes: size of its files.
+        mesh: of the job that saved it, as text.
+        problem: the problems of its files; empty if there are none.
+    """
 
     name: str
     step: int
@@ -40,7 +49,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank held: in the last step that tells it, and at most."""
+    """Bytes that a rank held: in the last step that reports it, and in the step with the most."""
 
     last: int
     most: int
@@ -48,11 +57,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ranks that should hold the same were compared after a step.
+    """The result of a comparison of ranks that should hold equal values, after a step.
 
     Attributes:
-        compared: kind → how many rank 0 had of it.
-        differences: in words; empty where all were equal.
+        step, time: of the comparison.
+        compared: kind → number of values that rank 0 compared.
+        differences: one text for each; empty if all values were equal.
     """
 
     step: int
@@ -63,7 +73,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Observed:
-    """A step that was observed. ``timeline``: a ``Timeline`` as plain values; ``plan``: what the step ran under, as YAML."""
+    """An observed step.
+
+    Attributes:
+        step: its number.
+        plan: the plan that it ran under, as YAML.
+        timeline: a ``Timeline`` as plain values.
+    """
 
     step: int
     plan: str
@@ -72,19 +88,22 @@ class Observed:
 
 @dataclass(frozen=True)
 class History:
-    """What a run's folder tells.
+    """The contents of a run's folder.
 
     Attributes:
-        folder: its name; ``about``: target and settings, as ``train`` wrote them.
-        steps: that were told, in order; ``times``: when each ended.
-        series: by name (``SERIES``), a value a step; None where it was not finite, or not told.
+        folder: its name.
+        about: target and settings, as ``train`` wrote them.
+        steps: numbers of the steps in the metrics, in order.
+        times: the end of each of these steps.
+        series: name (one of ``SERIES``) → a value for each step; None if it is not finite, or absent.
         unit: of the rate: ``tokens`` or ``rows``.
-        checkpoints: oldest first; ``unfinished``: names of those that were begun and never completed.
-        hang: the report of ranks that stopped answering.
-        absent: what this folder does not tell, and why.
-        memories: of each rank, of those steps that ran on as many ranks as the last.
-        comparisons: of what ranks should hold alike, in order.
-        observed: steps in time, in order.
+        checkpoints: oldest first.
+        unfinished: names of checkpoints that were begun and never completed.
+        hang: the report of ranks that stopped answering; empty if there is none.
+        absent: one line for each kind of data that the folder lacks, with the reason.
+        memories: of each rank, from the steps that ran on as many ranks as the last one.
+        comparisons: of ranks, in order.
+        observed: observed steps, in order.
     """
 
     folder: str
@@ -103,10 +122,10 @@ class History:
 
 
 def history(folder: Path) -> History:
-    """What the folder of a run tells. Reads no tensor.
+    """Reads the folder of a run. Reads no tensors.
 
     Raises:
-        PlanError: there is no such folder, or neither metrics nor a checkpoint in it.
+        PlanError: the folder does not exist, or has neither metrics nor a checkpoint.
     """
     lines = read(folder)
     checkpoints = _checkpoints(folder)
@@ -114,16 +133,16 @@ def history(folder: Path) -> History:
     unit = next((key.removesuffix(_RATE) for line in lines for key in line if key.endswith(_RATE)), "rows")
     keys = {name: f"{unit}{_RATE}" if name == "rate" else name for name in SERIES}
     series = {name: tuple(line.get(key) for line in lines) for name, key in keys.items()}
-    told = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    present = {name: values for name, values in series.items() if any(value is not None for value in values)}
     hang = folder / "hang.txt"
     memories, comparisons, observed = _memories(lines), _comparisons(folder), _observed(folder)
-    absent = [*_absent(folder, told, checkpoints), *_absent_of_ranks(memories, comparisons, observed)]
+    absent = [*_absent(folder, present, checkpoints), *_absent_of_ranks(memories, comparisons, observed)]
     return History(
         folder.name or str(folder),
         _about(folder),
         tuple(line.get("step", 0) for line in lines),
         tuple(line.get("time", "") for line in lines),
-        told,
+        present,
         unit,
         checkpoints,
         unfinished(folder),
@@ -136,9 +155,10 @@ def history(folder: Path) -> History:
 
 
 def _memories(lines: Sequence[Mapping[str, Any]]) -> tuple[RankMemory, ...]:
-    told = [line["memory_by_rank"] for line in lines if line.get("memory_by_rank")]
-    alike = [values for values in told if len(values) == len(told[-1])]
-    return tuple(RankMemory(of_rank[-1], max(of_rank)) for of_rank in zip(*alike, strict=True))
+    """The memory of each rank, from the steps that ran on as many ranks as the last one."""
+    by_step = [line["memory_by_rank"] for line in lines if line.get("memory_by_rank")]
+    same_size = [memories for memories in by_step if len(memories) == len(by_step[-1])]
+    return tuple(RankMemory(of_rank[-1], max(of_rank)) for of_rank in zip(*same_size, strict=True))
 
 
 def _comparisons(folder: Path) -> tuple[Comparison, ...]:
@@ -157,21 +177,23 @@ def _checkpoints(folder: Path) -> tuple[Saved, ...]:
         return ()
     return tuple(
         Saved(
-            one.path.name, one.step, str(one.about.get("time", "")), one.bytes,
-            _mesh(one.about.get("mesh", {})),
-            "; ".join(f"{problem.where}: {problem.given}" for problem in one.problems),
+            inspection.path.name, inspection.step, str(inspection.about.get("time", "")), inspection.bytes,
+            _mesh_text(inspection.about.get("mesh", {})),
+            "; ".join(f"{problem.where}: {problem.given}" for problem in inspection.problems),
         )
-        for one in inspect(folder, contents=False)
+        for inspection in inspect(folder, contents=False)
     )  # fmt: skip
 
 
-def _mesh(axes: Mapping[str, int]) -> str:
-    """The mesh of the job that saved it."""
-    cut = [f"{axis}={size}" for axis, size in axes.items()]
-    return " × ".join(cut) if any(size > 1 for size in axes.values()) else "one process"
+def _mesh_text(axes: Mapping[str, int]) -> str:
+    """A mesh as text, such as ``dp_shard=2 × tp=2``."""
+    if all(size <= 1 for size in axes.values()):
+        return "one process"
+    return " × ".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def _about(folder: Path) -> dict[str, Any]:
+    """The values of run.json; empty if it does not exist or is not valid."""
     try:
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -179,23 +201,25 @@ def _about(folder: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _absent(folder: Path, told: Mapping[str, Any], checkpoints: tuple[Saved, ...]) -> list[str]:
+def _absent(folder: Path, series: Mapping[str, Any], checkpoints: tuple[Saved, ...]) -> list[str]:
+    """Lines about absent series, checkpoints and settings."""
     absent = []
-    if not told:
+    if not series:
         absent.append(f"steps: there is no {METRICS}, which rank 0 writes")
-    elif missing := [name for name in SERIES if name not in told]:
+    elif missing := [name for name in SERIES if name not in series]:
         absent.append(f"{', '.join(missing)}: no finite value in {METRICS}")
     if not checkpoints:
-        absent.append("checkpoints: none was completed (--save-every saves some on the way)")
+        absent.append("checkpoints: none was completed (--save-every saves them during the run)")
     if not _about(folder):
         absent.append("what was trained: there is no run.json, which meshwright train writes")
     return absent
 
 
 def _absent_of_ranks(memories: Sequence[Any], comparisons: Sequence[Any], observed: Sequence[Any]) -> list[str]:
+    """Lines about absent facts of ranks: memory, comparisons, timelines."""
     absent = []
     if not memories:
-        absent.append(f"memory of each rank: {METRICS} has none (a run of before it was told)")
+        absent.append(f"memory of each rank: {METRICS} has none (written by an older version)")
     if not comparisons:
         absent.append("verdicts: ranks were not compared (one rank alone, or verify: 0 in the plan)")
     if not observed:
@@ -204,6 +228,7 @@ def _absent_of_ranks(memories: Sequence[Any], comparisons: Sequence[Any], observ
 
 
 def _check(folder: Path, metrics: bool, checkpoints: bool) -> None:
+    """Raises PlanError if the folder has neither metrics nor checkpoints."""
     findings = Findings("this command")
     if not metrics and not checkpoints:
         given = "no such folder" if not folder.is_dir() else f"neither {METRICS} nor a checkpoint in it"

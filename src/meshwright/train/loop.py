@@ -1,12 +1,12 @@
-"""The training loop: what the examples and the command line share.
+"""The training loop of the examples and the command line.
 
     resume ─► for each global batch, this rank's rows:
 
-              step ─ clip ─ agree ─┬─ finite: optimizer ──┬─ zero_grad ─ tell ─ save, every so often
-                                   ├─ not, skip: counted ─┘
-                                   └─ not, stop: NonFiniteError          told to stop: save ─ Preempted
+              step ─ clip ─ agree ─┬─ finite: optimizer step ─────────┬─ zero_grad ─ report ─ save, if it is time
+                                   ├─ not finite, skip: count the step ┘
+                                   └─ not finite, stop: NonFiniteError         SIGTERM: save ─ Preempted
 
-What all ranks do in the same way is decided in ``agree``, from numbers of all ranks (train/agreement.py).
+Decisions that all ranks must take alike follow from ``agree``, which sums numbers of all ranks (train/agreement.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.errors import Finding, NonFiniteError
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import mapped, moved
 from meshwright.runtime.rows.microbatches import amount_of, rows_of, rows_of_rank
-from meshwright.train.agreement import agree, culprit, tells_memory
+from meshwright.train.agreement import agree, not_finite_text, reports_memory
 from meshwright.train.metrics import Metrics
 from meshwright.train.progress import Progress
 from meshwright.train.sigterm import Notice, Preempted
@@ -47,16 +47,16 @@ __all__ = ["NonFiniteError", "Preempted", "Progress", "Record", "memory", "train
 
 @dataclass(frozen=True)
 class Record:
-    """Where a run is kept, and how: its checkpoints and its metrics.
+    """Where and how a run saves its checkpoints and metrics.
 
     Attributes:
-        folder: ``step-…`` of each checkpoint, and ``metrics.jsonl``. What is in it is gone on from.
-        save_every: steps from one checkpoint to the next; None: one at the end. One is saved too on SIGTERM.
-        keep: how many checkpoints; None: all.
-        asynchronous: training goes on while a checkpoint is written.
-        tensorboard: also events for TensorBoard.
-        observe_every: steps from one that is observed (``Job.observe``) to the next; None: none is. The first is the third
-            step that is done here: the first ones record, compile and allocate.
+        folder: for ``step-…`` of each checkpoint, and ``metrics.jsonl``. A run resumes from the newest checkpoint in it.
+        save_every: steps from one checkpoint to the next. None: one at the end. SIGTERM also saves one.
+        keep: number of newest checkpoints to keep. None: all.
+        asynchronous: whether training continues while a checkpoint is written.
+        tensorboard: whether to write events for TensorBoard.
+        observe_every: steps from one observed step (``Job.observe``) to the next. None: no step is observed. The first is the
+            third step of this process, since the first ones record, compile and allocate.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Record:
     observe_every: int | None = None
 
 
-_WARM = 3  # steps done here until one is like those that follow
+_WARM = 3  # the first step of this process that takes as long as later ones: earlier steps record, compile and allocate
 
 
 def train(
@@ -85,43 +85,44 @@ def train(
     record: Record | None = None,
     timeout: float | None = None,
 ) -> list[float]:
-    """Trains with AdamW. Collective: every rank calls it alike.
+    """Trains with AdamW. Collective: every rank calls it with the same arguments.
 
-    With a ``record``, a run resumes from the newest checkpoint of its folder, or, if that is damaged, from the one before: in
-    the same layout to the same losses, bitwise on a CPU. In another layout it has the same global batches. On a GPU, sums may
-    be taken in another order from run to run. The folder is this run's alone while it lasts.
+    With a ``record``, a run resumes from the newest checkpoint of its folder; if that is damaged, from the one before. In the
+    same layout, a resumed run has the same losses as one without a break, bitwise on a CPU; on a GPU, the order of sums may
+    change from run to run. In another layout, it has the same global batches. No other run can use the folder at the same
+    time.
 
     Args:
+        job: the model under a plan.
         data: a dataset, as ``job.batches`` takes it; without ``global_batch``, one batch, which every step repeats.
-        steps: total number of optimizer steps, including those before a resume; the dataset is gone through as often as that
-            needs.
-        global_batch: rows a step, over all ranks.
-        lr: AdamW's.
-        clip: the global 2-norm that gradients are clipped to.
+        steps: total number of optimizer steps, including those before a resume. The dataset is repeated as often as needed.
+        global_batch: number of rows in a step, over all ranks.
+        lr: learning rate of AdamW.
+        clip: largest global L2 norm of the gradients.
         seed: of the order of rows.
-        num_workers: how many processes of each rank read rows ahead of the steps; see ``Job.batches``.
-        on_step: told after every step, on every rank.
-        on_note: told, on rank 0, what a person should know: that it waits for another run in the folder, that a checkpoint
-            is damaged. Default: standard error is.
-        record: where checkpoints and metrics go; None: nowhere.
-        timeout: seconds without any progress after which a report is made and the processes end (see ``Watch``); longer
-            than the longest step or compilation. None: ranks wait as long as their process groups do.
+        num_workers: number of processes of each rank that read rows ahead of the steps; see ``Job.batches``.
+        on_step: called after every step, on every rank.
+        on_note: called on rank 0 with notes for a person: that it waits for another run in the folder, that a checkpoint is
+            damaged. Default: prints to standard error.
+        record: where checkpoints and metrics go. None: nothing is saved.
+        timeout: seconds without any progress after which a watchdog reports and ends the processes (see ``Watch``). It must
+            be longer than the longest step or compilation. None: ranks wait as long as their process groups do.
 
     Returns:
-        The loss of each step that was done here.
+        The loss of each step that ran in this call.
 
     Raises:
         PlanError: ``global_batch`` does not divide by data ranks × microbatches, in a run that is not resumed.
-        CheckpointError: all checkpoints are damaged, or the newest is another model's; or another run holds the folder.
+        CheckpointError: all checkpoints are damaged, or the newest is of another model; or another run holds the folder.
         NonFiniteError: the loss or a gradient is not finite, and the plan says to stop. On every rank.
-        Preempted: SIGTERM came, on any rank, and a checkpoint was saved. On every rank.
+        Preempted: a rank got SIGTERM, and a checkpoint was saved. On every rank.
     """
     with ExitStack() as stack:
         notice = Notice()
-        if record is not None:  # else there is nothing to save, and the signal may end the process at once
+        if record is not None:  # without a record there is nothing to save, and SIGTERM may end the process at once
             stack.enter_context(notice)
             folder, patience = record.folder, min(PATIENCE, job.groups.timeout / 2)  # the other ranks wait for rank 0
-            _first(job, folder, lambda: _until_closed(stack, hold(folder, patience=patience, tell=on_note)))
+            _on_rank_0(job, folder, lambda: _release_at_end(stack, hold(folder, patience=patience, tell=on_note)))
         watch = None
         if timeout is not None:
             watch = stack.enter_context(Watch(job, timeout, folder=None if record is None else record.folder))
@@ -131,17 +132,25 @@ def train(
             watch.step = run.step
         losses: list[float] = []
         for step in range(run.step + 1, steps + 1):
-            told = run.do(step, clip)
-            losses.append(told.loss)
+            progress = run.do(step, clip)
+            losses.append(progress.loss)
             if on_step is not None:
-                on_step(told)
-            run.keep(step, losses)
+                on_step(progress)
+            run.save_if_due(step, losses)
         run.finish()
         return losses
 
 
 class _Run:
-    """A run, from where it goes on."""
+    """The state of a run: the optimizer, the position in the data, counts, and files.
+
+    Attributes:
+        step: the last step that was done, including steps before a resume.
+        began: the value of ``step`` at the start of this process.
+        saved: the step of the last checkpoint.
+        skipped: number of steps that were not finite.
+        stopping: whether a rank has got SIGTERM.
+    """
 
     def __init__(
         self,
@@ -163,20 +172,21 @@ class _Run:
         self.metrics: Metrics | None = None
         parameters = list(job.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=together(parameters))
-        resumes = record is not None and _first(
+        resumes = record is not None and _on_rank_0(
             job, record.folder, lambda: checkpoints.newest(record.folder) is not None
         )
         self.batches: Batches | None = None
         if global_batch is not None:
-            whole = _rows(data) >= global_batch
+            has_full_batch = _rows(data) >= global_batch
             self.batches = job.batches(
-                data, global_batch, seed=seed, epochs=None, drop_last=whole, uneven=resumes, num_workers=num_workers
-            )
+                data, global_batch, seed=seed, epochs=None, drop_last=has_full_batch, uneven=resumes,
+                num_workers=num_workers,
+            )  # fmt: skip
         if record is not None and resumes:
             loaded = job.load(record.folder, self.optimizer, data=self.batches, or_before=True)
             for note in loaded.notes if job.rank == 0 else ():
                 tell(note)
-            for group in self.optimizer.param_groups:  # a checkpoint has it as it was in its layout
+            for group in self.optimizer.param_groups:  # the loaded value is that of the saved layout
                 group["foreach"] = together(parameters)
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
@@ -184,28 +194,29 @@ class _Run:
         self.began = self.step
         self.rows = _repeated(job, data) if self.batches is None else iter(self.batches)
         if record is not None:
-            _first(job, record.folder, lambda: self._open(record))
+            _on_rank_0(job, record.folder, lambda: self._open(record))
 
     def _open(self, record: Record) -> None:
         self.metrics = Metrics(record.folder, self.step, tensorboard=record.tensorboard)
 
     def do(self, step: int, clip: float) -> Progress:
-        """One step."""
+        """Runs one step with the next batch. If the step is due to be observed, also writes its timeline."""
         started, batch = time.perf_counter(), next(self.rows)
-        if not self._observes(step):
+        if not self._is_observed(step):
             return self._do(step, batch, clip, started)
-        with self.job.observe(self.optimizer) as seen:
-            told = self._do(step, batch, clip, started)
-        if self.metrics is not None and seen.timeline is not None:
-            self.metrics.timeline(step, self.job.recipe.plan, seen.timeline.to_json())
-        return told
+        with self.job.observe(self.optimizer) as observation:
+            progress = self._do(step, batch, clip, started)
+        if self.metrics is not None and observation.timeline is not None:
+            self.metrics.timeline(step, self.job.recipe.plan, observation.timeline.to_json())
+        return progress
 
-    def _observes(self, step: int) -> bool:
+    def _is_observed(self, step: int) -> bool:
         every = None if self.record is None else self.record.observe_every
         done = step - self.began
         return every is not None and done >= _WARM and (done - _WARM) % every == 0
 
     def _do(self, step: int, batch: Any, clip: float, started: float) -> Progress:
+        """Runs one step. ``started``: the time before its batch was read. Raises NonFiniteError as ``train`` does."""
         job, before = self.job, self.job.guard.last
         unit, amount = amount_of(batch)
         try:
@@ -214,36 +225,36 @@ class _Run:
             compared = job.guard.last if job.guard.last is not before else None
             if compared is not None and self.metrics is not None:
                 self.metrics.verdict(compared.step, compared.counts, compared.differences)
-        held = memory(job.groups.device)
+        nbytes = memory(job.groups.device)
         with job.runner.stages.phase("agree"):
-            verdict = agree(
-                job, loss, norm, stop=self.notice.given, amount=amount, seconds=time.perf_counter() - started,
-                memory=held if tells_memory(step, job.recipe.mesh.size) else None,
+            agreement = agree(
+                job, loss, norm, stop=self.notice.received, amount=amount, seconds=time.perf_counter() - started,
+                memory=nbytes if reports_memory(step, job.recipe.mesh.size) else None,
             )  # fmt: skip
         job.finish_step()
-        self.stopping = verdict.stop
-        finite = not (verdict.loss or verdict.gradient)
+        self.stopping = agreement.stop
+        finite = not (agreement.bad_loss or agreement.bad_gradient)
         if not finite and job.recipe.nonfinite == "stop":
-            why = culprit(job, verdict)
-            self.settle()
-            raise NonFiniteError(step, why)
+            reason = not_finite_text(job, agreement)
+            self.wait_for_save()
+            raise NonFiniteError(step, reason)
         if finite:
             self.optimizer.step()
         else:
             self.skipped += 1
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        told = Progress(
-            step, self.steps, verdict.value, verdict.norm, verdict.amount / seconds, unit, held,
-            verdict.waited, self.skipped, seconds, verdict.memories, {} if compared is None else compared.counts,
+        progress = Progress(
+            step, self.steps, agreement.loss, agreement.norm, agreement.amount / seconds, unit, nbytes,
+            agreement.waited, self.skipped, seconds, agreement.memories, {} if compared is None else compared.counts,
         )  # fmt: skip
         if self.metrics is not None:
-            self.metrics.write(told)
+            self.metrics.write(progress)
         self.step = step
-        return told
+        return progress
 
-    def keep(self, step: int, losses: list[float]) -> None:
-        """Saves, where it is time to; raises Preempted after that, where a rank was told to stop."""
+    def save_if_due(self, step: int, losses: list[float]) -> None:
+        """Saves a checkpoint every ``save_every`` steps, and if a rank has got SIGTERM. In that case raises Preempted."""
         if self.record is None:
             return
         every = self.record.save_every
@@ -254,7 +265,7 @@ class _Run:
             raise Preempted(step, losses)
 
     def save(self, *, wait: bool) -> None:
-        """A checkpoint of this step."""
+        """Saves a checkpoint of the last step. ``wait``: until it is written."""
         assert self.record is not None
         self.saving = self.job.save(
             self.record.folder, self.optimizer, step=self.step, data=self.batches, extra={"skipped": self.skipped},
@@ -263,13 +274,13 @@ class _Run:
         self.saved = self.step
 
     def finish(self) -> None:
-        """The last step is saved, and nothing is being written any more."""
+        """Saves the last step, if it has not been saved, and waits until it is written."""
         if self.record is not None and self.saved < self.step:
             self.save(wait=True)
-        self.settle()
+        self.wait_for_save()
 
-    def settle(self) -> None:
-        """Nothing is being written any more."""
+    def wait_for_save(self) -> None:
+        """Waits until the last checkpoint is written."""
         if self.saving is not None:
             self.saving.wait()
 
@@ -279,22 +290,25 @@ class _Run:
 
 
 def together(parameters: Sequence[Tensor]) -> bool | None:
-    """Whether an optimizer is to update all parameters by the same few calls (``foreach``); None: as torch does.
+    """The ``foreach`` argument of an optimizer: True if all parameters are DTensors on one mesh; else None, torch's default.
 
-    Torch's own answer is no for DTensors, each of which then takes a dozen calls, with DTensor's work for each. They go
-    together if they lie on one mesh.
+    With ``foreach``, a few calls update all parameters. Torch's default for DTensors is one parameter at a time, with a dozen
+    calls each, and DTensor's overhead for every call.
     """
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     return True if len(meshes) == 1 and None not in meshes else None
 
 
-def _first(job: Job, folder: Path, work: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank: another may see a file system a moment later. Its error is every rank's."""
+def _on_rank_0(job: Job, folder: Path, function: Callable[[], T]) -> T:
+    """Calls a function on rank 0, and returns its result on every rank; its error is raised on every rank, too.
+
+    Ranks do not look at the file system themselves, since they may see changes at different times.
+    """
     failed = Finding(str(folder), "it could not be used", "a folder that rank 0 can write to")
-    return RankAgreement(job.groups.files).first(work, failed)
+    return RankAgreement(job.groups.files).first(function, failed)
 
 
-def _until_closed(stack: ExitStack, lock: Lock) -> None:
+def _release_at_end(stack: ExitStack, lock: Lock) -> None:
     stack.callback(lock.release)
 
 
@@ -303,19 +317,19 @@ def _tell(note: str) -> None:
 
 
 def memory(device: torch.device) -> int:
-    """Bytes: the most that tensors have held of a GPU since this was asked last; on a CPU what the process holds now."""
+    """Bytes: on a GPU, the most that tensors have held since the last call; on a CPU, the resident memory of the process."""
     if device.type != "cpu":
-        most: int = torch.accelerator.max_memory_allocated(device)
+        peak: int = torch.accelerator.max_memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        return most
+        return peak
     try:
         with open("/proc/self/statm", encoding="ascii") as counts:
             return int(counts.read().split()[1]) * _page_size()
-    except OSError:  # not Linux: the most that it has held
+    except OSError:  # not Linux: only the peak can be read
         import resource
 
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in KiB elsewhere
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _page_size() -> int:
@@ -325,11 +339,12 @@ def _page_size() -> int:
 
 
 def _repeated(job: Job, batch: Any) -> Iterator[Any]:
-    """This rank's rows of one batch, again and again."""
-    mine = mapped(lambda t: moved(t, job.groups.device), rows_of_rank(batch, job.recipe, job.rank))
+    """This rank's rows of one batch, for each step again."""
+    rows = mapped(lambda t: moved(t, job.groups.device), rows_of_rank(batch, job.recipe, job.rank))
     while True:
-        yield mine
+        yield rows
 
 
 def _rows(data: Any) -> int:
+    """Number of rows of a batch or dataset."""
     return rows_of(data) if isinstance(data, dict | tuple) else len(data)

@@ -1,12 +1,12 @@
-"""What a run tells of its steps: a line of JSON each, in a file that goes on where a resumed run goes on; TensorBoard.
+"""``Metrics``: writes a line of JSON for each step of a run, and events for TensorBoard. A resumed run continues the files.
 
 {"step": 7, "loss": 2.31, "grad_norm": 0.8, "tokens_per_second": 5200.0, "memory": 310000000, "waiting": 0.04,
  "skipped": 0, "seconds": 0.2, "memory_by_rank": [310000000, 290000000], "time": "2026-01-31T12:00:00.000+00:00"}
 
-Beside it, of the steps in which ranks were compared (``verify`` in the plan) and of those that were observed:
+Two more files have a line for each step that compared ranks (``verify`` in the plan), and for each observed step:
 
 verdicts.jsonl    {"step": 1, "equal": true, "compared": {"parameters": 12, "activations": 8}, "differences": [], "time": …}
-timelines.jsonl   {"step": 10, "plan": …, "timeline": …}, the last a ``Timeline`` as its JSON has it
+timelines.jsonl   {"step": 10, "plan": …, "timeline": …}, where "timeline" is a ``Timeline`` as JSON
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FILE, VERDICTS, TIMELINES = "metrics.jsonl", "verdicts.jsonl", "timelines.jsonl"
 
 
 class Metrics:
-    """Written on one rank. Each line is complete before the next step begins.
+    """The files of a run, which rank 0 writes. Each line is complete before the next step begins.
 
     Args:
-        folder: of the run; made where there is none.
-        step: of the checkpoint that the run resumes from: lines of later steps, which are made anew, are dropped.
+        folder: of the run. It is created if it does not exist.
+        step: of the checkpoint that the run resumes from. Lines of later steps are removed, since these steps run again.
         tensorboard: also write events for TensorBoard, to ``folder/tensorboard``.
     """
 
@@ -42,45 +42,56 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(folder, step) if tensorboard else None
 
-    def write(self, told: Progress) -> None:
-        """A line. What is not finite, which JSON has no word for, is null."""
-        line: dict[str, Any] = {
-            "step": told.step, "loss": told.loss, "grad_norm": told.grad_norm, f"{told.unit}_per_second": told.rate,
-            "memory": told.memory, "waiting": told.waiting, "skipped": told.skipped, "seconds": told.seconds,
-        }  # fmt: skip
-        kept = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
-        if told.memories:
-            kept["memory_by_rank"] = list(told.memories)
-        kept["time"] = _now()
-        self._file.write(json.dumps(kept) + "\n")
+    def write(self, progress: Progress) -> None:
+        """Adds the line of a step. Numbers that are not finite are null, since JSON has no inf and nan."""
+        numbers: dict[str, Any] = {
+            "step": progress.step,
+            "loss": progress.loss,
+            "grad_norm": progress.grad_norm,
+            f"{progress.unit}_per_second": progress.rate,
+            "memory": progress.memory,
+            "waiting": progress.waiting,
+            "skipped": progress.skipped,
+            "seconds": progress.seconds,
+        }
+        line = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in numbers.items()}
+        if progress.memories:
+            line["memory_by_rank"] = list(progress.memories)
+        line["time"] = _now()
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in line.items():
+            for name, value in numbers.items():
                 if name != "step":
-                    self._board.add_scalar(name, value, told.step)
+                    self._board.add_scalar(name, value, progress.step)
 
     def verdict(self, step: int, compared: Mapping[str, int], differences: Sequence[str] = ()) -> None:
-        """What came of a comparison of ranks. A resumed run adds its own, and drops none."""
+        """Adds the result of a comparison of ranks. A resumed run keeps the lines of later steps.
+
+        Args:
+            compared: kind → number of values that rank 0 compared.
+            differences: one text for each difference.
+        """
         line = {"step": step, "equal": not differences, "compared": dict(compared), "differences": list(differences)}
-        self._add(VERDICTS, {**line, "time": _now()})
+        self._append(VERDICTS, {**line, "time": _now()})
 
     def timeline(self, step: int, plan: str, timeline: str) -> None:
-        """A step that was observed. ``timeline``: as JSON; ``plan``: as YAML."""
-        self._add(TIMELINES, {"step": step, "plan": plan, "timeline": json.loads(timeline)})
+        """Adds the timeline of an observed step. ``plan`` is YAML, ``timeline`` JSON."""
+        self._append(TIMELINES, {"step": step, "plan": plan, "timeline": json.loads(timeline)})
 
-    def _add(self, file: str, line: Mapping[str, Any]) -> None:
+    def _append(self, file: str, line: Mapping[str, Any]) -> None:
         with (self._folder / file).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        """Everything is on its way to the disk."""
+        """Closes the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def read(folder: Path, file: str = FILE) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order; of one that was cut off in the middle, and of none, nothing."""
+    """The lines of one of a run's files, in order. A line that is incomplete is left out. Empty if the file does not exist."""
     try:
         text = (folder / file).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -105,13 +116,13 @@ def check_tensorboard() -> None:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Drops lines of later steps, and one that a killed run left unfinished; at no moment is there half a file."""
+    """Removes lines of later steps, and a line that a killed run left incomplete. The rename makes the change atomic."""
     if not path.exists():
         return
-    kept = [line for line in read(path.parent) if line.get("step", 0) <= step]
-    aside = path.with_suffix(".part")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(aside, path)
+    lines = [line for line in read(path.parent) if line.get("step", 0) <= step]
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _now() -> str:

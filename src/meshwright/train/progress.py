@@ -1,4 +1,4 @@
-"""What a run tells of each step."""
+"""``Progress``: the numbers that training reports after each step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Progress:
-    """One step, as it is told.
+    """The numbers of one step.
 
     Attributes:
-        step: from 1 to ``steps``.
-        loss: the mean over the global batch.
-        grad_norm: of all gradients, before clipping.
-        rate: ``unit`` (tokens or rows) of all ranks a second, of this step.
-        memory: bytes this process holds after the backward; on a GPU, the most its tensors have held since that of the step
-            before.
-        waiting: the share of the step's time that ranks waited for each other, in the mean over ranks; at least (see
-            ``waiting``).
-        skipped: steps so far whose loss or gradient was not finite, and that left the parameters as they were.
-        seconds: this step's, without saving.
-        memories: the same of each rank, in the steps that tell it (every step of up to 256 ranks); else empty.
-        compared: kind → how many of it were found equal on all ranks, in a step that compares them (``verify``).
+        step: number of the step, from 1 to ``steps``.
+        steps: total number of steps, including those before a resume.
+        loss: mean over the global batch.
+        grad_norm: global L2 norm of all gradients, before clipping.
+        rate: tokens or rows per second, of all ranks together.
+        unit: of ``rate``: ``tokens`` or ``rows``.
+        memory: bytes that this process holds after the backward; on a GPU, the largest number of bytes in tensors since the
+            previous step.
+        waiting: share of the step's time in which ranks waited for each other, as a mean over ranks. A lower bound (see
+            ``watch.timer``).
+        skipped: number of steps so far whose loss or gradient was not finite, and which did not update the parameters.
+        seconds: duration of the step, without saving a checkpoint.
+        memories: ``memory`` of each rank, in steps that report it (every step if there are at most 256 ranks); else empty.
+        compared: kind → number of values that were equal on all ranks, in a step that compares ranks (``verify``).
     """
 
     step: int

@@ -1,9 +1,10 @@
-"""SIGTERM: a scheduler takes the machine away soon, or a launcher ends a group of processes.
+"""SIGTERM in training: a scheduler will take the machine away soon, or a launcher ends a group of processes.
 
-    signal ─► noted ─► at the step's end all ranks agree ─► saved ─► exit code 143
+    signal ─► flag ─► at the end of the step all ranks agree ─► checkpoint ─► exit code 143
 
-Python runs a handler when the main thread comes back from C, so a rank that waits in a collective notes it after that. A
-launcher's own patience bounds all of it: torchrun kills 30 seconds after it has passed the signal on.
+Python runs a signal handler when the main thread returns from C code. So a rank that waits in a collective sets its flag when
+the collective ends. A launcher limits the time for all of this: torchrun kills a process 30 seconds after it has forwarded
+the signal.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import threading
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""As a process killed by SIGTERM has it: schedulers take codes from 128 on for what is worth starting again."""
+"""The exit code of a process that SIGTERM killed: many schedulers start a job with a code above 128 again."""
 
 
 class Preempted(SystemExit):
-    """Training was told to stop, and has saved. A script that lets it pass ends with exit code 143."""
+    """Training was stopped by SIGTERM, after it has saved a checkpoint. A script that does not catch it exits with code 143.
+
+    Attributes:
+        step: the last step.
+        losses: of the steps of this process.
+    """
 
     def __init__(self, step: int, losses: list[float]) -> None:
         super().__init__(EXIT_CODE)
@@ -25,23 +31,23 @@ class Preempted(SystemExit):
 
 
 class Notice:
-    """Notes SIGTERM while it is entered; what handled the signal before does so again after.
+    """In its block, SIGTERM sets ``received``. Afterwards the previous handler is restored.
 
-    Only a process's main thread may handle signals: entered in another, it notes nothing.
+    Only the main thread of a process may set a signal handler. In other threads it does nothing.
     """
 
     def __init__(self) -> None:
-        self.given = False
+        self.received = False
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.given = True
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
     def __enter__(self) -> Notice:
-        self._here = threading.current_thread() is threading.main_thread()
-        if self._here:
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            self._handler_before = signal.signal(signal.SIGTERM, self._set)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._here:
-            signal.signal(signal.SIGTERM, self._before)
+        if self._in_main_thread:
+            signal.signal(signal.SIGTERM, self._handler_before)
