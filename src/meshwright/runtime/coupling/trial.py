@@ -254,7 +254,7 @@ def _with_attributes(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict
         which = f" ({', '.join(names[:3])})" if names else ""
         return Verdict(
             COUPLED,
-            f"it computes with attributes of its modules that earlier forwards set{which}, which depend on the rows",
+            f"it computes with attributes of its modules{which} that earlier forwards set, and that depend on the rows",
         )
     return Verdict(kind, kept=names)
 

@@ -1,4 +1,4 @@
-"""``Loader``: reads rows of a dataset, in this process or ahead of the steps in processes of ``torch.utils.data.DataLoader``."""
+"""``Loader``: reads rows of a dataset, in this process or ahead of steps in processes of ``torch.utils.data.DataLoader``."""
 
 from __future__ import annotations
 
