@@ -610,7 +610,7 @@ def test_nothing_of_a_parameter_is_alive_after_recording_or_after_a_value() -> N
 
 def test_dead_writes_are_forgotten() -> None:
     recorded = record(lambda: parameter(nn.init.normal_(nn.init.kaiming_normal_(big().zero_()))), seed=1)
-    assert len(recorded._log.entries) == 1
+    assert len(recorded._log.ops) == 1
 
 
 SCRIPT = """
@@ -686,9 +686,9 @@ def test_repeated_blocks_ask_torch_once_for_what_their_ops_give() -> None:
         return lambda: nn.Sequential(*[nn.Linear(31, 37) for _ in range(count)])
 
     record(blocks(1))
-    asked = operation._kept.cache_info().misses
+    asked = operation._cached_outputs.cache_info().misses
     record(blocks(20))
-    assert operation._kept.cache_info().misses == asked
+    assert operation._cached_outputs.cache_info().misses == asked
     torch.set_default_dtype(torch.float64)
     try:
         assert {p.dtype for p in record(blocks(2)).module.parameters()} == {torch.float64}
@@ -699,7 +699,7 @@ def test_repeated_blocks_ask_torch_once_for_what_their_ops_give() -> None:
 def test_a_long_log_is_replayed_by_looking_at_little_of_it() -> None:
     """Replay looks at a parameter's own entries, not at the whole log."""
     recorded = record(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(1000)]), seed=1, small=0)
-    recorded._log.entries = looked = Counting(recorded._log.entries)
+    recorded._log.ops = looked = Counting(recorded._log.ops)
     named = [name for name, _ in recorded.module.named_parameters()]
     for name in named:
         recorded.value(name)

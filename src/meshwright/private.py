@@ -378,9 +378,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 def is_done(work: Any) -> bool:
     """Whether a collective has ended. Those of torch's backend ``fake`` end at once, but not every version of torch says so.
-
-    There is no public name for their class.
-    """
+    Private: there is no public name for their class."""
     return bool(work.is_completed()) or type(work).__name__ == "FakeWork"
 
 

@@ -235,7 +235,7 @@ def told(build):
 def test_labels_that_cannot_be_counted_are_told_of_and_refused_if_some_are_ignored(workers):
     line = 1 + next(i for i, text in enumerate(SOURCE) if text.endswith("# a line that a note names"))
     notes, error = workers.run(told, OwnLabels, ranks=2)[0]
-    assert any(f"{__file__}:{line}" in note and "weighed by rows" in note for note in notes), notes
+    assert any(f"{__file__}:{line}" in note and "weighted by rows" in note for note in notes), notes
     assert not error
     _, error = workers.run(told, OwnSureLabels, ranks=2)[0]
     assert f"{__file__}:{line}" in error and "rows: whole" in error

@@ -138,7 +138,7 @@ class Log:
         return math.prod(ref.size) * ref.dtype.itemsize == self.nbytes[ref.cell]
 
     def run(self, op: LoggedOp, storages: Storages, generator: torch.Generator | None = None) -> None:
-        """Run one entry on the storages in `held`. A generator given resumes from where it is."""
+        """Runs one op on these storages. ``generator``: replaces a logged generator, with its current state."""
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Ref):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import RowsError, UnfrozenError
 from meshwright.generators import Generators
-from meshwright.runtime.coupling.paths import Paths, Place, first_to_differ
+from meshwright.runtime.coupling.paths import ForwardId, Paths, first_to_differ
 from meshwright.runtime.coupling.trial import COUPLED, MEAN, MOST_ROWS, RATIO, SUM, finite_together_alone, notes
 from meshwright.runtime.late import Late
 from meshwright.runtime.module_state import ModuleState
@@ -165,9 +165,9 @@ class Division:
         """What is told of the running step."""
         return self._evaluating, self._form, self._runner.switches.told, ways
 
-    def watched(self, model: nn.Module, place: Place) -> AbstractContextManager[None]:
+    def watched(self, model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
         """On during the forward of a piece."""
-        return self._paths.watched(model, place)
+        return self._paths.watched(model, forward_id)
 
     def _pieces(self, batch: Any, notice: bool) -> Pieces:
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches

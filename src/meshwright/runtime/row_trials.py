@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.errors import StageError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
-from meshwright.runtime.coupling.paths import Found, Reads
+from meshwright.runtime.coupling.paths import ReadLog, Reads
 from meshwright.runtime.coupling.trial import COUPLED, MOST_ROWS, Forwards, Trial, Verdict, combine_as, how_rows_combine
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.microbatches import Noticed, gather_rows, rows_of, take_rows, weights
@@ -126,7 +126,7 @@ class RowTrials:
         runner, fatal = self._runner, (StageError,) if waiting else ()
         return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
 
-    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[Found]]:
+    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[ReadLog]]:
         """For a trial: the loss of each piece, what it weighs, and what was read of it."""
         scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
         for piece in pieces:  # what is recorded draws no numbers in the trial
@@ -135,7 +135,7 @@ class RowTrials:
         for piece, share, read in zip(pieces, shares, reads, strict=True):
             with trial():
                 losses.append(self._runner.loss_alone(piece, share, read.on))
-        return losses, scale, [read.found for read in reads]
+        return losses, scale, [read.log for read in reads]
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers."""

@@ -1,1 +1,1 @@
-"""Branches at work: forks and joins between ranks, and streams of one rank."""
+"""Running branches: forks and joins between ranks, and streams on one rank."""

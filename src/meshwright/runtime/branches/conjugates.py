@@ -1,4 +1,4 @@
-"""Forks and joins as functions of autograd: what a forward hands to branches and takes of them, and its gradients."""
+"""Forks and joins as autograd Functions: their forward, and the exchange of gradients in their backward."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gate:
-    """Where the gradient of a value that other branches send back is waited for, before what made the value takes it."""
+    """Holds the arrival of a value's gradient, which other branches send back. The backward of the value waits for it."""
 
     arrival: Arrival | None = None
 
 
 class ForkValues(torch.autograd.Function):
-    """Values as branches see them, a tensor for each branch; their gradients, summed over the branches."""
+    """Gives each branch a tensor for each value that it takes. Backward sums the gradients over the branches."""
 
     @staticmethod
     @locally
@@ -42,7 +42,7 @@ class ForkValues(torch.autograd.Function):
     ) -> Any:
         ctx.branching, ctx.move, ctx.graph, ctx.pairs, ctx.gates = branching, move, graph, pairs, gates
         ctx.rows = branching.rows
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.set_materialize_grads(False)  # no gradient stays None
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
@@ -54,13 +54,13 @@ class ForkValues(torch.autograd.Function):
 
 
 class GateValue(torch.autograd.Function):
-    """A value as it is; backward, until its gradient is there."""
+    """Returns the value. Backward waits until its gradient has arrived."""
 
     @staticmethod
     @locally
     def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
         ctx.gate = gate
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.set_materialize_grads(False)  # no gradient stays None
         return value.detach()
 
     @staticmethod
@@ -72,7 +72,7 @@ class GateValue(torch.autograd.Function):
 
 
 class JoinValues(torch.autograd.Function):
-    """Values of branches, whole on every rank around them."""
+    """Returns joined values, whole on every rank around the branches. Backward gives each branch its gradients."""
 
     @staticmethod
     @locally
@@ -87,8 +87,8 @@ class JoinValues(torch.autograd.Function):
         *entering: Tensor,
     ) -> Any:
         ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
-        ctx.mine, ctx.here, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.mine, ctx.joined, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
+        ctx.set_materialize_grads(False)  # no gradient stays None
         out = [t.detach() for t in joined.values()]
         ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in tied))
         return entering[0].detach(), *out
@@ -96,6 +96,8 @@ class JoinValues(torch.autograd.Function):
     @staticmethod
     @locally
     def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
-        of = {n: g for n, g in zip(ctx.here, gradients, strict=True) if n in ctx.tied and g is not None}
-        returned = [ctx.branching.returned(ctx.branches[n], of[n], ctx.rows) if n in of else None for n in ctx.mine]
-        return *(None,) * 6, *(None,) * ctx.anchors, *returned
+        by_value = {n: g for n, g in zip(ctx.joined, gradients, strict=True) if n in ctx.tied and g is not None}
+        branch_gradients = [
+            ctx.branching.returned(ctx.branches[n], by_value[n], ctx.rows) if n in by_value else None for n in ctx.mine
+        ]
+        return *(None,) * 6, *(None,) * ctx.anchors, *branch_gradients

@@ -1,4 +1,4 @@
-"""``BranchDraws``: random numbers of branches, which follow from the trunk's and take none of them."""
+"""``BranchDraws``: random numbers of branches, seeded from the trunk's generator without taking numbers from it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from meshwright.submesh import Submeshes
 
 
 class BranchDraws:
-    """The generators of this rank, while the trunk runs and within each branch.
+    """Switches the generators of this rank between the trunk and each branch.
 
-    What the trunk draws is what it draws on one device, if branches draw nothing.
+    If branches draw nothing, the trunk draws the numbers of one device.
 
     Args:
         random: the generators of this rank.
-        shares: which rows this rank runs: data ranks that divide them draw other numbers each.
+        shares: which rows this rank runs: data ranks that divide rows draw different numbers.
     """
 
     def __init__(self, places: Submeshes, rank: int, shares: Shares, random: Generators) -> None:
         self._places, self._mine, self._shares, self._random = places, places.of(rank), shares, random
-        self._streams: dict[int, Any] = {}  # branch → its seed, or the state that it has come to
+        self._streams: dict[int, Any] = {}  # branch → its seed, or after its first part the state of its generators
         self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
 
     def begin(self) -> None:
         """A forward begins."""
-        self._move_on()
+        self._advance()
         self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, (), device="cpu"))
         torch.set_rng_state(self._begun_at)
@@ -43,24 +43,24 @@ class BranchDraws:
 
     def finish(self) -> None:
         """The step ends."""
-        self._move_on()
+        self._advance()
         self._begun_at = None
 
-    def _move_on(self) -> None:
-        """If the trunk has drawn nothing in a forward, its generator moves on by one draw: the branches' numbers in the next
-        forward are others."""
+    def _advance(self) -> None:
+        """Advances the trunk's generator by one draw if the trunk drew nothing in the last forward. Else branches would draw
+        the same numbers in the next one."""
         if self._begun_at is not None and torch.equal(self._begun_at, torch.get_rng_state()):
             torch.randint(2**48, (), device="cpu")
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
-        """For the time of a part of a branch: random numbers are the branch's own, and the trunk's go on after it as before."""
+        """A context for code of a branch: random numbers are the branch's own. Afterwards the trunk's generators continue."""
         trunk = self._random.state(held=False)
-        known = self._streams.get(place)
-        if isinstance(known, int):
-            self._random.seed(known)
-        elif known is not None:
-            self._random.set(known)
+        state = self._streams.get(place)
+        if isinstance(state, int):
+            self._random.seed(state)
+        elif state is not None:
+            self._random.set(state)
         try:
             yield
         finally:

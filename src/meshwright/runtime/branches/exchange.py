@@ -1,16 +1,16 @@
-"""Branches at work: what a region forks to them, and what it joins of them.
+"""``Branching``: performs the forks and joins of branches, and keeps the state of what runs within them.
 
-    fork   forward: each branch has the value as it is.     backward: one all-reduce, of each distinct share of the gradient;
-                                                            or where other branches made the values, one all-to-all: each
-                                                            gets the gradients of its own
-    join   forward: one all-to-all; each rank gets what it  backward: nothing moves; each branch takes the gradient of what
-           lacks, whole                                     it gave
+    fork   forward: nothing moves; each branch uses the value    backward: one all-reduce of the distinct shares of gradients;
+                                                                 if other branches made the values, one all-to-all: each
+                                                                 branch gets the gradients of its own values
+    join   forward: one all-to-all: each rank gets the values    backward: nothing moves; each branch takes the gradients of
+           that it lacks, whole                                  its own values
 
-All ranks of the place around a region take part in both. None waits for an all-to-all where it begins: what others send has
-its memory from then on, and is waited for where something takes it first: a value (calls/interpreter.py), or a gradient
-(``Gate``). Every fork is tied to the join by an anchor, so that on every rank the backward of the join comes before that of
-the forks, whatever the rank made of the values: autograd runs in the opposite order of the forward, and so all ranks meet
-in the same collectives.
+All ranks of the place around a region take part in both. No rank waits where an all-to-all begins: the received tensors have
+memory from then on, and the first use waits until it is filled: of a value (calls/interpreter.py), or of a gradient (``Gate``).
+Every fork is tied to the join by an anchor, a tensor of autograd. So on every rank the backward of the join comes before that
+of the forks, whichever values the rank used: autograd runs in the reverse order of the forward, and all ranks enter the same
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ from meshwright.spmd.dispatcher import whole
 
 
 class Branching:
-    """Forks, joins and what runs between them, for one rank.
+    """The forks and joins of one rank. Implements ``calls.exchange.Exchange``.
 
     Args:
-        ledger: where calls and bytes are counted, as ``fork`` and ``join``.
+        ledger: counts calls and bytes, as ``fork`` and ``join``.
         random: the generators of this rank.
+
+    Attributes:
+        mine: the places to which this rank belongs.
+        running: the places whose code is running, the innermost last.
     """
 
     def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger, random: Generators) -> None:
@@ -57,27 +61,27 @@ class Branching:
         self._members = {
             b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
         }
-        self._trying = False  # while True, forwards may compute in a wider type than was recorded
-        self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place, value) → for the fork to come
-        self.running: list[int] = [0]  # the places whose parts are running, the innermost last
+        self._in_trial = False  # while true, forwards may compute in a wider dtype than the recorded one
+        self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place around, value) → for a later fork
+        self.running: list[int] = [0]
 
     def _line(self, around: int) -> Line:
         group = self.groups.meshes[around]["tp"].get_group()
         return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
-        """A forward begins, of so many rows to divide."""
+        """A forward begins, with so many rows."""
         self._shares.rows, self._gates = rows, {}
         self._draws.begin()
 
     def finish(self) -> None:
-        """The step ends: all that was sent has arrived."""
+        """The step ends: waits for everything that was sent."""
         self._wire.finish()
         self._draws.finish()
 
     @property
     def rows(self) -> int:
-        """Of the running forward, which divide."""
+        """The number of rows of the running forward."""
         return self._shares.rows
 
     # --- forks ------------------------------------------------------------------------------------------------------
@@ -93,8 +97,8 @@ class Branching:
         tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
         anchor = self._anchor() if tail is None else tail
         if tied:
-            # A value that only other branches take is not here; its gradient is summed here all the same, with zeros.
-            stand_ins = {n: self._nothing(n, graph) for n, _ in tied if n not in wholes}
+            # This rank lacks a value that only other branches take, but takes part in the sum of its gradients, with zeros.
+            stand_ins = {n: self._zeros(n, graph) for n, _ in tied if n not in wholes}
             entering = [(wholes | stand_ins)[n] for n, _ in tied]
             anchor, *out = ForkValues.apply(
                 self, move, graph, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
@@ -105,7 +109,7 @@ class Branching:
     def _anchor(self) -> Tensor:
         return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
 
-    def _nothing(self, number: int, graph: ModelGraph) -> Tensor:
+    def _zeros(self, number: int, graph: ModelGraph) -> Tensor:
         value = graph.values[number]
         return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
@@ -119,51 +123,55 @@ class Branching:
         self,
         move: Fork,
         graph: ModelGraph,
-        given: Mapping[tuple[int, int], Tensor | None],
+        branch_gradients: Mapping[tuple[int, int], Tensor | None],
         rows: int,
         gates: Mapping[int, Gate],
     ) -> dict[int, Tensor]:
-        """Value → the sum of its gradients over the branches, on every rank that needs it; without those to which no branch
-        gives any.
+        """Value → the sum of its gradients over the branches, on every rank that needs it. Values to which no branch gives a
+        gradient are left out.
 
         Args:
-            given: (value, branch) → the gradient on this rank.
+            branch_gradients: (value, branch) → the gradient on this rank, or None.
         """
-        gradients = {pair: self._nothing(pair[0], graph) if g is None else g for pair, g in given.items()}
+        gradients = {pair: self._zeros(pair[0], graph) if g is None else g for pair, g in branch_gradients.items()}
         if move.homes:
-            sums = self._sent_back(move, gradients, rows, gates)
+            sums = self._send_back(move, gradients, rows, gates)
         else:
-            sums = self._added(move, gradients, rows)
+            sums = self._sum_over_branches(move, gradients, rows)
         if not graph.may_lack_gradients:
             return sums
-        there = self._there(move.around, given)
-        return {n: g for n, g in sums.items() if n in there}
+        numbers = self._with_gradient(move.around, branch_gradients)
+        return {n: g for n, g in sums.items() if n in numbers}
 
-    def _there(self, around: int, given: Mapping[tuple[int, int], Tensor | None]) -> set[int]:
-        """The values to which a branch gives a gradient."""
-        numbers = list(dict.fromkeys(n for n, _ in given))
-        here = {n for (n, _), g in given.items() if g is not None}
-        counts = torch.tensor([float(n in here) for n in numbers], device=self.device)
+    def _with_gradient(self, around: int, branch_gradients: Mapping[tuple[int, int], Tensor | None]) -> set[int]:
+        """The values to which some branch, on any rank, gives a gradient."""
+        numbers = list(dict.fromkeys(n for n, _ in branch_gradients))
+        on_this_rank = {n for (n, _), g in branch_gradients.items() if g is not None}
+        counts = torch.tensor([float(n in on_this_rank) for n in numbers], device=self.device)
         self.ledger.moved("fork", counts)
         self._wire.lines[around].order.enter("fork", counts.shape, counts.dtype)
         dist.all_reduce(counts, group=self._wire.lines[around].group)
         return {n for n, count in zip(numbers, counts.tolist(), strict=True) if count}
 
-    def _added(self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int) -> dict[int, Tensor]:
-        """Gradients of what the ranks around the branches gave them: one all-reduce."""
+    def _sum_over_branches(
+        self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int
+    ) -> dict[int, Tensor]:
+        """The gradients of values that the place around gave to branches: one all-reduce."""
         summands: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
             g = g if self._shares.leads(branch, rows) else torch.zeros_like(g)
             summands[n] = g if n not in summands else summands[n] + g
         return dict(zip(summands, self._wire.summed(move.around, list(summands.values())), strict=True))
 
-    def _sent_back(
+    def _send_back(
         self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
     ) -> dict[int, Tensor]:
-        """Gradients of what branches gave each other, on the ranks of the branch that made it: one all-to-all."""
+        """The gradients of values that branches gave each other, on the ranks of the branch that made them: one all-to-all."""
         line = self._wire.lines[move.around]
         sent: list[list[Tensor]] = [[] for _ in range(line.size)]
-        wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]  # value, first row, like what
+        wanted: list[list[tuple[int, int, Tensor]]] = [
+            [] for _ in range(line.size)
+        ]  # (value, first row, a tensor of that shape)
         sums: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
             home = move.homes[n]
@@ -197,18 +205,19 @@ class Branching:
         if not move.values:
             return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
-        mine = {n: whole(t) for n, t in branch_values.items()}
-        if self._trying:
-            mine = {n: as_recorded(t, graph.values[n]) for n, t in mine.items()}
-        self._check(mine, dict(move.values), graph)
-        # What gets no gradient on one device gets none here, and not zeros.
+        local_values = {n: whole(t) for n, t in branch_values.items()}
+        if self._in_trial:
+            local_values = {n: as_recorded(t, graph.values[n]) for n, t in local_values.items()}
+        self._check(local_values, dict(move.values), graph)
+        # A value without a gradient on one device gets none here, and not zeros.
         tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
-        entering = [mine[n] if n in tied else mine[n].detach() for n in mine]
-        joined, arriving, arrival = self._exchanged(move, pieces, mine)
-        tail, *out = JoinValues.apply(self, move, joined, tuple(mine), tied, len(anchors), *anchors, *entering)
+        entering = [local_values[n] if n in tied else local_values[n].detach() for n in local_values]
+        joined, arriving, arrival = self._exchange_values(move, pieces, local_values)
+        tail, *out = JoinValues.apply(self, move, joined, tuple(local_values), tied, len(anchors), *anchors, *entering)
         return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
+        """The pieces of a joined value: one for each share of the rows of the branch that made it."""
         value, members = graph.values[number], self._members[branch]
         dtype = getattr(torch, value.dtype)
         branches = move.takers.get(number)
@@ -229,26 +238,28 @@ class Branching:
             for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
         ]
 
-    @locally  # a trial tells another type than a tensor has (runtime/coupling/float64.py)
+    @locally  # without modes: in a trial one would report another dtype (runtime/coupling/float64.py)
     def _check(self, mine: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
+        """Raises PathError if a value of this rank's branch has not the recorded shape and dtype, for which others wait."""
         for n, t in mine.items():
             value = graph.values[n]
             shape = list(value.shape)
-            if (rows_here := self._shares.rows_here(branches[n], value.shape, self.rows)) is not None:
-                shape[0] = rows_here.stop - rows_here.start
+            if (own_rows := self._shares.local_rows(branches[n], value.shape, self.rows)) is not None:
+                shape[0] = own_rows.stop - own_rows.start
             if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
                 event = graph.events[value.position]
                 raise PathError(
-                    f"{event.function} ({event.line}) gave {tuple(t.shape)} {t.dtype}, where {tuple(shape)} "
-                    f"torch.{value.dtype} was recorded: the other branches wait for that"
+                    f"{event.function} ({event.line}) gave {tuple(t.shape)} {t.dtype}, but {tuple(shape)} "
+                    f"torch.{value.dtype} was recorded, for which the other branches wait"
                 )
 
     @locally
     @torch.no_grad()
-    def _exchanged(
+    def _exchange_values(
         self, move: Join, pieces: Sequence[Piece], mine: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
-        """Value → all of it, where it is taken; those that are on their way; and until when. One all-to-all."""
+        """({value: the whole tensor, for each value that this rank takes}, the values that are still on their way, their
+        arrival). One all-to-all."""
         line = self._wire.lines[move.around]
         sent = [[mine[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
@@ -264,7 +275,7 @@ class Branching:
         joined = {}
         for n, rows in parts.items():
             first = joined[n] = next(iter(rows.values()))
-            if len(rows) > 1:  # from several ranks
+            if len(rows) > 1:  # the rows of several shares
                 joined[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
                 arrival.then += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
         return joined, arriving, arrival
@@ -274,7 +285,7 @@ class Branching:
         return self.groups.device
 
     def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
-        """The gradient of what this rank gave of a value, in a forward of so many rows."""
+        """See ``Shares.returned``."""
         return self._shares.returned(branch, gradient, rows)
 
     # --- within a branch --------------------------------------------------------------------------------------------
@@ -293,17 +304,17 @@ class Branching:
 
     def stand_in(self, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        dtype = torch.float64 if self._trying and like.is_floating_point() else like.dtype
+        dtype = torch.float64 if self._in_trial and like.is_floating_point() else like.dtype
         return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
 
     @contextmanager
     def in_trial(self) -> Iterator[None]:
-        """For the time of a trial, values may be of a wider type than was recorded (runtime/coupling/float64.py)."""
-        self._trying = True
+        """While on, values may have a wider dtype than the recorded one, as in a trial (runtime/coupling/float64.py)."""
+        self._in_trial = True
         try:
             yield
         finally:
-            self._trying = False
+            self._in_trial = False
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
@@ -316,12 +327,12 @@ class Branching:
                 self.running.pop()
 
     def counts(self, places: Sequence[int]) -> bool:
-        """Whether this rank's gradient of a parameter, by what is running, is counted in the sum over all its places."""
-        here = self._shares.at(self.running[-1])
-        return here.tp == 0 and self.running[-1] in places
+        """Whether this rank's gradient of a parameter, from the code that is running, counts in the sum over ``places``, all
+        places that use the parameter."""
+        return self._shares.at(self.running[-1]).tp == 0 and self.running[-1] in places
 
 
 @locally
 def as_recorded(t: Tensor, value: Value) -> Tensor:
-    """What stands for a value, in the type that the value had when the forward was recorded."""
+    """A tensor of a value, cast to the recorded dtype of the value."""
     return t.to(getattr(torch, value.dtype))

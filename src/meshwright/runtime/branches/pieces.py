@@ -1,4 +1,4 @@
-"""What ranks send each other where branches part and meet: parts of values, as bytes, in exchanges that have begun."""
+"""Pieces of values that ranks exchange for branches, as bytes; and the arrival of an exchange that has begun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from meshwright.spmd.comm import Order, locally
 
 @dataclass(frozen=True)
 class Line:
-    """The tp ranks of a place around this rank, among whom its regions fork and join."""
+    """The ranks that differ from this one only on the tp axis of a place: among them its regions fork and join.
+
+    Attributes:
+        rank: this rank's index in the group.
+        order: the order of their collectives.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -27,7 +32,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a joined value: rows ``start`` to ``stop`` of it (all of it where ``stop`` is None), and who has it."""
+    """Rows ``start`` to ``stop`` of a joined value (all rows if ``stop`` is None).
+
+    Attributes:
+        number: the value.
+        owners: the ranks of the line that have the piece.
+        takers: the ranks of the line that need it, owners included.
+    """
 
     number: int
     shape: tuple[int, ...]
@@ -38,7 +49,7 @@ class Piece:
     takers: tuple[int, ...]
 
     def sender(self, to: int) -> int | None:
-        """Who sends it to a rank; None where that has it, or takes nothing of it."""
+        """The rank that sends the piece to rank ``to``; None if that rank has it, or does not take it."""
         return None if to in self.owners or to not in self.takers else self.owners[to % len(self.owners)]
 
     @property
@@ -51,8 +62,9 @@ class Arrival:
     """An exchange that has begun.
 
     Attributes:
-        sent: the memory of what this rank sends.
-        then: what is to be done with what it gets, in turn.
+        work: the collective; None after ``wait``.
+        sent: the memory that this rank sends, which must live until then.
+        then: functions to call, in order, when the received memory is filled.
     """
 
     work: dist.Work | None
@@ -62,7 +74,7 @@ class Arrival:
     @locally
     @torch.no_grad()
     def wait(self) -> None:
-        """Until all that was sent to this rank is there, and what it sent has been taken."""
+        """Waits until this rank has received everything, and others have received what it sent."""
         if self.work is not None:
             self.work.wait()
             for act in self.then:
@@ -71,21 +83,21 @@ class Arrival:
 
 
 def size_of(t: Tensor) -> int:
-    """In bytes."""
+    """The size of a tensor in bytes."""
     return t.numel() * t.element_size()
 
 
 def bytes_of(t: Tensor) -> Tensor:
-    """The elements of a tensor, in order, as bytes."""
+    """The elements of a tensor as bytes, in order."""
     t = in_one_dim(t.detach().resolve_conj().resolve_neg())
     return t.view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8, device=t.device)
 
 
 def typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
-    """Received bytes as the tensor that they are; where they do not begin as its type must, a copy, once they are there."""
+    """Received bytes as a tensor like ``like``; a copy, made on arrival, if they do not begin at an address for its dtype."""
     if not len(piece) or piece.storage_offset() % like.element_size():
         aligned = torch.empty(like.shape, dtype=like.dtype, device=piece.device)
         if len(piece):
             arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
         return aligned
-    return piece.data.view(like.dtype).view(like.shape)  # (data: what is written to one is not written to all)
+    return piece.data.view(like.dtype).view(like.shape)  # (.data: a write to one must not count as a write to all)

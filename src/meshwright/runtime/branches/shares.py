@@ -1,4 +1,4 @@
-"""``Shares``: which rows of a value this rank runs in a branch whose data ranks have some rows each."""
+"""``Shares``: the rows of a value that this rank runs, in a branch whose data ranks run some rows each."""
 
 from __future__ import annotations
 
@@ -11,60 +11,65 @@ from meshwright.submesh import Coordinate, Submeshes
 
 
 class Shares:
-    """Rows of this rank in the branches that it is of.
+    """The rows of this rank in its branches.
 
     Attributes:
-        rows: of the running forward, which divide.
+        rows: the number of rows of the running forward.
     """
 
     def __init__(self, places: Submeshes, rank: int) -> None:
         self._places, self._rank, self._mine = places, rank, places.of(rank)
         self.rows = 0
 
-    def rows_here(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
-        """This rank's rows of a tensor of this shape in a place; None where it has all."""
+    def local_rows(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
+        """This rank's rows of a tensor with this shape in a place; None if it has all rows."""
         shares = self._places[place].shares(shape, rows)
         return None if shares is None else slice(*shares[self.at(place).share])
 
     def at(self, place: int) -> Coordinate:
+        """This rank's coordinate in a place to which it belongs."""
         coordinate = self._places.at(self._rank, place)
         assert coordinate is not None
         return coordinate
 
     def leads(self, branch: int, rows: int) -> bool:
-        """Whether this rank's gradient of what a branch was given is one of the distinct shares of it."""
+        """Whether this rank's gradient of a value that a branch took counts in the sum: of ranks with the same share of it, one
+        counts."""
         if branch not in self._mine:
             return False
-        here = self.at(branch)
-        return here.tp == 0 and (here.share == 0 or self._places[branch].divides(rows))
+        coordinate = self.at(branch)
+        return coordinate.tp == 0 and (coordinate.share == 0 or self._places[branch].divides(rows))
 
     def share(self, place: int, t: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        rows_here = None if isinstance(t, nn.Parameter) else self.rows_here(place, t.shape, self.rows)
-        return t if rows_here is None else t[rows_here]
+        own_rows = None if isinstance(t, nn.Parameter) else self.local_rows(place, t.shape, self.rows)
+        return t if own_rows is None else t[own_rows]
 
     def portion(self, place: int) -> tuple[int, int]:
         """See ``calls.exchange.Exchange``."""
-        rows_here = self.rows_here(place, (self.rows,), self.rows)
-        return self.rows, self.rows if rows_here is None else rows_here.stop - rows_here.start
+        own_rows = self.local_rows(place, (self.rows,), self.rows)
+        return self.rows, self.rows if own_rows is None else own_rows.stop - own_rows.start
 
     def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        rows_here = self.rows_here(place, like.shape, self.rows)
-        if rows_here is None:
+        own_rows = self.local_rows(place, like.shape, self.rows)
+        if own_rows is None:
             return rows
         strides = like.stride()
-        order = sorted(range(like.dim()), key=lambda d: -strides[d])  # from the outermost dim of memory in
-        laid = rows.permute(order)
-        before, after = list(laid.shape), list(laid.shape)
-        before[order.index(0)], after[order.index(0)] = rows_here.start, len(like) - rows_here.stop
-        whole_of = torch.cat([laid.new_zeros(before), laid, laid.new_zeros(after)], order.index(0))
-        return whole_of.permute([order.index(d) for d in range(like.dim())])
+        order = sorted(range(like.dim()), key=lambda d: -strides[d])  # dims in the order of memory, outermost first
+        permuted = rows.permute(order)
+        before, after = list(permuted.shape), list(permuted.shape)
+        before[order.index(0)], after[order.index(0)] = own_rows.start, len(like) - own_rows.stop
+        all_rows = torch.cat([permuted.new_zeros(before), permuted, permuted.new_zeros(after)], order.index(0))
+        return all_rows.permute([order.index(d) for d in range(like.dim())])
 
     def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
-        """The gradient of what this rank gave of a value, in a forward of so many rows."""
-        if (rows_here := self.rows_here(branch, gradient.shape, rows)) is not None:
-            return gradient[rows_here]
+        """The gradient of this rank's part of a joined value, from the gradient of the whole value.
+
+        ``rows``: the number of rows of the forward.
+        """
+        if (own_rows := self.local_rows(branch, gradient.shape, rows)) is not None:
+            return gradient[own_rows]
         if not self._places[branch].divides(rows) and self.at(branch).share:
-            return torch.zeros_like(gradient)  # ranks that run the same rows give their gradients once
+            return torch.zeros_like(gradient)  # of ranks that run the same rows, one has the gradient
         return gradient

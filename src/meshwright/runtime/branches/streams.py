@@ -1,14 +1,14 @@
-"""Two blocks at once on one rank: on CUDA streams of their own, or in threads on a CPU.
+"""``Streams``: runs blocks at the same time on one rank: on CUDA streams, or in threads on a CPU.
 
-    start    when the model calls the block           its work begins; the model goes on
-    finish   before anything takes what it gave       waits for it
+    start    when the model calls the block             its forward begins; the model continues
+    finish   before anything takes the block's result   waits for the forward
 
-On a GPU all is queued by one thread, and autograd runs each backward on the stream of its forward. A CPU's autograd has one
-thread for each backward that is asked for: so the block's own graph is cut off, and its backward is asked for in a thread
-of its own. The two ends of the cut are nodes of the model's graph:
+On a GPU one thread queues everything, and autograd runs each backward on the stream of its forward. On a CPU autograd uses one
+thread for each call of backward. So the block's graph is separated from the model's, and its backward is called in a thread of
+its own. Two nodes of the model's graph stand for it:
 
     input ─► _Start ─► anchor ─► _Finish ─► output
-    backward:  _Finish begins it, _Start waits for it; those of all blocks begin before the first is waited for
+    backward:  _Finish begins the block's backward, _Start waits for it; those of all blocks begin before the first wait
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from meshwright.spmd.one_process import one_process
 
 
 def collectives_within(recipe: Recipe) -> bool:
-    """Whether a block may have collectives."""
+    """Whether blocks may contain collectives."""
     return recipe.mesh.axis_size("tp") > 1 or needs_fsdp(recipe)
 
 
 def note(recipe: Recipe, device: torch.device) -> str:
-    """What a person should know who asked for streams."""
+    """The note for a person whose plan uses streams; empty without streams."""
     if not recipe.streams:
         return ""
     if collectives_within(recipe):
         return (
-            "blocks on streams run one after the other: a block with collectives (tp, FSDP) cannot run in a thread or a stream "
-            "beside others, as all ranks must meet in the same order"
+            "blocks on streams run one after the other: blocks with collectives (tp, FSDP) cannot run concurrently, because "
+            "all ranks must enter collectives in the same order"
         )
     if device.type != "cpu":
-        return "blocks on streams run at the same time where one leaves part of the GPU free; large ones gain nothing"
+        return "blocks on streams run at the same time if one leaves part of the GPU free; large blocks gain nothing"
     return (
-        f"blocks on streams run in threads: that pays where a block is large and leaves cores free; torch itself uses "
+        f"blocks on streams run in threads: that pays if a block is large and leaves cores free; torch itself uses "
         f"{torch.get_num_threads()} of {os.cpu_count()} for each"
     )
 
@@ -55,7 +55,7 @@ class Streams:
     """The streams of one rank.
 
     Args:
-        count: how many there are.
+        count: the number of streams.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -72,20 +72,20 @@ class Streams:
     def _queued(
         self, stream: torch.cuda.Stream, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Started:
-        now = torch.cuda.current_stream(self.device)
-        stream.wait_stream(now)
+        model_stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(model_stream)
         for t in tensors_of((args, kwargs)):
             if t.is_cuda:
-                t.record_stream(stream)  # its memory is not given away before the block has read it
+                t.record_stream(stream)  # its memory is not reused before the block has read it
         with torch.cuda.stream(stream):
             result = forward(*args, **kwargs)
 
         def finish() -> Any:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(stream)
+            taker_stream = torch.cuda.current_stream(self.device)
+            taker_stream.wait_stream(stream)
             for t in tensors_of(result):
                 if t.is_cuda:
-                    t.record_stream(here)
+                    t.record_stream(taker_stream)
             return result
 
         return Started(finish)
@@ -93,7 +93,7 @@ class Streams:
 
 @dataclass
 class Block:
-    """A block in a thread: the ends of its own graph."""
+    """A block in a thread: the inputs (leaves) and outputs of its own graph, and its running backward."""
 
     thread: ThreadPoolExecutor
     leaves: list[Tensor] = field(default_factory=list)
@@ -101,13 +101,13 @@ class Block:
     backward: Future[None] | None = None
 
     def begin(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Begins its backward."""
-        ends = [(t, g) for t, g in zip(self.outputs, gradients, strict=True) if g is not None and t.requires_grad]
-        self.backward = self.thread.submit(_backward, [t for t, _ in ends], [g for _, g in ends])
+        """Begins the backward of the block, for the gradients of its outputs."""
+        pairs = [(t, g) for t, g in zip(self.outputs, gradients, strict=True) if g is not None and t.requires_grad]
+        self.backward = self.thread.submit(_backward, [t for t, _ in pairs], [g for _, g in pairs])
         self.outputs = []
 
     def wait(self) -> list[Tensor | None]:
-        """The gradients of what it was given."""
+        """Waits for the backward. Returns the gradients of the block's inputs."""
         if self.backward is not None:
             self.backward.result()
         gradients, self.leaves = [leaf.grad for leaf in self.leaves], []
@@ -127,14 +127,14 @@ def _threaded(
     inputs = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
     anchor = _Start.apply(block, torch.zeros((), requires_grad=grad), *inputs)
 
-    def leaf(t: Tensor) -> Tensor:
+    def as_leaf(t: Tensor) -> Tensor:
         if not (grad and t.requires_grad):
             return t
-        made = t.detach().requires_grad_()
-        block.leaves.append(made)
-        return made
+        leaf = t.detach().requires_grad_()
+        block.leaves.append(leaf)
+        return leaf
 
-    args, kwargs = map_tensors(leaf, (args, kwargs))
+    args, kwargs = map_tensors(as_leaf, (args, kwargs))
     running = thread.submit(_run, grad, forward, args, kwargs)
 
     def finish() -> Any:
@@ -151,12 +151,12 @@ def _threaded(
 
 @one_process()
 def _run(grad: bool, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.set_grad_enabled(grad):  # a thread has a grad mode of its own
+    with torch.set_grad_enabled(grad):  # each thread has its own grad mode
         return forward(*args, **kwargs)
 
 
 class _Start(torch.autograd.Function):
-    """Where a block's graph is cut off from what it was given. Its backward waits for the block's."""
+    """The node between a block's inputs and the anchor. Its backward waits for the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, block: Block, anchor: Tensor, *inputs: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Where what a block gave goes on. Its backward begins the block's."""
+    """The node between the anchor and a block's outputs. Its backward begins the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, block: Block, anchor: Tensor, *outputs: Tensor) -> Any:
@@ -177,7 +177,7 @@ class _Finish(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         out = tuple(t.detach() for t in outputs)
         ctx.mark_non_differentiable(
-            *(t for t, whole in zip(out, block.outputs, strict=True) if not whole.requires_grad)
+            *(t for t, original in zip(out, block.outputs, strict=True) if not original.requires_grad)
         )
         return out
 

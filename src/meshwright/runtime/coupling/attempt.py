@@ -1,6 +1,7 @@
-"""``Attempt``: a few rows in one forward, and in two parts: do the losses of the parts make that of the whole?
+"""``Attempt``: runs a few rows in one forward and in two parts, and compares the loss of all rows with those of the parts.
 
-Each forward begins with the same state and leaves none; the parts draw the random numbers that the whole drew for their rows.
+Each forward begins with the same state, and is undone. The parts draw the random numbers that the forward of all rows drew for
+their rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
 from meshwright.runtime.coupling.attributes import VALUES, Name, differing, moved
-from meshwright.runtime.coupling.paths import Found, outside_of_parts
+from meshwright.runtime.coupling.paths import ReadLog, outside_of_parts
 from meshwright.runtime.coupling.saved import without_hooks, written_after_saved
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
 from meshwright.runtime.coupling.untouched import Slot, untouched
@@ -32,29 +33,28 @@ from meshwright.spmd.autograd_functions import transformed_functions
 
 COUPLED = "coupled"
 
-# By how much two ways to the same loss may differ, of the loss, by the type that it is computed in; and by how much at
-# most, if measured noise is larger. In float64 the first is near to rounding (1e-15, as models go): a maximum over all
-# rows may couple them by 1e-11.
+# dtype → (relative tolerance for two ways to compute one loss; the largest tolerance, if the measured noise is larger).
+# In float64 the first is close to rounding (about 1e-15): a maximum over all rows may couple them by only 1e-11.
 _TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
 _HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
-Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float], list[Found]]]
+Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float], list[ReadLog]]]
 Agreed = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """What a trial runs, and how ranks agree on what came of it.
+    """The forwards of a trial, and how ranks agree on results.
 
     Attributes:
-        model: whose forwards are tried.
-        random: the generators that a forward may draw from.
-        changed: what a forward may change, buffers, parameters that it writes: by where its module keeps it.
-        losses: pieces of a batch, how they combine, and a context for each forward → (the loss of each piece, what it is
-            multiplied by, what was read of it).
-        agreed: a number → the smallest and the largest of all ranks.
-        fatal: errors that come up on one rank while others wait for what it would send: no agreement can follow.
+        model: the model.
+        random: the generators from which a forward may draw.
+        changed: the buffers and parameters that a forward may write.
+        losses: (pieces of a batch, how they combine, a context for each forward) → (the loss of each piece, the weight of each,
+            the log of values that Python read in each).
+        agreed: a number → (its minimum, its maximum) over all ranks.
+        fatal: errors of one rank for which others wait for its message, so that ranks cannot agree afterwards.
     """
 
     model: nn.Module
@@ -67,10 +67,13 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Computing:
-    """The type that an attempt computes in, and what makes it so.
+    """How the forwards of an attempt compute.
 
     Attributes:
-        gradients: what autograd does in its forwards: nothing; or it keeps a graph (``graph_alone``, ``torch.enable_grad``).
+        dtype: the dtype of the computation.
+        on: the context that makes a forward compute in it.
+        wide: whether buffers are cast to float64.
+        gradients: the autograd context of a forward: no graph, or a graph (``graph_alone``, ``torch.enable_grad``).
     """
 
     dtype: torch.dtype
@@ -80,50 +83,62 @@ class Computing:
 
 
 class NotFiniteError(Exception):
-    """A loss of the trial is not finite: at weights moved off their values, say."""
+    """A loss of the trial is not finite: with perturbed weights, say."""
 
 
 @dataclass
-class Outcome:
-    """What came of forwards of some pieces."""
+class Results:
+    """The results of forwards of some pieces, one item for each piece.
+
+    Attributes:
+        losses: the losses.
+        weights: the weights of the pieces in the mean.
+        final_slots: the buffers and written parameters after the forward.
+        reads: the values that Python read.
+        final_attributes: the plain attributes of modules that the forward changed, with their values after it.
+    """
 
     losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # of the pieces, in their mean
-    left: list[list[Tensor]] = field(default_factory=list)  # what each made of what it may change
-    reads: list[Found] = field(default_factory=list)  # what each read of its rows
-    attributes: list[dict[Name, Any]] = field(default_factory=list)  # plain ones of modules, that each changed
+    weights: list[float] = field(default_factory=list)
+    final_slots: list[list[Tensor]] = field(default_factory=list)
+    reads: list[ReadLog] = field(default_factory=list)
+    final_attributes: list[dict[Name, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A forward of all rows, which attempts may share: what came of it, once it has run, and the numbers that it drew."""
+    """A forward of all rows, which attempts may share: its results, once it has run, and the random numbers that it drew."""
 
-    outcome: Outcome
+    results: Results
     numbers: DrawnNumbers
 
 
 class Attempt:
-    """One comparison of the whole with its parts.
+    """One comparison of all rows with two parts of them.
 
     Args:
-        first: how many rows the first part has; 0: about a half.
-        whole: of these rows, from another attempt.
+        first: the number of rows in the first part; 0: about a half.
+        whole: the forward of these rows in another attempt.
+
+    Attributes:
+        outside: the model's line at which a number of all rows lies outside of the range of those of the parts; or empty.
     """
 
     def __init__(
         self, rows: Any, forwards: Forwards, computing: Computing, *, first: int = 0, whole: Whole | None = None
     ) -> None:
         self._rows, self._count = rows, rows_of(rows)
-        # Uneven, as even halves may happen to be alike.
+        # Uneven, as even halves may be equal by chance.
         self._first = first or self._count // 2 - (self._count > 5)
-        self.outside = ""  # the line of a number of all rows that lies outside of those of the parts
+        self.outside = ""
         self._forwards, self._computing = forwards, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
-        whole = whole or Whole(Outcome(), DrawnNumbers(self._count))
-        self._whole, self._numbers, self._parts = whole.outcome, whole.numbers, dict[str, Outcome]()
+        whole = whole or Whole(Results(), DrawnNumbers(self._count))
+        self._whole, self._numbers, self._parts = whole.results, whole.numbers, dict[str, Results]()
 
     def compared(self, way: str) -> str:
-        """The way, if the parts make the whole in it, by the tolerance of the type; else coupled. Raises NotFiniteError."""
+        """``way``, if the parts combine in this way into the whole, within the tolerance of the dtype; else ``COUPLED``. Raises
+        NotFiniteError."""
         self._without_gradients(partial(self._try, way))
         if not all(map(isfinite, (*self._whole.losses, *self._parts[way].losses))):
             raise NotFiniteError
@@ -135,38 +150,41 @@ class Attempt:
         return self._whole.losses[0]
 
     def finite_together_alone(self, way: str) -> bool:
-        """Whether the loss of all rows is finite, and that of a part is not."""
+        """Whether the loss of all rows is finite, but the loss of a part is not."""
         self._without_gradients(partial(self._try, way))
         return all(map(isfinite, self._whole.losses)) and not all(map(isfinite, self._parts[way].losses))
 
     def like(self, computing: Computing) -> Attempt:
-        """The same rows with the same random numbers, computed otherwise."""
-        whole = Whole(Outcome(), self._numbers)
+        """An attempt with the same rows and random numbers that computes in another way."""
+        whole = Whole(Results(), self._numbers)
         return Attempt(self._rows, self._forwards, computing, first=self._first, whole=whole)
 
     def divided_elsewhere(self) -> Attempt | None:
-        """The same comparison with rows divided at another place, if there is one that leaves no single row."""
-        places = {self._count // 2, self._first + 1, self._first - 1} - {self._first}
-        place = min((p for p in places if 1 < p < self._count - 1), default=None)
-        if place is None:
+        """This attempt with parts of other sizes, if there are any in which no part is a single row; else None."""
+        sizes = {self._count // 2, self._first + 1, self._first - 1} - {self._first}
+        first = min((size for size in sizes if 1 < size < self._count - 1), default=None)
+        if first is None:
             return None
         whole = Whole(self._whole, self._numbers)
-        return Attempt(self._rows, self._forwards, self._computing, first=place, whole=whole)
+        return Attempt(self._rows, self._forwards, self._computing, first=first, whole=whole)
 
     def weighs_nothing(self, way: str) -> bool:
-        """Whether a part adds nothing to the loss of all rows: its labels are all ignored, say."""
+        """Whether a part contributes nothing to the loss of all rows: all its labels are ignored, say."""
         parts = self._parts[way]
         return any(w * x == 0 for w, x in zip(parts.weights, parts.losses, strict=True))
 
     def compared_by_noise(self) -> str:
-        """The same, if what seemed coupled may be noise, with that measured."""
+        """The first way tried before in which the parts combine within the measured noise; else ``COUPLED``."""
         noise = min(self._without_gradients(self._noise), self._largest)
         ways = (way for way in self._parts if self._agrees(way, max(noise, self._tolerance)))
         return next(ways, COUPLED)
 
     def written_in_single_row(self) -> tuple[bool, str]:
-        """Whether a forward of one row writes to what it has saved for the backward, and one of all rows does not; and where
-        it was saved. Torch saves a copy of rows that it has to lay out anew, and a single row is saved itself."""
+        """(whether a forward of one row writes to a tensor that is saved for the backward, while one of all rows does not; the
+        line that saved it, as text).
+
+        If torch must copy rows to make them contiguous, it saves the copy; a single row is contiguous, and is saved itself.
+        """
         lines: list[set[str]] = []
         try:
             for span in ((0, self._count), (0, 1)):
@@ -175,41 +193,46 @@ class Attempt:
                 self._forwards.losses([take_rows(self._rows, *span)], MEAN, trial)
         except self._forwards.fatal:
             raise
-        except RuntimeError:  # a forward of which torch does not tell what is saved (torch.func)
+        except RuntimeError:  # torch does not show the saved tensors of this forward (torch.func)
             return False, ""
         lines_alone = sorted(lines[1] - lines[0])
         return bool(lines_alone), f" ({lines_alone[0]})" if lines_alone and lines_alone[0] else ""
 
     @contextmanager
     def _trial_with_saved(self, trial: TrialForward, lines: set[str]) -> Iterator[None]:
-        with self._trial(trial, Outcome()), written_after_saved(lines):
+        with self._trial(trial, Results()), written_after_saved(lines):
             yield
 
     def has_backward_hooks(self) -> bool:
-        """Whether something computes in a backward, with what a forward left, which the trial does not see."""
+        """Whether modules have backward hooks, which may compute with what a forward left; the trial does not see them."""
         return any(map(has_backward_hooks, self._forwards.model.modules()))
 
     def counted(self) -> tuple[str, ...]:
-        """The lines at which Python was told how many elements a mask picked."""
+        """The lines at which Python learnt how many elements a mask picked."""
         return tuple(sorted(self._whole.reads[0].counted))
 
     def changes_state(self) -> bool:
-        """Whether a forward leaves modules otherwise than it finds them: the next may compute something else."""
-        left = self._whole.left[0] if self._whole.left else []
+        """Whether a forward changes the state of modules, so that the next may compute something else."""
+        after = self._whole.final_slots[0] if self._whole.final_slots else []
         before = [local_tensor(getattr(*slot)).detach() for slot in self._forwards.changed]
-        same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(left, before, strict=True))
-        return not same or bool(self._whole.attributes[0])
+        same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(after, before, strict=True))
+        return not same or bool(self._whole.final_attributes[0])
 
-    def kept_otherwise(self, way: str) -> dict[Name, str]:
-        """Attributes that a forward of all rows leaves otherwise than one of the first part."""
-        return differing(self._whole.attributes[0], self._parts[way].attributes[0])
+    def differing_attributes(self, way: str) -> dict[Name, str]:
+        """The attributes that differ after a forward of all rows and one of the first part, and how."""
+        return differing(self._whole.final_attributes[0], self._parts[way].final_attributes[0])
 
-    def computes_with(self, kept: Mapping[Name, str], way: str) -> bool:
-        """Whether the next forward computes with attributes that are kept: it begins with those of all rows, and with the
-        part's, if they have the same shape, or else with other values in them."""
-        whole, part = self._whole.attributes[0], self._parts[way].attributes[0]
+    def computes_with(self, attributes: Mapping[Name, str], way: str) -> bool:
+        """Whether the loss of the next forward depends on these attributes.
+
+        Two forwards begin with different values: those after a forward of all rows; and those after the first part if the
+        shape is the same, else invented ones.
+        """
+        whole, part = self._whole.final_attributes[0], self._parts[way].final_attributes[0]
         other = {
-            n: part[n] if how == VALUES else moved(whole[n]) for n, how in kept.items() if n in whole and n in part
+            n: part[n] if how == VALUES else moved(whole[n])
+            for n, how in attributes.items()
+            if n in whole and n in part
         }
         losses = []
         try:
@@ -217,13 +240,13 @@ class Attempt:
                 losses.append(self._without_gradients(partial(self._loss_after, begin)))
         except self._forwards.fatal:
             raise
-        except Exception:  # a forward that cannot be followed by another
+        except Exception:  # the next forward fails
             return False
         return all(map(isfinite, losses)) and abs(losses[0] - losses[1]) > self._tolerance * max(1.0, abs(losses[0]))
 
     def _loss_after(self, begin: Mapping[Name, Any]) -> float:
-        """The loss of all rows in a forward that begins with other attributes."""
-        trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Outcome(), begin)
+        """The loss of all rows in a forward that begins with these values of attributes."""
+        trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
         return self._forwards.losses([self._rows], MEAN, trial)[0][0]
 
     def _try_whole(self) -> None:
@@ -237,8 +260,8 @@ class Attempt:
         self._parts[way] = self._outcome(spans, pieces, way, self._numbers)
 
     def _noise(self) -> float:
-        """By how much a loss differs, of itself, for the same rows once and twice: rounding alone, for a model whose rows
-        do not meet one by one."""
+        """8 times the relative difference of the loss of some rows and that of the same rows twice: rounding alone, unless the
+        model compares single rows with each other."""
         count = self._count // 2
         once, numbers = take_rows(self._rows, 0, count), DrawnNumbers(count)
         twice = doubled(once, count)
@@ -246,22 +269,27 @@ class Attempt:
         b = self._outcome([(0, 2 * count)], [twice], MEAN, numbers).losses[0]
         return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
 
-    def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Outcome:
-        outcome = Outcome()
-        trials = (self._trial(TrialForward(numbers, *span), outcome) for span in spans)
-        outcome.losses, outcome.weights, outcome.reads = self._forwards.losses(pieces, way, partial(next, trials))
-        return outcome
+    def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:
+        results = Results()
+        trials = (self._trial(TrialForward(numbers, *span), results) for span in spans)
+        results.losses, results.weights, results.reads = self._forwards.losses(pieces, way, partial(next, trials))
+        return results
 
     @contextmanager
     def _trial(
-        self, trial: TrialForward, found: Outcome, begin: Mapping[Name, Any] = MappingProxyType({})
+        self, trial: TrialForward, results: Results, begin: Mapping[Name, Any] = MappingProxyType({})
     ) -> Iterator[None]:
-        of, left, attributes, is_wide = self._forwards, found.left, found.attributes, self._computing.wide
-        with (
-            untouched(of.model, of.random, of.changed, left, attributes, begin=begin, wide=is_wide),
-            self._computing.on(),
-            trial,
-        ):
+        """The context of one forward, whose final state is added to ``results``."""
+        restored = untouched(
+            self._forwards.model,
+            self._forwards.random,
+            self._forwards.changed,
+            results.final_slots,
+            results.final_attributes,
+            begin=begin,
+            wide=self._computing.wide,
+        )
+        with restored, self._computing.on(), trial:
             yield
 
     def _without_gradients(self, run: Callable[[], Any]) -> Any:
@@ -273,10 +301,10 @@ class Attempt:
                 return run()
 
     def _agrees(self, way: str, tolerance: float) -> bool:
-        """Whether the parts make the whole."""
+        """Whether the parts combine into the whole."""
         whole, parts = self._whole, self._parts[way]
-        if any(not _alike(a, b, tolerance) for a, b in zip(whole.left[0], parts.left[0], strict=True)):
-            return False  # what a forward leaves in a buffer, a running mean, follows from the rows that it sees
+        if any(not _close(a, b, tolerance) for a, b in zip(whole.final_slots[0], parts.final_slots[0], strict=True)):
+            return False  # a buffer after the forward (a running mean) depends on its rows
         self.outside = outside_of_parts(whole.reads[0], parts.reads)
         if self.outside:
             return False
@@ -286,17 +314,17 @@ class Attempt:
 
 @contextmanager
 def graph_alone() -> Iterator[None]:
-    """Autograd keeps a graph, without values."""
+    """A context in which autograd keeps a graph without saved values."""
 
-    def asked(nothing: None) -> Tensor:
+    def unpack(nothing: None) -> Tensor:
         raise GradientsAskedError
 
-    hooks = saved_tensors_hooks(lambda t: None, asked)
+    hooks = saved_tensors_hooks(lambda t: None, unpack)
     with torch.enable_grad(), hooks, transformed_functions(partial(without_hooks, hooks)):
         yield
 
 
-def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):

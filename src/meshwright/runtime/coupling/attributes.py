@@ -1,12 +1,12 @@
-"""Plain attributes that a forward changes, of modules and of plain objects that modules hold (``self.stats.mean``): numbers,
-tensors, containers of them, which are no buffers.
+"""Plain attributes that a forward changes, of modules and of plain objects in them (``self.stats.mean``): numbers, tensors and
+containers of these that are no buffers.
 
-A step of several microbatches leaves what its first microbatch left. On one device it would be what the whole batch leaves
-(``self.rows += len(x)``, the average of an activation). So the trial of rows (runtime/coupling/trial.py) compares what
-a forward of all rows leaves with what a part leaves:
+After a step of several microbatches they have the values of its first microbatch; on one device those of the whole batch
+(``self.rows += len(x)``, the mean of an activation). So the trial of rows (runtime/coupling/trial.py) compares the attributes
+after a forward of all rows with those after a forward of a part:
 
-    VALUES    other values: a person should know
-    ROWS      tensors of another shape: those of the rows that the forward saw, an activation that was kept
+    VALUES    the values differ: a person should know
+    ROWS      tensors have another shape: they have the rows of the forward (an activation that was kept)
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from meshwright.runtime.module_state import attributes_of, holds_parameters, is_
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 Name = tuple[str, str]
-"""A module, and its attribute, or that of an object within one (``stats.mean``)."""
+"""(name of a module, its attribute, or an attribute of an object within one: ``stats.mean``)."""
 
 VALUES, ROWS = "values", "rows"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, deque)
-_DEPTH = 4  # how far into containers to look
-_CLOSE = 1e-6  # relative: by how much rounding may make numbers differ
+_DEPTH = 4  # how many containers to look into, one within the other
+_CLOSE = 1e-6  # relative: numbers may differ by so much through rounding
 
 
 def marks(model: nn.Module) -> dict[Name, Any]:
-    """For each attribute something that differs once the attribute has been changed."""
+    """For each attribute a value that differs after the attribute has been changed."""
     return {name: _mark(value) for name, value in _attributes(model)}
 
 
 def changed(model: nn.Module, before: Mapping[Name, Any]) -> dict[Name, Any]:
-    """A copy of each attribute that has been changed since its ``marks`` were taken, and that is on this rank."""
+    """A copy of each attribute that has changed since ``marks`` gave ``before``, if its value is on this rank."""
     new = ((name, value) for name, value in _attributes(model) if before.get(name, ...) != _mark(value))
     return {
         name: copied(value) for name, value in new if not any(isinstance(t, Placeholder) for t in tensors_of(value))
@@ -49,7 +49,7 @@ def changed(model: nn.Module, before: Mapping[Name, Any]) -> dict[Name, Any]:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
-    """Every attribute of modules, and of the plain objects within each: of an object that several hold, once."""
+    """Every attribute of modules, and of the plain objects within them, each object once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, value in list(attributes_of(module)):
@@ -63,7 +63,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
 
 
 def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name, str]:
-    """The attributes that a forward of all rows leaves otherwise than one of a part, and how."""
+    """The attributes that differ after a forward of all rows and after one of a part, and how: ``VALUES`` or ``ROWS``."""
     names = [*whole, *(name for name in part if name not in whole)]
     differences = {
         name: _difference(whole[name], part[name]) if name in whole and name in part else VALUES for name in names
@@ -72,20 +72,20 @@ def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name,
 
 
 def put(model: nn.Module, values: Mapping[Name, Any]) -> None:
-    """Puts copies of values into attributes."""
+    """Sets attributes to copies of these values."""
     for (path, key), value in values.items():
         if (owner := owner_of(model.get_submodule(path), key)) is not None:
             attributes_in(owner[0])[owner[1]] = copied(value)
 
 
 def copied(value: Any) -> Any:
-    """A copy of containers and plain tensors."""
+    """A copy of a value: of its containers and plain tensors."""
     with torch.no_grad(), without_modes():
         return _mapped(lambda t: t if isinstance(t, GlobalTensor) else t.detach().clone(), value)
 
 
 def moved(value: Any) -> Any:
-    """The same with other values in its plain floating tensors."""
+    """A copy of a value with slightly other numbers in its plain floating-point tensors."""
     with torch.no_grad(), without_modes():
         return _mapped(
             lambda t: t * 1.1 + 0.01 if t.is_floating_point() and not isinstance(t, GlobalTensor) else t, value
@@ -107,6 +107,7 @@ def _mapped(function: Callable[[Tensor], Any], value: Any, depth: int = _DEPTH) 
 
 
 def _mark(value: Any, depth: int = _DEPTH) -> Any:
+    """A value that differs after ``value`` has been changed or replaced."""
     if isinstance(value, _NUMBERS):
         return type(value), value
     if isinstance(value, Tensor):
@@ -119,11 +120,11 @@ def _mark(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _difference(a: Any, b: Any, depth: int = _DEPTH) -> str:
-    """How two values differ; empty if they do not, or if that cannot be told."""
+    """How two values differ: ``VALUES`` or ``ROWS``; empty if they are equal, or cannot be compared."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _between(a, b)
+        return _tensor_difference(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        a, b = ([*of.keys(), *of.values()] for of in (a, b))
+        a, b = ([*table.keys(), *table.values()] for table in (a, b))
     if isinstance(a, _CONTAINERS) and isinstance(b, _CONTAINERS) and depth:
         inner = {_difference(x, y, depth - 1) for x, y in zip(a, b, strict=False)}
         return VALUES if len(a) != len(b) or VALUES in inner else ROWS if ROWS in inner else ""
@@ -136,7 +137,7 @@ def _difference(a: Any, b: Any, depth: int = _DEPTH) -> str:
     return "" if a == b else VALUES
 
 
-def _between(a: Tensor, b: Tensor) -> str:
+def _tensor_difference(a: Tensor, b: Tensor) -> str:
     if isinstance(a, (Placeholder, nn.Parameter)) or isinstance(b, (Placeholder, nn.Parameter)):
         return ""
     if a.shape != b.shape:

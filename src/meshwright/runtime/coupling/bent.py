@@ -1,21 +1,21 @@
-"""``Bent``: a forward in which nothing is straight, and nothing hides from the loss.
+"""``Bent``: a function mode that makes piecewise linear functions slightly curved, so that the loss of a trial shows their use.
 
-A trial compares the loss of all rows with those of their parts, at one place. Three things of a number of all rows (a mean) are
-not seen so; in one attempt they are made to show:
+A trial compares the loss of all rows with those of parts, at one point. Three uses of a number of all rows (a mean) do not show
+at one point. In one attempt they are made to show:
 
-    a corner        a function like ``clamp`` is straight on either side of it. ``kl.mean().clamp(min=0.5)`` is, while all parts
-                    lie on one side, the mean of what it gives of theirs, and in a later step it is not. What functions with
-                    corners give is bent a little.
-    a stop          in ``a + b * (a / b).detach()`` the number changes gradients, and not the loss. What is taken without its
-                    gradient is bent a little where it is used.
-    a comparison    ``m * (m > 0.5)``. It may come out otherwise in a later step: it is turned round. If the loss is another
-                    then, the rows are coupled.
+    a corner        A function like ``clamp`` is linear on both sides of its corner. As long as all parts are on one side,
+                    ``kl.mean().clamp(min=0.5)`` of all rows is the mean over the parts; in a later step it may not be. So the
+                    results of functions with corners are bent: changed a little, in a curved way.
+    a stop          In ``a + b * (a / b).detach()`` the number changes gradients, but not the loss. A value that is used without
+                    its gradient is bent at its use.
+    a comparison    ``m * (m > 0.5)``. It may have another result in a later step, so it is reversed. If the loss changes,
+                    the rows are coupled.
 
-Of values of single rows, what is bent still is of single rows, and the parts make the whole as before. Of a number of all rows
-it does not. What follows from parameters is bent in every function with a corner. Of what follows from the fractions of the
-batch alone, only numbers of all rows are, in a further attempt: the counter (LabelCounter) divides by ``y.abs().mean()`` as it
-is. What follows from its whole numbers (ids, labels, masks) is not bent: ``mask.sum().clamp(min=1)`` is known exactly.
-What Python reads of a comparison, ``Paths`` watches in each step.
+If a value belongs to one row, so does the bent value, and the parts still make the whole. For a number of all rows they do not.
+Values that depend on parameters are bent in every function with a corner. Of values that depend on floating-point tensors of
+the batch alone, only numbers of all rows are bent, in a further attempt: the counter (LabelCounter) handles a division by
+``y.abs().mean()`` exactly. Values that depend on integers of the batch (ids, labels, masks) are not bent:
+``mask.sum().clamp(min=1)`` is known exactly. Comparisons that Python reads are watched in each step, by ``Paths``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.private import has_gradient, pytree, without_modes
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
-from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensors_given
+from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensor_arguments
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
@@ -43,7 +43,7 @@ from meshwright.spmd.autograd_functions import (
 )
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
 
-_BEND = 0.01  # how much of a value it is bent by at most
+_BEND = 0.01  # a value is changed by at most this share
 
 _OF_ONE = frozenset(
     "relu relu_ relu6 clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ abs abs_ absolute absolute_ __abs__ \
@@ -56,13 +56,13 @@ _LOSSES = frozenset("l1_loss smooth_l1_loss huber_loss".split())
 
 
 @dataclass
-class Met:
-    """A function with a corner, or a comparison, that was met.
+class Site:
+    """A call of a function with a corner, or of a comparison.
 
     Attributes:
-        line: of the model.
-        shape: of what the function was given; total: its sum.
-        read: whether Python was told what came of it.
+        line: the model's line.
+        shape, total: the shape and the sum of its argument.
+        read: whether Python read its result.
     """
 
     line: str
@@ -73,19 +73,20 @@ class Met:
 
 @contextmanager
 def bent(
-    model: nn.Module, forwards: list[Bent], turned: Collection[int] = (), of_batch: Collection[int] = ()
+    model: nn.Module, forwards: list[Bent], to_reverse: Collection[int] = (), of_batch: Collection[int] = ()
 ) -> Iterator[None]:
-    """For the time of a forward, which computes in float64 at weights moved off their values (float64.py).
+    """A context for a forward in float64 with perturbed weights (float64.py), in which values are bent.
 
     Args:
-        forwards: takes the mode of this forward, if it comes to its end: one that asks for gradients begins anew with them.
-        turned: the comparisons that come out the other way, as counted in an earlier forward.
-        of_batch: the functions with corners that are bent of those that were given values of the batch alone.
+        forwards: gets the mode of this forward if the forward ends without an error. (One that needs gradients fails, and runs
+            again with them.)
+        to_reverse: the comparisons to reverse, by their numbers in an earlier forward.
+        of_batch: the corners of values of the batch alone that are bent, by their numbers in an earlier forward.
     """
-    mode = Bent(turned, of_batch)
+    mode = Bent(to_reverse, of_batch)
     handle = model.register_forward_pre_hook(mode.entered, with_kwargs=True)
     try:
-        unseen = own_functions_noted(mode.moved), transformed_functions(mode.transformed)
+        unseen = own_functions_noted(mode.collective), transformed_functions(mode.transformed)
         with wide(perturbed=True), mode, unseen[0], unseen[1], own_backward(model, mode.gradients):
             yield
     finally:
@@ -93,9 +94,9 @@ def bent(
     forwards.append(mode)
 
 
-def of_all_rows(whole: Sequence[Met], part: Sequence[Met]) -> list[int]:
-    """Which of those met in a forward of all rows were given a number of all rows: as large in a forward of some of them,
-    and not the same."""
+def of_all_rows(whole: Sequence[Site], part: Sequence[Site]) -> list[int]:
+    """The indices of the sites whose argument is a number of all rows: in a forward of a part it has the same shape, but
+    another value."""
     pairs = enumerate(zip(whole, part, strict=False))
     return [
         i for i, (a, b) in pairs
@@ -104,80 +105,82 @@ def of_all_rows(whole: Sequence[Met], part: Sequence[Met]) -> list[int]:
 
 
 class Bent(FunctionMode):
-    """Bends what functions with corners give, and what is taken without gradient, of values that follow from parameters.
+    """Bends the results of functions with corners, and values that are used without their gradient.
 
     Attributes:
-        corners: that were met; corners_of_batch: those of values of the batch alone; compared: the comparisons.
-        gradients: what hooks and Functions of the model's own made of some.
+        corners: the calls of functions with corners, on values that depend on parameters.
+        corners_of_batch: those on values of the batch alone.
+        compared: the comparisons.
+        gradients: the results of the model's own hooks and Functions for invented gradients.
     """
 
-    def __init__(self, turned: Collection[int] = (), of_batch: Collection[int] = ()) -> None:
+    def __init__(self, to_reverse: Collection[int] = (), of_batch: Collection[int] = ()) -> None:
         super().__init__()
-        self.corners: list[Met] = []
-        self.corners_of_batch: list[Met] = []
-        self.compared: list[Met] = []
+        self.corners: list[Site] = []
+        self.corners_of_batch: list[Site] = []
+        self.compared: list[Site] = []
         self.gradients: list[Changed] = []
-        self._turned, self._bent_of_batch = turned, of_batch
-        self._trained = TensorTable[bool]()  # those that follow from parameters
-        self._fractions = TensorTable[bool]()  # those that follow from fractions of the batch
-        self._told = TensorTable[frozenset[int]]()  # those that follow from comparisons, and which
-        self._in_transform = False  # whether a transform of torch.func has met what follows from parameters
+        self._to_reverse, self._bent_of_batch = to_reverse, of_batch
+        self._trained = TensorTable[bool]()  # tensors that depend on parameters
+        self._fractions = TensorTable[bool]()  # tensors that depend on floating-point tensors of the batch
+        self._comparisons = TensorTable[frozenset[int]]()  # tensor → the comparisons on which it depends
+        self._in_transform = (
+            False  # whether a transform of torch.func is on that uses tensors that depend on parameters
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        tensors = list(tensors_given(args, kwargs))
+        tensors = list(tensor_arguments(args, kwargs))
         if is_fact(func):
             return func(*args, **kwargs)
         if transforming():
             self._in_transform = self._in_transform or any(map(self._follows, tensors))
-            if (
-                self._in_transform
-            ):  # the tensors in it are other ones than those outside: all of them may follow from these
+            if self._in_transform:  # its inner tensors are new objects: any of them may depend on parameters
                 args, kwargs = self._without_stops(args, kwargs, written=writes(func, args, kwargs))
             return func(*args, **kwargs)
-        told = self._read_of(func, name, args, tensors)
+        comparisons = self._read_comparisons(func, name, args, tensors)
         if not any(map(self._follows, tensors)):
-            return self._of_batch(func, name, args, kwargs, tensors, told)
+            return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
         written = writes(func, args, kwargs)
         args, kwargs = self._without_stops(args, kwargs, written=written)
-        result = self._called(func, name, args, kwargs)
-        made = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
-        self._trained.note(made, True)
+        result = self._call_bent(func, name, args, kwargs)
+        results = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
+        self._trained.note(results, True)
         if name in COMPARES and isinstance(result, Tensor):
-            result = self._turned_round(result, args, told)
+            result = self._reversed(result, args, comparisons)
             self._trained.note([result], True)
-        elif told:
-            self._told.note(made, told)
+        elif comparisons:
+            self._comparisons.note(results, comparisons)
         return result
 
-    def _read_of(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> frozenset[int]:
-        """Which comparisons a call's tensors follow from. If it tells Python, these are read."""
-        told: frozenset[int] = frozenset().union(*filter(None, map(self._told.of, tensors)))
-        if told and (name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args)):
-            for i in told:
+    def _read_comparisons(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> frozenset[int]:
+        """The comparisons on which a call's tensors depend. If Python reads the result, they are marked as read."""
+        comparisons: frozenset[int] = frozenset().union(*filter(None, map(self._comparisons.of, tensors)))
+        if comparisons and (name in YES_OR_NO or name in NUMBERS or name in AS_MANY_AS_FIT or picks(name, args)):
+            for i in comparisons:
                 self.compared[i].read = True
-        return told
+        return comparisons
 
     def _follows(self, t: Tensor) -> bool:
-        """Whether a tensor follows from parameters. All that a stage receives does."""
+        """Whether a tensor depends on parameters. Every tensor that a stage receives does."""
         return t in self._trained or is_parameter(t) or t.requires_grad or getattr(t, "_mw_received", False)
 
-    def moved(self, result: Any, args: tuple[Any, ...]) -> None:
-        """A collective's result follows from what its operand follows from."""
+    def collective(self, result: Any, args: tuple[Any, ...]) -> None:
+        """Called after each collective: its result depends on whatever its operand depends on."""
         operand = args[0] if args else None
         if not isinstance(operand, Tensor):
             return
-        made = pytree.tree_leaves(result)
+        results = pytree.tree_leaves(result)
         if operand in self._trained:
-            self._trained.note(made, True)
+            self._trained.note(results, True)
         if operand in self._fractions:
-            self._fractions.note(made, True)
-        if told := self._told.of(operand):
-            self._told.note(made, told)
+            self._fractions.note(results, True)
+        if comparisons := self._comparisons.of(operand):
+            self._comparisons.note(results, comparisons)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a transform of ``torch.func`` gives follows from parameters if what it is given does, or what it meets."""
-        if transforming():  # (the one around it tells)
+        """The result of a transform of ``torch.func`` depends on parameters if an argument does, or a tensor that it uses."""
+        if transforming():  # (the outer transform decides)
             return call(*args, **kwargs)
         self._in_transform = any(self._follows(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         result = call(*args, **kwargs)
@@ -188,51 +191,51 @@ class Bent(FunctionMode):
     # --- the batch ----------------------------------------------------------------------------------------------------
 
     def entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is called with a batch."""
+        """A forward pre-hook: the model is called with a batch."""
         with without_modes():
             self._fractions.note(filter(_has_fractions, tensors_in((args, kwargs))), True)
 
-    def _of_batch(
+    def _call_on_batch(
         self,
         func: Any,
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[Tensor],
-        told: frozenset[int],
+        comparisons: frozenset[int],
     ) -> Any:
-        """A function of what does not follow from parameters."""
+        """Calls a function of tensors that do not depend on parameters. ``told``: the comparisons on which they depend."""
         if not any(t in self._fractions for t in tensors):
             result = func(*args, **kwargs)
-            if told:
-                self._told.note(pytree.tree_leaves(result), told)
+            if comparisons:
+                self._comparisons.note(pytree.tree_leaves(result), comparisons)
             return result
-        at = self._decides(name, args, kwargs)
+        argument = self._decides(name, args, kwargs)
         result = func(*args, **kwargs)
         if name in COMPARES and isinstance(result, Tensor):
-            return self._turned_round(result, args, told)
-        if at is not None:
-            self.corners_of_batch.append(_met(at))
+            return self._reversed(result, args, comparisons)
+        if argument is not None:
+            self.corners_of_batch.append(_site(argument))
             if len(self.corners_of_batch) - 1 in self._bent_of_batch:
-                result = self._bent_at(at, name, result, args, kwargs)
-        made = [*pytree.tree_leaves(result), *(args[:1] if writes(func, args, kwargs) else ())]
-        self._fractions.note(filter(_is_bendable, made), True)
-        if told:
-            self._told.note(made, told)
+                result = self._bent_at(argument, name, result, args, kwargs)
+        results = [*pytree.tree_leaves(result), *(args[:1] if writes(func, args, kwargs) else ())]
+        self._fractions.note(filter(_is_bendable, results), True)
+        if comparisons:
+            self._comparisons.note(results, comparisons)
         return result
 
     # --- stops --------------------------------------------------------------------------------------------------------
 
     def _without_stops(self, args: Any, kwargs: Any, *, written: bool) -> Any:
-        """Arguments, of which those are bent that follow from parameters and have no gradient, if the function's result has
-        one; but for what the function writes to."""
+        """The arguments, with those bent that depend on parameters but have no gradient. An argument to which the function
+        writes is unchanged, and so are all if gradients are off."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        kept = args[:1] if written else ()
-        more, named = pytree.tree_map(self._unstopped, (args[len(kept) :], kwargs))
-        return (*kept, *more), named
+        target = args[:1] if written else ()
+        others, named = pytree.tree_map(self._without_stop, (args[len(target) :], kwargs))
+        return (*target, *others), named
 
-    def _unstopped(self, x: Any) -> Any:
+    def _without_stop(self, x: Any) -> Any:
         if not _is_bendable(x) or has_gradient(x) or is_parameter(x) or not (transforming() or self._follows(x)):
             return x
         bent_value = _bend_stop(x)
@@ -241,30 +244,31 @@ class Bent(FunctionMode):
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
-    def _turned_round(self, result: Tensor, args: tuple[Any, ...], told: frozenset[int]) -> Tensor:
-        """What a comparison gave, or the other way. It follows from comparisons that were ``told``, and from itself."""
+    def _reversed(self, result: Tensor, args: tuple[Any, ...], comparisons: frozenset[int]) -> Tensor:
+        """Notes a comparison. Returns its result, or the reverse. The result depends on the ``comparisons`` of its arguments,
+        and on itself."""
         number, (a, b) = len(self.compared), args[:2]
-        self.compared.append(_met(a - b if _is_bendable(a) else a))
-        result = ~result if number in self._turned else result
-        self._told.note([result], told | {number})
+        self.compared.append(_site(a - b if _is_bendable(a) else a))
+        result = ~result if number in self._to_reverse else result
+        self._comparisons.note([result], comparisons | {number})
         return result
 
     # --- corners ------------------------------------------------------------------------------------------------------
 
-    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function gives, bent if it has a corner."""
+    def _call_bent(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function; its result is bent if the function has a corner."""
         if name in NUMBERS:
             number = func(*args, **kwargs)
             return float(_bend_stop(torch.tensor(number).double())) if isinstance(number, float) else number
-        at = self._decides(name, args, kwargs)
+        argument = self._decides(name, args, kwargs)
         result = func(*args, **kwargs)
-        if at is None:
+        if argument is None:
             return pytree.tree_map(lambda t: _bend(t, t), result) if name in _PICKS else result
-        self.corners.append(_met(at))
-        return self._bent_at(at, name, result, args, kwargs)
+        self.corners.append(_site(argument))
+        return self._bent_at(argument, name, result, args, kwargs)
 
     def _bent_at(self, at: Tensor, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function with a corner gave, bent."""
+        """The result of a function with a corner, bent by its argument ``at``."""
         if name in _LOSSES:
             return result + _BEND * _reduced(_bump(at), result, args, kwargs)
         if args and result is args[0]:  # written in place
@@ -273,7 +277,7 @@ class Bent(FunctionMode):
         return _bend(result, at)
 
     def _decides(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What decides on which side of its corner a function is, before it writes to it; None if it has no corner."""
+        """A copy of the value that decides on which side of its corner a function is; None if it has no corner."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if name in _OF_ONE and _is_bendable(tensors[0]):
             return tensors[0].detach().clone()
@@ -284,8 +288,8 @@ class Bent(FunctionMode):
         return None
 
 
-def _met(at: Tensor) -> Met:
-    return Met(model_line(), tuple(at.shape), at.detach().double().sum())
+def _site(at: Tensor) -> Site:
+    return Site(model_line(), tuple(at.shape), at.detach().double().sum())
 
 
 def _is_bendable(t: Any) -> bool:
@@ -298,12 +302,13 @@ def _has_fractions(t: Tensor) -> bool:
 
 
 def _bump(at: Tensor) -> Tensor:
-    """A function of each element that is straight nowhere, and small far off."""
+    """An elementwise function that is linear nowhere, and small for large values."""
     return 1 / (1 + at.square())
 
 
 def _bend(t: Any, at: Any) -> Any:
-    """Of the same sign, and no larger, so that it stays where the next function is defined. What has no fractions stays."""
+    """``t``, changed a little. Signs stay and no value grows, so that the next function is still defined for it. Integers
+    are unchanged."""
     if not _is_bendable(t):
         return t
     bump = _BEND * _bump(at)
@@ -311,14 +316,14 @@ def _bend(t: Any, at: Any) -> Any:
 
 
 def _bend_stop(t: Tensor) -> Tensor:
-    """The same for a value that may be far from any corner: a sum over many rows is bent by as much of it as a mean. What is
-    infinite stays."""
+    """``_bend`` for a value of any size: a large one (a sum over many rows) is changed by the same share as a small one (a
+    mean). Infinite values are unchanged."""
     wave = 0.5 * _BEND * (1 + torch.sin(torch.log1p(t.abs()).clamp(max=1e3)))
     return torch.where(t == 0, _BEND, t * (1 - wave)).to(t.dtype)
 
 
 def _reduced(each: Tensor, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a loss makes of its elements, as its arguments say."""
+    """The reduction of a loss over its elements, as its arguments say: a sum or a mean; no reduction if shapes are equal."""
     if like.shape == each.shape:
         return each
     summed = "sum" in (*args, kwargs.get("reduction")) or args[2:3] == (2,)

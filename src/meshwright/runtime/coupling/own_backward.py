@@ -1,13 +1,12 @@
-"""``own_backward``: what a model's own hooks and Functions make of gradients, tried in a forward.
+"""``own_backward``: tries how a model's own hooks and Functions change gradients, within a forward.
 
-A trial runs no backward. But a hook that divides a gradient by its norm, or a ``Function`` whose backward does, computes with
-what is there: one device has the gradients of all rows. So in one forward each is given a gradient that is made up. It
-follows from the value that it is the gradient of, element by element, so a part of the rows gets its part of it:
+A trial runs no backward. But a hook that divides a gradient by its norm, or a ``Function`` whose backward does so, depends on
+all rows: one device has the gradients of all of them. So in one forward each gets an invented gradient. It is computed from the
+value, element by element, so that a part of the rows gets its part of the gradient. Then
 
-    what has rows         what comes back, in any function of its elements, adds up over the parts
-    what has none         a parameter's gradient is the sum of those of the parts
-    given to what has     the gradient itself is the sum of those of the parts: what comes of a sum must be the sum of what
-    no rows               comes of its terms
+    the result has rows         sums over its elements, of any function of them, must add up over the parts
+    the result has no rows      the gradient of a parameter must be the sum over the parts
+    the argument has no rows    its gradient is the sum over the parts: the result for a sum must be the sum of the results
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from meshwright.calls.placeholder import Placeholder
 from meshwright.private import backward_hooks, has_backward_hooks, pytree, without_modes
 from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, no_backward_within, transforming
 
-# By how much sums of gradients may differ, of them, by the type that they were computed in.
+# The relative tolerance for sums of gradients, by dtype.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF = 5e-2
 
@@ -36,53 +35,52 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Changed:
-    """What one of the model's own made of gradients, of two, and of their sum.
+    """The results of one hook or Function of the model for two gradients, and for their sum.
 
     Attributes:
-        line: of the model.
-        given: the shapes of the gradients that it was given.
-        made: what became of the first.
-        of_second, of_sum: the same, of others.
+        line: the model's line.
+        shapes: the shapes of the gradients that it got.
+        of_first, of_second, of_sum: its results.
     """
 
     line: str
-    given: tuple[torch.Size, ...]
-    made: Gradients
+    shapes: tuple[torch.Size, ...]
+    of_first: Gradients
     of_second: Gradients
     of_sum: Gradients
 
 
 @contextmanager
-def own_backward(model: nn.Module, met: list[Changed]) -> Iterator[None]:
-    """For the time of a forward, hooks and Functions of the model's own are tried as it comes to them; ``met`` is told."""
-    told = partial(_tell, met)
+def own_backward(model: nn.Module, results: list[Changed]) -> Iterator[None]:
+    """While on, each hook and Function of the model is tried when the forward comes to it. ``results``: gets the results."""
+    try_backward = partial(_try_backward, results)
     with ExitStack() as stack:
         for module in filter(has_backward_hooks, model.modules()):
-            handle = module.register_forward_hook(partial(_try_module, told))
+            handle = module.register_forward_hook(partial(_try_module, try_backward))
             stack.callback(handle.remove)
-        stack.enter_context(custom_functions(partial(_try_function, told)))
-        stack.enter_context(_Functions(told))
+        stack.enter_context(custom_functions(partial(_try_function, try_backward)))
+        stack.enter_context(_Functions(try_backward))
         yield
 
 
 def line_across_rows(whole: Sequence[Changed], parts: Sequence[Sequence[Changed]]) -> str | None:
-    """The first line at which what becomes of a gradient of all rows is not what the parts make; None if there is none."""
+    """The first line at which the result for the gradient of all rows does not follow from those of the parts; None if there
+    is none."""
     for of_all, *of_parts in zip(whole, *parts, strict=False):
-        if all(p.line == of_all.line and len(p.made) == len(of_all.made) for p in of_parts) and not _fits(
-            of_all, of_parts
-        ):
+        comparable = all(p.line == of_all.line and len(p.of_first) == len(of_all.of_first) for p in of_parts)
+        if comparable and not _fits(of_all, of_parts):
             return of_all.line
     return None
 
 
 def _fits(whole: Changed, parts: Sequence[Changed]) -> bool:
-    if any(shape in others for shape, *others in zip(whole.given, *(p.given for p in parts), strict=False)):
-        return _makes(whole.of_sum, (whole.made, whole.of_second))
-    return _makes(whole.made, [p.made for p in parts])
+    if any(shape in others for shape, *others in zip(whole.shapes, *(p.shapes for p in parts), strict=False)):
+        return _makes(whole.of_sum, (whole.of_first, whole.of_second))
+    return _makes(whole.of_first, [p.of_first for p in parts])
 
 
 def _makes(whole: Gradients, parts: Sequence[Gradients]) -> bool:
-    """Whether the parts of gradients add up, or lie side by side."""
+    """Whether gradients are the sums of their parts; or, if shapes differ, whether sums over their elements are."""
     for gradient, *pieces in zip(whole, *parts, strict=True):
         terms = [p for p in pieces if p is not None]
         if gradient is None or len(terms) < len(pieces):
@@ -97,27 +95,28 @@ def _makes(whole: Gradients, parts: Sequence[Gradients]) -> bool:
 
 
 def _sums(t: Tensor) -> Tensor:
-    """Sums over functions of the elements."""
+    """The sums over the elements of three functions."""
     return torch.stack([t.sum(), t.square().sum(), t.abs().sum()])
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Whether they are the same but for rounding. What is not finite tells nothing."""
+    """Whether two tensors are equal up to rounding. True if they are not finite, which says nothing."""
     tolerance = _TOLERANCE.get(a.dtype, _HALF)
     return not bool((a + b).isfinite().all()) or torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-# --- what the model has of its own ------------------------------------------------------------------------------------
+# --- hooks and Functions of the model ---------------------------------------------------------------------------------
 
-Told = Callable[[Sequence[Tensor], Callable[[list[Tensor]], Gradients]], None]
+Try = Callable[[Sequence[Tensor], Callable[[list[Tensor]], Gradients]], None]
+"""(values, a function from gradients of these values to results): tries the function."""
 
 
 class _Functions(FunctionMode):
-    """Sees hooks on values, and the functions of torch whose backward computes with a number of all rows."""
+    """Sees hooks on tensors, and torch functions whose backward uses a number that depends on all rows."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, try_backward: Try) -> None:
         super().__init__()
-        self._told = told
+        self._try_backward = try_backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,61 +124,63 @@ class _Functions(FunctionMode):
             self._try_hook(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in _COUNTING and (kwargs.get("scale_grad_by_freq") or any(args[3:4])) and not transforming():
-            self._told(_tensors(result), lambda gradients: [g.mean() for g in gradients])  # so does a mean
+            self._try_backward(
+                _tensors(result), lambda gradients: [g.mean() for g in gradients]
+            )  # a mean depends on all rows likewise
         return result
 
     def _try_hook(self, t: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         if _is_floating(t):
-            self._told([t], lambda gradients: [hook(*gradients)])
+            self._try_backward([t], lambda gradients: [hook(*gradients)])
 
 
-# Given ``scale_grad_by_freq``, the fourth argument, their backward divides by a number of all rows: how often an index stands
-# in them. (Tried with a few rows, it may happen that no index stands in both parts.)
+# With ``scale_grad_by_freq``, the fourth argument, their backward divides by the frequency of an index in all rows. (The real
+# backward shows nothing if no index happens to occur in both parts.)
 _COUNTING = (torch.embedding, torch.embedding_bag)
 
 
-def _try_function(told: Told, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+def _try_function(try_backward: Try, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     result = apply(function, *args, **kwargs)
     values = _tensors(result)
     if values and not function.__module__.startswith("torch.") and not transforming():
-        told(values, partial(_backward_of, partial(apply, function), args, kwargs))
+        try_backward(values, partial(_backward_of, partial(apply, function), args, kwargs))
     return result
 
 
 def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: list[Tensor]) -> Gradients:
-    """What a function makes of gradients of what it gives, in a forward and backward by themselves."""
+    """The gradients of a function's arguments for gradients of its results, by a separate forward and backward."""
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         leaves = pytree.tree_map(_leaf, (args, kwargs))
-        given, named = pytree.tree_map_only(Tensor, torch.clone, leaves)  # which the function may write to
-        pairs = zip(_tensors(call(*given, **named)), gradients, strict=True)
-        made, of_made = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
+        cloned_args, cloned_kwargs = pytree.tree_map_only(Tensor, torch.clone, leaves)  # the function may write to them
+        pairs = zip(_tensors(call(*cloned_args, **cloned_kwargs)), gradients, strict=True)
+        outputs, output_gradients = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
         inputs = [x for x in pytree.tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad]
         with no_backward_within():
-            return list(torch.autograd.grad(made, inputs, of_made, allow_unused=True))
+            return list(torch.autograd.grad(outputs, inputs, output_gradients, allow_unused=True))
 
 
-def _try_module(told: Told, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+def _try_module(try_backward: Try, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
     before, after = backward_hooks(module)
     inputs = [x if _is_floating(x) else None for x in args]
     outputs = [t if _is_floating(t) else None for t in (result if isinstance(result, tuple) else (result,))]
 
-    def with_gradients(places: Sequence[Any], gradients: Iterator[Tensor]) -> tuple[Any, ...]:
-        return tuple(None if x is None else next(gradients) for x in places)
+    def with_gradients(tensors: Sequence[Any], gradients: Iterator[Tensor]) -> tuple[Any, ...]:
+        return tuple(None if x is None else next(gradients) for x in tensors)
 
     def backward(gradients: list[Tensor]) -> Gradients:
-        left = iter(gradients)
-        of_inputs, of_outputs = with_gradients(inputs, left), with_gradients(outputs, left)
+        remaining = iter(gradients)
+        of_inputs, of_outputs = with_gradients(inputs, remaining), with_gradients(outputs, remaining)
         for hook in before:
-            of_outputs = _or(hook(module, of_outputs), of_outputs)
+            of_outputs = _replaced_by(hook(module, of_outputs), of_outputs)
         for hook in after:
-            of_inputs = _or(hook(module, of_inputs, of_outputs), of_inputs)
+            of_inputs = _replaced_by(hook(module, of_inputs, of_outputs), of_inputs)
         return [*of_inputs, *of_outputs]
 
-    told([x for x in (*inputs, *outputs) if x is not None], backward)
+    try_backward([x for x in (*inputs, *outputs) if x is not None], backward)
 
 
-def _or(changed: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a module's hook gives; as before if it gives nothing."""
+def _replaced_by(changed: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients that a module's hook returned; ``before`` if it returned None."""
     if changed is None:
         return before
     return tuple(changed) if isinstance(changed, (tuple, list)) else (changed,)
@@ -188,21 +189,23 @@ def _or(changed: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
 # --- trying -----------------------------------------------------------------------------------------------------------
 
 
-def _tell(met: list[Changed], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]) -> None:
-    """Adds what a backward makes of gradients of these values; nothing if it cannot be tried by itself."""
+def _try_backward(
+    results: list[Changed], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]
+) -> None:
+    """Adds the results of a backward for invented gradients of these values; nothing if it fails outside of a real backward."""
     if any(isinstance(t, Placeholder) or t.is_meta for t in values):
-        return  # other ranks have them, or the parameters that they are made of
-    with without_modes(), torch.no_grad():  # a stage follows what the model runs, and this is not of the model
+        return  # other ranks have the values, or the parameters from which they are computed
+    with without_modes(), torch.no_grad():  # a stage traces the model's functions, and these are not the model's
         first, second = ([torch.sin(rate * t.detach() + rate) for t in values] for rate in (1.0, 1.7))
         both = [x + y for x, y in zip(first, second, strict=True)]
         try:
-            made = [_held(backward([t.clone() for t in given])) for given in (first, second, both)]
-        except Exception:  # a hook may count on the backward around it
+            changed = [_detached(backward([t.clone() for t in gradients])) for gradients in (first, second, both)]
+        except Exception:  # a hook may rely on the backward around it
             return
-    met.append(Changed(model_line(), tuple(t.shape for t in values), *made))
+    results.append(Changed(model_line(), tuple(t.shape for t in values), *changed))
 
 
-def _held(gradients: Gradients) -> Gradients:
+def _detached(gradients: Gradients) -> Gradients:
     return [None if t is None else t.detach() for t in gradients]
 
 
@@ -215,11 +218,11 @@ def _is_floating(x: Any) -> bool:
 
 
 def _leaf(x: Any) -> Any:
-    """A value by itself, of which a gradient is asked if one can be."""
+    """A copy of a tensor as a leaf, which requires a gradient if it can; other values as they are."""
     if not isinstance(x, Tensor):
         return x
-    by_itself = x.detach().clone()
-    return by_itself.requires_grad_() if _is_floating(x) else by_itself
+    leaf = x.detach().clone()
+    return leaf.requires_grad_() if _is_floating(x) else leaf
 
 
 def _same(t: Tensor) -> Tensor:

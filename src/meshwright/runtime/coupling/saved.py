@@ -1,6 +1,6 @@
-"""What autograd saves of a forward for its backward, and whether the forward wrote to it afterwards.
+"""Finds tensors that autograd saved for the backward of a forward, and that the forward wrote to afterwards.
 
-A backward that needs a tensor ends in an error of autograd's if the tensor was written since. This tells without a backward.
+If a saved tensor has been written, the backward ends in an error of autograd. This finds it without a backward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from meshwright.spmd.autograd_functions import transformed_functions, transformi
 
 @contextmanager
 def written_after_saved(lines: set[str]) -> Iterator[None]:
-    """For the time of a forward with gradients. At its end ``lines`` gets the model's lines that saved what was written."""
+    """A context for a forward with gradients. At its end, the model's lines whose saved tensors were written since are added
+    to ``lines``."""
     saved: list[tuple[Tensor, int | None, str]] = []
 
     def note(t: Tensor) -> Tensor:
-        # Of the same version; a graph that holds its own results would wait for the garbage collector. A checkpoint of the
-        # model's own saves under the modes that are on, to which this is no part of the forward.
+        # Detached, with the same version counter: a graph that holds its own results would live until the next garbage
+        # collection. Without modes: a checkpoint of the model saves while modes are on, and this call is not the model's.
         with without_modes():
-            held = t.detach()
-        saved.append((held, version(held), model_line()))
-        return held
+            detached = t.detach()
+        saved.append((detached, version(detached), model_line()))
+        return detached
 
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
@@ -37,14 +38,14 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
             yield
         lines.update(line for t, before, line in saved if version(t) != before)
     finally:
-        saved.clear()  # the graph holds ``note``, and that what was saved
+        saved.clear()  # the graph holds ``note``, and through it the saved tensors
 
 
 def without_hooks(
     hooks: Any, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``torch.func`` made is called without the hooks, which it refuses."""
-    if transforming():  # (the one around it is)
+    """Calls a function that ``torch.func`` transformed without saved-tensor hooks, which it refuses."""
+    if transforming():  # (the outer transform has done so)
         return call(*args, **kwargs)
     hooks.__exit__()
     try:

@@ -1,4 +1,4 @@
-"""``TensorTable``: what a function mode knows of tensors, by their identity."""
+"""``TensorTable``: facts that a function mode keeps on tensors, by their identity."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class TensorTable(Generic[T]):
-    """Tensor → what is known of it. By id, and not kept alive: of the next tensor that gets the id nothing is known."""
+    """Tensor → a fact, by id. The table does not keep tensors alive; a new tensor with the id of a freed one has no entry."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     def note(self, tensors: Iterable[Any], known: T) -> None:
-        """What is no tensor is left out."""
+        """Enters a fact for each tensor among ``tensors``; other values are skipped."""
         self._by_id |= {id(t): (weakref.ref(t), known) for t in tensors if isinstance(t, Tensor)}
 
     def forget(self, t: Tensor) -> None:
-        """It need not be known."""
+        """Removes the entry of a tensor, if there is one."""
         self._by_id.pop(id(t), None)
 
     def of(self, t: Tensor) -> T | None:
-        """What is known of a tensor, if anything."""
+        """The fact of a tensor; None if it has no entry."""
         reference, known = self._by_id.get(id(t), (None, None))
         return known if reference is not None and reference() is t else None
 
@@ -39,8 +39,8 @@ class TensorTable(Generic[T]):
         return bool(self._by_id)
 
 
-def tensors_given(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a torch function is given, those in lists and tuples too."""
+def tensor_arguments(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a torch function, including those in lists and tuples."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor):
             yield x
@@ -49,7 +49,7 @@ def tensors_given(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def is_parameter(t: Tensor) -> bool:
-    """Whether a tensor is a parameter, or this rank's part of one."""
+    """Whether a tensor is a parameter, or the local part of one."""
     return isinstance(t, nn.Parameter) or bool(
         getattr(t, "_mw_is_parameter", False) or getattr(t, "_mw_parameter", None)
     )

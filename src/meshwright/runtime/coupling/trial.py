@@ -1,22 +1,21 @@
-"""Does the loss of a batch follow from the losses of its pieces? Found out by trying, before the first step.
+"""The trial of rows: before the first step, tries how the losses of parts of a batch combine into the loss of the batch.
 
-Data parallelism and microbatches give a rank some of the rows. For most models the loss of all rows is the mean over
-pieces, weighed by rows or labels. Not for all: batch statistics, losses that compare rows with each other, sums. So a few
-rows are run whole and in two parts, without gradients and without dropout, the parts with the random numbers that the
-whole has drawn for their rows, and compared:
+With data parallelism and microbatches a forward has only some of the rows. For most models the loss of all rows is the mean
+over pieces, weighted by rows or labels. Not for all: there are batch statistics, losses that compare rows, and sums. So a few
+rows run together and in two parts, without gradients and without dropout. The parts use the random numbers that the
+forward of all rows drew for their rows. The losses are compared:
 
-    mean       the whole is the weighed mean of the parts       each rank runs its rows
-    sum        the whole is the sum of the parts                each rank runs its rows; losses are added
-    ratio      the same as mean, for a mean that is divided     each rank runs its rows
-               by another, of the mask (runtime/rows/loss_weights.py)
-    coupled    neither, or the parts cannot be run              every rank runs all rows: right, though no faster
+    mean       the loss of all rows is the weighted mean         each rank runs its rows
+    sum        the loss of all rows is the sum                   each rank runs its rows; losses are added
+    ratio      as mean, for a mean that is divided by another    each rank runs its rows
+               mean, of the mask (runtime/rows/loss_weights.py)
+    coupled    none of these, or the parts cannot run            every rank runs all rows: right, but not faster
 
-There is no backward. What hooks and Functions of the model's own make of gradients is tried in a forward (own_backward.py).
-Whether the backward of a single row would find what it needs written over is seen from what the forward saves.
+There is no backward. A forward also tries the model's own hooks and Functions for gradients (own_backward.py). Whether the
+backward of a single row would fail, because the forward wrote to a saved tensor, is seen from what the forward saves.
 
-The trial computes in float64, at weights moved off their values (runtime/coupling/float64.py): at initial weights, in
-the precision of the plan, a batch norm can look like rounding, and a loss that balances experts like a constant. It
-leaves no trace.
+The trial computes in float64, with perturbed weights (runtime/coupling/float64.py). At initial weights, in the precision of the
+plan, a batch norm can look like rounding, and a loss that balances experts like a constant. The trial is undone afterwards.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ MOST_ROWS = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial came to.
+    """The result of a trial.
 
     Attributes:
-        kind: mean, sum or coupled.
-        why: what ended the trial, with the model's line; empty if it did not fail.
-        kept: attributes of modules that are other ones after a part of the rows.
-        changes_state: whether a forward leaves modules otherwise than it finds them (a counter, an average): rows may combine
-            otherwise in the next, of which a term of the loss is another.
-        counted: lines at which Python is told how many elements a mask picked: of a piece's rows, and not of all.
+        kind: ``mean``, ``sum``, ``ratio`` or ``coupled``.
+        why: why the rows are coupled, with the model's line; empty if the losses show it.
+        kept: attributes of modules that differ after a forward of a part of the rows.
+        changes_state: whether a forward changes the state of modules (a counter, an average), so that rows may combine in
+            another way in the next forward.
+        counted: lines at which Python learns how many elements a mask picked: of the rows of a piece, not of all.
     """
 
     kind: str
@@ -71,7 +70,7 @@ class Verdict:
     counted: tuple[str, ...] = ()
 
 
-# What an attempt comes to, the worst last.
+# The outcomes of an attempt, the worst last.
 _KINDS = (MEAN, SUM, RATIO, COUPLED)
 _NOT_FINITE, _FAILED = 4, 5
 
@@ -80,10 +79,10 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     """How the rows of a batch combine into its loss; the same verdict on every rank.
 
     Args:
-        batch: at least two rows; as many on every rank.
-        dtype: what the model computes in.
-        single: whether a piece may be a single row. Then one of the trial is: a dim of size 1 is another shape to a model
-            (``squeeze``), and memory that is contiguous where it was not (``transpose(0, 1).contiguous()`` copies nothing).
+        batch: at least two rows, with equal numbers on all ranks.
+        dtype: the dtype in which the model computes.
+        single: whether a piece of a step may be a single row. Then a part of the trial is one: a dim of size 1 may change the
+            path of a model (``squeeze``), and may make memory contiguous (``transpose(0, 1).contiguous()`` copies nothing).
     """
     agreed, first = forwards.agreed, int(single)
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
@@ -101,11 +100,11 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         return Verdict(COUPLED, outcome.why if outcome.most == _FAILED else "")
     kind = outcome.kind
     if kind != COUPLED and agreed(attempt.weighs_nothing(kind))[1]:
-        # Rows that weigh nothing show nothing of what others do to them; backwards, they stand first.
+        # Rows without weight do not show the influence of others on them; in reversed order they come first.
         other = Attempt(reversed_rows(rows, rows_of(rows)), forwards, computing, first=first)
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
     if kind != COUPLED and rows_of(rows) > 2:
-        # Parts of which as many elements are masked make the whole by chance; divided elsewhere, they do not.
+        # Parts with equal numbers of masked elements may make the whole by chance; parts of other sizes do not.
         rolled = rolled_rows(rows, rows_of(rows))
         other = attempt.divided_elsewhere() or Attempt(rolled, forwards, computing, first=first)
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
@@ -118,18 +117,19 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         if agreed(written)[1]:
             why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
             return Verdict(COUPLED, why)
-    verdict = _with_what_is_kept(kind, attempt, forwards)
+    verdict = _with_attributes(kind, attempt, forwards)
     return replace(verdict, changes_state=bool(agreed(attempt.changes_state())[1]), counted=attempt.counted())
 
 
 def _acts(line: str) -> str:
+    """The reason for a verdict, if the model acts on a number of all rows at this line; empty without a line."""
     return line and f"it acts on a number of all rows at {line}"
 
 
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
-    """How the model acts on a number of all rows in a way that the losses do not show where they were tried (bent.py,
-    own_backward.py); empty if this rank has not met it. None if it does not."""
-    # Stages keep their graphs as they are. What does not go beside hooks on what a graph keeps is run with all that it keeps.
+    """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bent.py,
+    own_backward.py); empty if only another rank saw it. None if the model does not."""
+    # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
     for gradients in (torch.no_grad,) if forwards.fatal else (graph_alone, torch.enable_grad):
         seen: list[Bent] = []
         computing = Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, gradients=gradients)
@@ -137,7 +137,7 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
         outcome = _tried(attempt, forwards)
         if outcome.most != _FAILED:
             break
-    if outcome.most >= _NOT_FINITE:  # a forward that cannot be bent tells nothing
+    if outcome.most >= _NOT_FINITE:  # the forward fails with bent values: nothing can be concluded
         return None
     whole, part, rest = seen[:3]
     if outcome.kind != kind:
@@ -153,26 +153,26 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     compared = [i for i in of_all_rows(whole.compared, part.compared) if not whole.compared[i].read]
     if not forwards.agreed(bool(compared))[1]:
         return None
-    turned = replace(computing, on=partial(bent, forwards.model, [], compared))
-    changes = _changes_loss(attempt, attempt.like(turned), forwards)
+    reversed_comparisons = replace(computing, on=partial(bent, forwards.model, [], compared))
+    changes = _changes_loss(attempt, attempt.like(reversed_comparisons), forwards)
     return _acts(next((whole.compared[i].line for i in compared), "")) if changes else None
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
-    """Whether the loss of all rows is another in another attempt, on some rank."""
+    """Whether the loss of all rows differs between two attempts, on some rank."""
     try:
         a, b = attempt.loss_of_all(), other.loss_of_all()
         changes = abs(a - b) > 1e-12 * max(1.0, abs(a))
     except forwards.fatal:
         raise
-    except Exception:  # nothing follows from a forward that cannot be
+    except Exception:  # nothing follows from a forward that fails
         changes = False
     return bool(forwards.agreed(changes)[1])
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What an attempt came to, on the ranks where it came to least and most; and what ended it."""
+class _Outcome:
+    """The outcome of an attempt: the smallest and the largest number in ``_KINDS`` over ranks; and the error, as text."""
 
     fewest: int
     most: int
@@ -183,10 +183,10 @@ class _Found:
         return _KINDS[self.most] if self.fewest == self.most < _NOT_FINITE else COUPLED
 
 
-def _tried(attempt: Attempt, forwards: Forwards) -> _Found:
-    """How rows combine in an attempt: the first way in which they do. Agreed on after each: every rank runs as many forwards,
-    which have collectives."""
-    outcome = _Found(_FAILED, _FAILED)
+def _tried(attempt: Attempt, forwards: Forwards) -> _Outcome:
+    """How rows combine in an attempt: the first way in which they do. Ranks agree after each way, as all of them must run the
+    same forwards, which contain collectives."""
+    outcome = _Outcome(_FAILED, _FAILED)
     ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
     for compared in (*ways, attempt.compared_by_noise):
         why = outcome.why
@@ -196,20 +196,21 @@ def _tried(attempt: Attempt, forwards: Forwards) -> _Found:
             number = _NOT_FINITE
         except forwards.fatal:
             raise
-        except Exception as error:  # rows that cannot be divided: a model that has the batch's size as a number
-            cause = error.__cause__ or error  # the model's own error, not what a recording made of it
-            number, why = _FAILED, _told(cause)
-        outcome = _Found(*forwards.agreed(number), why)
+        except Exception as error:  # rows that cannot be divided: a model that contains the batch size as a number
+            cause = error.__cause__ or error  # the model's own error, not the error of a recording around it
+            number, why = _FAILED, _as_text(cause)
+        outcome = _Outcome(*forwards.agreed(number), why)
         if outcome.most != _KINDS.index(COUPLED):
             break
     return outcome
 
 
 def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
-    """Whether the loss of all rows is what the first of them, and the rest, make in this way; the same on every rank.
+    """Whether the losses of the first rows and of the rest combine in this way into the loss of all rows; the same on every
+    rank.
 
-    It is tried at the model's own weights, at which these rows took their paths, and at others, as what a path does may be
-    behind a gate that is zero.
+    It is tried with the model's own weights, with which these rows took their paths; and with perturbed weights, as the effect
+    of a path may be multiplied by a gate that is zero.
     """
     for perturbed in (False, True):
         computing = Computing(torch.float64, partial(wide, perturbed=perturbed), wide=True)
@@ -218,10 +219,10 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
             try:
                 fits = compared() == way
             except NotFiniteError:
-                fits = perturbed  # other weights tell nothing then
+                fits = perturbed  # with perturbed weights this says nothing
             except forwards.fatal:
                 raise
-            except Exception:  # rows that cannot be run so
+            except Exception:  # the rows cannot run apart
                 fits = False
             fits = bool(forwards.agreed(fits)[0])
             if fits:
@@ -232,67 +233,67 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
 
 
 def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
-    """Whether all rows have a finite loss, and the first of them, or the rest, have none; the same on every rank."""
+    """Whether the loss of all rows is finite, but that of the first rows or of the rest is not; the same on every rank."""
     attempt = Attempt(rows, forwards, Computing(torch.float64, partial(wide, perturbed=False), wide=True), first=first)
     try:
         together = attempt.finite_together_alone(way)
     except forwards.fatal:
         raise
-    except Exception:  # rows that cannot be run so
+    except Exception:  # the rows cannot run apart
         together = False
     return bool(forwards.agreed(together)[0])
 
 
-def _with_what_is_kept(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict:
-    """The verdict on rows whose losses combine, by what they leave in attributes of modules."""
-    kept = attempt.kept_otherwise(kind)
-    names = tuple(f"{path}.{key}" if path else key for (path, key), how in kept.items() if how == VALUES)
-    if not forwards.agreed(bool(kept))[1]:
+def _with_attributes(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict:
+    """The verdict on rows whose losses combine, by the attributes of modules that their forwards leave."""
+    differing = attempt.differing_attributes(kind)
+    names = tuple(f"{path}.{key}" if path else key for (path, key), how in differing.items() if how == VALUES)
+    if not forwards.agreed(bool(differing))[1]:
         return Verdict(kind)
-    if forwards.agreed(attempt.computes_with(kept, kind) or (bool(names) and attempt.has_backward_hooks()))[1]:
-        of = f" ({', '.join(names[:3])})" if names else ""
+    if forwards.agreed(attempt.computes_with(differing, kind) or (bool(names) and attempt.has_backward_hooks()))[1]:
+        which = f" ({', '.join(names[:3])})" if names else ""
         return Verdict(
             COUPLED,
-            f"it computes with what earlier forwards left in attributes of its modules{of}, which follows from the rows",
+            f"it computes with attributes of its modules{which} that earlier forwards set, and that depend on the rows",
         )
     return Verdict(kind, kept=names)
 
 
-def _told(error: BaseException) -> str:
-    """An error's type, its first line, and the model's line that it went through last."""
+def _as_text(error: BaseException) -> str:
+    """The type of an error, its first line, and the model's line at which it was raised."""
     text, line = f"{type(error).__name__}: {error}".split("\n", 1)[0], line_of(error)
     return f"{text} ({line})" if line else text
 
 
 def notes(verdict: Verdict) -> list[str]:
-    """What a person should know of it; none for the usual case."""
+    """The notes for a person; none in the usual case."""
     if verdict.kind == COUPLED:
         return [_why_coupled(verdict)]
-    said: list[str] = []
+    texts: list[str] = []
     if verdict.kept:
-        said.append(
-            f"{few(verdict.kept)}: what a forward "
-            "leaves there follows from its rows, and after a step it is what this rank's first microbatch left. If it is to be "
-            "that of the batch, make it a buffer: rows are then run together"
+        texts.append(
+            f"{few(verdict.kept)}: the value that a forward "
+            "leaves there depends on its rows; after a step it is the value of this rank's first microbatch. If it should be "
+            "the value of the whole batch, make it a buffer: then rows run together"
         )
     if verdict.counted:
-        said.append(
-            f"{few(verdict.counted)}: the model asks how many elements a mask picked. Each data rank and microbatch asks it of "
-            "its own rows. If the model compares that with another number than zero, say rows: whole in the plan"
+        texts.append(
+            f"{few(verdict.counted)}: the model asks how many elements a mask picked. Each data rank and microbatch counts "
+            "only its own rows. If the model compares the count with a number other than zero, set rows: whole in the plan"
         )
-    return said
+    return texts
 
 
 def _why_coupled(verdict: Verdict) -> str:
     if verdict.why:
         return (
-            f"this model's rows cannot be run apart: {verdict.why}: every data rank runs all rows at once, in one microbatch, "
-            "which is right, and saves memory but no time"
+            f"this model's rows cannot be run apart: {verdict.why}. Every data rank runs all rows, in one microbatch: "
+            "the results are right; it saves memory but no time"
         )
     return (
         "this model's loss couples the rows of a batch (batch statistics, rows compared with rows): "
-        "every data rank runs all rows at once, which is right, and saves memory but no time; "
-        "rows: split in the plan gives each its own rows instead"
+        "every data rank runs all rows: the results are right; it saves memory but no time. "
+        "With rows: split in the plan each rank runs its own rows"
     )
 
 

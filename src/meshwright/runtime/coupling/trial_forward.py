@@ -1,7 +1,7 @@
-"""``TrialForward``: a forward of a trial, of all rows or of some: no dropout, and of random numbers those that a forward of all
-rows drew for these rows.
+"""``TrialForward``: the mode of a forward in a trial, of all rows or of some of them: without dropout, and with the random
+numbers that the forward of all rows drew for these rows.
 
-Numbers of its own would change a part's loss, and look as though rows were coupled.
+With other numbers a part would have another loss, as if its rows were coupled with the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.spmd.autograd_functions import FunctionMode
 
 
 class GradientsAskedError(BaseException):
-    """The forward asks for gradients (a penalty on them, a hook). Not an Exception, so that a model lets it through."""
+    """The forward computes gradients (a gradient penalty, a hook). Not an Exception, so that no model catches it."""
 
 
 _OF_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.register_hook, Tensor.retain_grad)
@@ -30,8 +30,10 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class TrialForward(FunctionMode):
-    """The rows from ``start`` to ``stop``: no dropout, their own random numbers of all rows'; and without gradients, an
-    error where the forward asks for them."""
+    """A forward of the rows ``start`` to ``stop``: without dropout, and with their part of the random numbers of all rows.
+
+    Raises ``GradientsAskedError`` if the forward computes gradients while they are off.
+    """
 
     def __init__(self, numbers: DrawnNumbers, start: int, stop: int) -> None:
         super().__init__()
@@ -47,9 +49,9 @@ class TrialForward(FunctionMode):
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         if name in _RECURRENT:
-            args = tuple(0.0 if isinstance(a, float) else a for a in args)  # the one is of their dropout
+            args = tuple(0.0 if isinstance(a, float) else a for a in args)  # the only float among them is the dropout
         if getattr(func, "__module__", "") == functional.__name__ and (body := python_body(func)) is not None:
-            with self:  # the dropout in an attention of torch's
+            with self:  # sees the dropout within torch's own attention
                 return body(*args, **kwargs)
         result = func(*args, **kwargs)
         if name in _DRAWING and isinstance(result, Tensor) and not result.is_meta:
@@ -59,7 +61,7 @@ class TrialForward(FunctionMode):
 
 
 def _has_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether gradients can be asked of what is first: a model may turn them off itself, and ask for those of before."""
+    """Whether the first argument has a graph: a model may switch gradients off, and then compute those of earlier results."""
     first = args[0] if args else next(iter(kwargs.values()), None)
     return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(first))
 
@@ -74,7 +76,8 @@ _WHOLE_NUMBERS = ("randint", "randint_like", "random_", "randperm")
 
 
 def _kind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What must be the same for numbers to be of the same kind: with whole ones their bounds, as they may be of rows."""
+    """What must be equal in two draws so that one may have the numbers of the other. For integers this includes the bounds,
+    which may be numbers of rows."""
     if name == "multinomial":
         return name, (args[0] if args else kwargs["input"]).shape[-1]
     if name not in _WHOLE_NUMBERS:
@@ -83,7 +86,7 @@ def _kind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 class DrawnNumbers:
-    """The random numbers that a forward of all rows drew, in order: a half of them takes those of its rows."""
+    """The random numbers that a forward of all rows drew, in order; a forward of some rows takes the numbers of its rows."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -91,7 +94,8 @@ class DrawnNumbers:
 
     @torch.no_grad()
     def align(self, i: int, drawn: Tensor, kind: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """The i-th draw of the rows in ``span``: kept where these are all rows, else overwritten with what was kept."""
+        """Handles draw number ``i`` of a forward of the rows in ``span``. If these are all rows, its numbers are kept; else it
+        is overwritten with the kept numbers of these rows."""
         if span == (0, self._rows):
             self._known[i] = kind, drawn.clone()
         elif i in self._known and self._known[i][0] == kind:
@@ -99,14 +103,15 @@ class DrawnNumbers:
             if numbers is not None:
                 drawn.copy_(numbers)
 
-    def _of(self, every: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor | None:
-        """The part of rows ``start`` to ``stop``, of this shape; all of what does not differ with the rows."""
-        if every.shape == shape or every.dim() != len(shape):
-            return every if every.shape == shape else None
-        d, *others = (d for d, size in enumerate(shape) if size != every.shape[d])
-        if not others and stop == 2 * self._rows and shape[d] == 2 * every.shape[d]:
-            return torch.cat([every, every], d)
-        each = every.shape[d] // self._rows
-        if others or every.shape[d] != each * self._rows or shape[d] != each * (stop - start):
+    def _of(self, numbers: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor | None:
+        """The part of ``numbers`` for rows ``start`` to ``stop``, of this shape; all of them if the shape does not depend on
+        rows; None if no dim has a size in proportion to rows."""
+        if numbers.shape == shape or numbers.dim() != len(shape):
+            return numbers if numbers.shape == shape else None
+        d, *others = (d for d, size in enumerate(shape) if size != numbers.shape[d])
+        if not others and stop == 2 * self._rows and shape[d] == 2 * numbers.shape[d]:
+            return torch.cat([numbers, numbers], d)
+        per_row = numbers.shape[d] // self._rows
+        if others or numbers.shape[d] != per_row * self._rows or shape[d] != per_row * (stop - start):
             return None
-        return every.narrow(d, start * each, shape[d])
+        return numbers.narrow(d, start * per_row, shape[d])

@@ -1,4 +1,4 @@
-"""``untouched``: forwards that leave no trace: what they change of a model, and of random numbers, is put back."""
+"""``untouched``: a context for forwards after which the model and the generators are restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.runtime.coupling.attributes import Name, changed, marks, put
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.weights.parameters import local_tensor
 
-Slot = tuple[nn.Module, str]  # where a module keeps a tensor, as a forward may put another in its place
+Slot = tuple[nn.Module, str]  # (module, name of a tensor in it); a forward may replace the tensor
 
 
 @contextmanager
@@ -21,21 +21,21 @@ def untouched(
     model: nn.Module,
     random: Generators,
     slots: Sequence[Slot],
-    left: list[list[Tensor]],
-    attributes: list[dict[Name, Any]],
+    final_slots: list[list[Tensor]],
+    final_attributes: list[dict[Name, Any]],
     *,
     begin: Mapping[Name, Any],
     wide: bool,
 ) -> Iterator[None]:
-    """Forwards within leave the state of modules, parameters, gradients and random numbers as they were.
+    """Restores the state of modules, parameters, gradients and generators after the forwards within the block.
 
     Args:
-        random: the generators that the forwards may draw from.
-        slots: what a forward may change: buffers, parameters that it writes.
-        left: gets what the forwards made of the slots.
-        attributes: gets the plain attributes that the forwards changed.
-        begin: what attributes are when the forwards begin, if not what they are now.
-        wide: buffers are of float64 meanwhile.
+        random: the generators from which the forwards may draw.
+        slots: the buffers and parameters that a forward may write.
+        final_slots: gets the values of the slots after the forwards.
+        final_attributes: gets the plain attributes that the forwards changed, with their values after them.
+        begin: values of attributes when the forwards begin, if other than now.
+        wide: whether buffers are in float64 within the block.
     """
     tensors = ((slot, getattr(*slot)) for slot in slots)
     parameters = [(*slot, p) for slot, p in tensors if isinstance(p, nn.Parameter)]
@@ -49,8 +49,8 @@ def untouched(
             try:
                 yield
             finally:
-                attributes.append(changed(model, before))
-                left.append([local_tensor(getattr(*slot)).detach().clone() for slot in slots])
+                final_attributes.append(changed(model, before))
+                final_slots.append([local_tensor(getattr(*slot)).detach().clone() for slot in slots])
     finally:
         for module, name, p in parameters:
             setattr(module, name, p)
@@ -59,7 +59,7 @@ def untouched(
 
 
 def _widen(slots: Sequence[Slot]) -> None:
-    """Makes buffers of float64."""
+    """Casts buffers to float64."""
     for module, name in slots:
         t = getattr(module, name)
         if not isinstance(t, nn.Parameter) and t.is_floating_point():

@@ -1,4 +1,4 @@
-"""Rows of a dataset, in one global order for every layout, and this rank's share of each batch."""
+"""``Batches``: the rows of a dataset in an order that is the same in every layout, and this rank's share of each batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Batches:
     """Iterates over this rank's rows of each global batch. See ``Job.batches``.
 
     Attributes:
-        taken: batches handed out, from the first of all; where the next iteration begins, once a state is loaded.
+        taken: the number of batches given out so far, including those before a resume. After a state is loaded, the next
+            iteration begins there.
     """
 
     def __init__(
@@ -50,25 +51,25 @@ class Batches:
         self.taken = start
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands: the same in every layout."""
+        """The position in the data, and what it belongs to; equal in every layout."""
         return {"taken": self.taken, "seed": self.seed, "global_batch": self.global_batch, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where another stood.
+        """Continues at the position of ``state``.
 
         Raises:
-            PlanError: it went through other rows, or took other numbers of them at a time.
+            PlanError: the state has another number of rows, another global batch or another seed.
         """
         findings = Findings("this data")
-        for key, here in (("rows", self.rows), ("global_batch", self.global_batch), ("seed", self.seed)):
-            if state[key] != here:
+        for key, value in (("rows", self.rows), ("global_batch", self.global_batch), ("seed", self.seed)):
+            if state[key] != value:
                 fix = f"{key}={state[key]}" if key != "rows" else "load without data="
-                findings.add(where=key, given=str(here), required=f"{state[key]}, as when it was saved", fix=fix)
+                findings.add(where=key, given=str(value), required=f"{state[key]}, as when it was saved", fix=fix)
         findings.raise_if_any()
         self.start = self.taken = state["taken"]
 
     def __len__(self) -> int:
-        """Batches of all epochs, less those skipped."""
+        """The number of batches of all epochs, without those skipped at the start."""
         if self.epochs is None:
             raise TypeError("batches without end have no length")
         return self.epochs * self._per_epoch() - self.start
@@ -85,7 +86,7 @@ class Batches:
             yield pytree.tree_map_only(Tensor, lambda t: moved(t, self.device), batch)
 
     def _shares(self, start: int) -> Iterator[list[Row]]:
-        """This rank's rows of each batch, from batch ``start`` on."""
+        """This rank's rows of each batch, from batch number ``start`` on."""
         per_epoch = self._per_epoch()
         if not per_epoch:
             return
@@ -95,7 +96,7 @@ class Batches:
             for i in range(skipped, per_epoch):
                 rows = order[i * self.global_batch : (i + 1) * self.global_batch].tolist()
                 first, stop = bounds(len(rows), self.pieces)[self.piece]
-                # A short last batch may have no row for this rank: then tensors without rows, of the right shape.
+                # A short last batch may have no row for this rank: then it gets tensors with 0 rows.
                 yield [Row(epoch, row) for row in rows[first:stop]] or [Row(epoch, rows[0], shape_only=True)]
             epoch, skipped = epoch + 1, 0
 

@@ -1,4 +1,5 @@
-"""``CountedUses``: where a forward uses what it counts of its batch: labels, elements that a mask picks, sums that divide."""
+"""``CountedUses``: finds where a forward uses counts of its batch: numbers of labels or of elements that a mask picks, and sums
+that divide."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from meshwright.spmd.torch_functions import writes
 
 
 def labels_counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean over labels divides by: their number, or their weights."""
+    """The divisor of a mean over labels: their number, or the sum of their class weights."""
     valid = target != ignore_index
     return valid.sum() if weight is None else (weight[torch.where(valid, target, 0)] * valid).sum()
 
 
 def elements_counted(mask: Tensor) -> Tensor:
-    """How many elements a mask picks."""
+    """The number of elements that a mask picks."""
     return mask.sum()
 
 
@@ -46,12 +47,13 @@ def _is_mean_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class CountedUses(Follower):
-    """Finds where a forward uses what it counts: ``mean``, ``part``, ``term`` and ``uncounted`` say what becomes of
-    it."""
+    """Finds uses of counts. Subclasses decide by ``mean``, ``part``, ``term`` and ``uncounted`` what happens there."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
-        self._picked: dict[int, tuple[Tensor, Name]] = {}  # tensors whose dim 0 is as long as a mask says → that count
+        self._picked: dict[
+            int, tuple[Tensor, Name]
+        ] = {}  # id → (a tensor whose rows a mask picked, the count of these)
 
     def met(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], names: list[Name | None]
@@ -63,17 +65,17 @@ class CountedUses(Follower):
             result = func(*args, **kwargs)
             self._pick(result, self.counted(elements_counted, mask))
             return result
-        does = getattr(func, "__name__", "")
-        if does in _DIVIDES | _MULTIPLIES and len(tensors) == 2 and tensors[0] is args[0] and not all(names):
+        function = getattr(func, "__name__", "")
+        if function in _DIVIDES | _MULTIPLIES and len(tensors) == 2 and tensors[0] is args[0] and not all(names):
             at = 0 if names[0] is not None else 1
             name = names[at]
             if name is not None and len(args) == 2:
-                return self.part(name, at, does in _DIVIDES, func, args, kwargs)
+                return self.part(name, at, function in _DIVIDES, func, args, kwargs)
         args, kwargs = self.with_terms(func, args, kwargs)
         return self._of_picked(_called, func, args, kwargs, tensors)
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """See ``Follower``. A mean over labels, or over what a mask picked, has no name: it is scaled by its count."""
+        """See ``Follower``. A mean over labels, or over elements that a mask picked, gets no name: it is scaled."""
         if mean_target(func, args, kwargs) is not None:
             return self._of_labels(func, args, kwargs)
         if (mask := self._mask(func, args)) is not None:
@@ -89,7 +91,7 @@ class CountedUses(Follower):
         return self._of_picked(_called, func, args, kwargs, tensors)
 
     def counted(self, count: Callable[..., Tensor], *operands: Any) -> Name | None:
-        """The name of what ``count`` gives for named operands, a step that the forward itself does not do."""
+        """The name of ``count(*operands)``, a step that is not in the forward. ``operands``: names and constants."""
         flat, spec = pytree.tree_flatten((operands, {}))
         step = self.step((count, tuple(map(token, flat)), spec), count, flat, spec, 1, False)
         return None if step is None else step.outputs[0]
@@ -104,7 +106,7 @@ class CountedUses(Follower):
         return self.mean(self.counted(labels_counted, *names, ignored), func, args, kwargs)
 
     def _mask(self, func: Any, args: tuple[Any, ...]) -> Name | None:
-        """The mask by which values are picked into dim 0."""
+        """The name of the mask, if a call picks elements by a mask into dim 0; else None."""
         if getattr(func, "__name__", "") not in ("__getitem__", "masked_select") or len(args) != 2:
             return None
         mask = args[1]
@@ -116,8 +118,8 @@ class CountedUses(Follower):
                 self._picked[id(t)] = t, count
 
     def picks(self, t: Tensor) -> bool:
-        """Whether a mask picked what a tensor has in its rows."""
-        return (found := self._picked.get(id(t))) is not None and found[0] is t
+        """Whether a mask picked the rows of a tensor."""
+        return (entry := self._picked.get(id(t))) is not None and entry[0] is t
 
     def _of_picked(
         self,
@@ -127,33 +129,32 @@ class CountedUses(Follower):
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> Any:
-        """A function of what was picked, perhaps. ``call``: runs it."""
-        picked = [found for t in tensors if (found := self._picked.get(id(t))) is not None and found[0] is t]
+        """Calls a function some of whose arguments may have picked rows. ``call``: runs it."""
+        picked = [self._picked[id(t)] for t in tensors if self.picks(t)]
         if not picked or len({count for _, count in picked}) > 1:
             return call(func, args, kwargs, tensors)
-        of, count = picked[0]
+        argument, count = picked[0]
         if _is_mean_of_all(func, args, kwargs):
             return self.mean(count, func, args, kwargs)
         result = call(func, args, kwargs, tensors)
-        self._pick(
-            [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.shape[:1] == of.shape[:1]], count
-        )
+        tensors_out = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        self._pick([t for t in tensors_out if t.shape[:1] == argument.shape[:1]], count)
         return result
 
     def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A mean over as many as ``count``."""
+        """A mean over ``count`` labels or elements."""
         raise NotImplementedError
 
     def part(self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A product or quotient of what has no name and, as the argument ``at``, of what has one."""
+        """A product or quotient of a tensor without a name and of one with a name, the argument number ``at``."""
         raise NotImplementedError
 
     def with_terms(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a function that takes tensors with names and without: a mean of the batch alone is that of all rows.
+        """The arguments of a function of tensors with names and without names. ``term`` may replace a number that has a name.
 
-        A number that is written to stays itself: others may have it.
+        An argument to which the function writes is not replaced, as it may be used elsewhere.
         """
         written = args[0] if args and writes(func, args, kwargs) else None
 
@@ -165,11 +166,11 @@ class CountedUses(Follower):
         return args, kwargs
 
     def term(self, name: Name, number: Tensor) -> Tensor:
-        """What stands for a number that has a name beside what has none."""
+        """The number to use in place of ``number``, which has a name, together with tensors without names."""
         raise NotImplementedError
 
     def uncounted(self, target: Tensor, ignored: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A mean over labels that do not follow from the batch alone."""
+        """A mean over labels that do not depend on the batch alone."""
         raise NotImplementedError
 
 

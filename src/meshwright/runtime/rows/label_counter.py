@@ -1,5 +1,7 @@
-"""``LabelCounter``: the label program of a forward: the part of it that follows from the batch alone
-(runtime/rows/label_program.py), as far as a mean is divided by it; and what it counts in a piece of a batch.
+"""``LabelCounter``: records the label program of a forward, and counts by it in a piece of a batch.
+
+The label program is the part of a forward that depends on the batch alone (runtime/rows/label_program.py) and on which the
+divisor of a mean depends.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, 
 from meshwright.runtime.rows.label_program import Name, Replay, Step, Tape, tensors_of_model
 
 Slot = tuple[str, int, int]
-"""Which sum over rows: the model's line, how many there were before on that line, and how many numbers it has."""
+"""Identifies a sum over rows: (the model's line, how many sums precede it on that line, how many numbers it has)."""
 
 
 class Recorder(CountedUses):
-    """Records while a forward runs for its shapes."""
+    """Records the uses of counts in a forward that runs on meta.
+
+    Attributes:
+        used: the names of all counts that are used.
+        parts: those by which something is divided or multiplied.
+        terms: those that are numbers, used together with tensors without names.
+        lines: the lines of means whose count is not known.
+    """
 
     def __init__(self, leaves: int) -> None:
         super().__init__(Tape(leaves))
         self.used: list[Name] = []
-        self.parts: set[Name] = set()  # of these, what something is divided by or multiplied with
-        self.terms: set[Name] = set()  # of these, numbers beside what has no name
-        self.lines: list[str] = []  # of means whose count is not known
+        self.parts: set[Name] = set()
+        self.terms: set[Name] = set()
+        self.lines: list[str] = []
 
     @property
     def names_tensors(self) -> bool:
@@ -53,12 +62,12 @@ class Recorder(CountedUses):
     def step(self, signature: Any, func: Any, flat: Any, spec: Any, outputs: int, is_write: bool) -> Step | None:
         """See ``Follower``."""
         may_sum = getattr(func, "__name__", "") in _SUMS
-        # Ranks know sums by their lines: without the folder, which may be another on another machine.
+        # Ranks identify sums by their lines, without the folder, which may differ between machines.
         line = os.path.basename(model_line()) if may_sum else ""
         return self.tape.add(signature, func, flat, spec, outputs, writes=is_write, line=line)
 
     def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
-        """See ``Follower``: the other tensor has no value here, and this one shall keep its own."""
+        """See ``Follower``. The other tensor is on meta; the result must have the values of the first."""
         return by(args[0], fact(args[1]))
 
     def mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,15 +99,16 @@ _SUMS = frozenset(["sum", "count_nonzero", "mean", labels_counted.__name__, elem
 
 @dataclass(frozen=True)
 class Program:
-    """What a forward counts of its batch.
+    """The counts of its batch that a forward uses.
 
     Attributes:
-        slots: sum over rows → what it is known by on all ranks.
-        from_sums: what something is divided by, or multiplied with, that follows from a sum over rows.
-        terms: means of the batch alone, a sum over rows divided by another, beside what does not follow from it.
-        given: numbers of the batch itself, the same for all its rows, by which something is divided.
-        lines: of means over labels whose count is not known.
-        why: what ended the recording; empty if nothing did.
+        slots: name of a sum over rows → its slot, by which all ranks know it.
+        from_sums: names that depend on a sum over rows, by which something is divided or multiplied.
+        terms: names of means of the batch alone (a sum over rows divided by another) that are used together with tensors that
+            do not depend on the batch alone.
+        given: names of numbers in the batch itself, shared by all rows, by which something is divided.
+        lines: the lines of means over labels whose count is not known.
+        why: the error that ended the recording; empty if there was none.
     """
 
     tape: Tape
@@ -110,7 +120,7 @@ class Program:
     why: str = ""
 
     def like(self, other: Program) -> bool:
-        """Whether both count the same, whatever the sizes of their batches."""
+        """Whether both have the same counts and uses. (Sizes of their batches do not count.)"""
         return self.tape.like(other.tape) and all(
             getattr(self, name) == getattr(other, name)
             for name in ("slots", "from_sums", "terms", "given", "lines", "why")
@@ -118,26 +128,28 @@ class Program:
 
     @property
     def divides(self) -> bool:
-        """Whether more than means over labels is counted."""
+        """Whether there are uses of counts other than means over labels."""
         return bool(self.from_sums or self.terms or self.given)
 
     @property
     def matters(self) -> bool:
+        """Whether the forward uses counts at all."""
         return bool(self.slots or self.divides or self.lines)
 
 
 def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torch.Size]], leaves: int) -> Program:
-    """What is summed over rows in what was recorded.
+    """The program of a recording: finds the sums over rows.
 
     Args:
-        shapes: the shape of what has a name, for a batch, and for one of twice as many rows.
+        shapes: a name → (its shape for the batch, its shape for a batch with twice as many rows).
+        leaves: the number of tensors in the batch.
     """
     tape = recorder.tape
     tape.keep(set(recorder.used))
-    rows: dict[Name, bool] = {}  # whether it has a dim that grows with the rows
+    rows: dict[Name, bool] = {}  # whether a dim grows with the number of rows
     slots: dict[Name, Slot] = {}
     from_sums, unknown, seen = set[Name](), set[Name](), Counter[str]()
-    means: set[Name] = set()  # a sum divided by a sum, and what follows from such alone: no more with more rows
+    means: set[Name] = set()  # a sum divided by a sum, and what depends on these alone: it does not grow with rows
 
     def has_rows(name: Name) -> bool:
         if name not in rows:
@@ -156,9 +168,8 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
             slots[name] = step.line, seen[step.line], shapes(name)[0].numel()
             seen[step.line] += 1
             from_sums |= names
-        elif (
-            over_rows or from_unknown
-        ):  # a maximum over rows, a sum of what was divided by a sum: not to be told of others
+        elif over_rows or from_unknown:
+            # A maximum over rows, or a sum of terms that were divided by a sum: not known from the values of pieces.
             unknown |= names
         elif from_sums.intersection(step.inputs):
             from_sums |= names
@@ -175,20 +186,21 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
 
 
 def _between(points: Points[Program]) -> Callable[[int], Program] | None:
-    """The program for lengths between those that were recorded, if it is the same."""
+    """For lengths between recorded ones: the program, if all recorded programs are equal; else None."""
     first, *others = (program for _, program in points)
     return (lambda length: first) if all(map(first.like, others)) else None
 
 
 @dataclass
 class Counted:
-    """What a program counts in one piece of a batch.
+    """The counts of a program in one piece of a batch.
 
     Attributes:
-        replay: on the piece, as the forward gets it.
-        counting: on the piece, where its values are on the host, if they are.
-        sums: slot → the piece's own sum, of float64, where it was counted; of a mean over rows, that times the rows.
-        types: slot → the type that it has in the forward.
+        replay: on the tensors of the piece.
+        counting: on the host copies of the tensors if all have one, else ``replay``.
+        rows: the number of rows of the piece.
+        sums: slot → the sum over the piece, in float64; for a mean over rows the mean times the number of rows.
+        types: slot → the dtype of the sum in the forward.
     """
 
     program: Program
@@ -208,11 +220,14 @@ class Counted:
             self.sums[slot] = wide.detach().double() * (self.rows if step.function == "mean" else 1)
 
     def _device(self, slot: Slot) -> torch.device | None:
-        """Where a sum is in the forward: with the batch, if it is counted from that."""
+        """The device of a sum in the forward."""
         return self.sums[slot].device if self.counting is self.replay else self.replay.device
 
     def whole(self, name: Name, total: Tensor, rows: float) -> Tensor:
-        """A sum over all rows, as the model has it on one device."""
+        """The sum (or the mean) over all rows, as the forward has it on one device.
+
+        ``total``: the sum over all pieces; ``rows``: the number of all rows.
+        """
         step, slot = self.program.tape.maker(name), self.program.slots[name]
         assert step is not None
         total = total / rows if step.function == "mean" else total
@@ -220,15 +235,16 @@ class Counted:
 
 
 class LabelCounter:
-    """Counts in pieces of batches; records one program for each set of shapes, or for all of them.
+    """Counts in pieces of batches. Records a program for each set of shapes, or one for all.
 
     Args:
-        record: runs the forward for its shapes on a batch, under the mode that it is given, with these modules in
-            evaluation mode.
-        model: whose buffers are used; ``modes``: of its modules.
+        record: (batch, mode, modules in evaluation mode): runs the forward on meta, under the mode.
+        model: the model, whose buffers a program may use.
+        modes: reads which modules are in evaluation mode.
 
     Attributes:
-        slots: those that all ranks know of, in one order.
+        slots: the slots that all ranks know, in the same order on all.
+        notes: the notes for a person, in order.
     """
 
     def __init__(self, record: Callable[[Any, Recorder, Evaluating], None], model: nn.Module, modes: Modes) -> None:
@@ -238,14 +254,14 @@ class LabelCounter:
         self.notes: dict[str, None] = {}
 
     def counted(self, batch: Any, rows: int) -> Counted:
-        """What is counted in a piece of a batch of so many rows."""
+        """Counts in a piece of a batch with so many rows."""
         leaves = tensors_in(batch)
         sizes = sizes_of(batch, rows, self._modes.now())
         program = self._programs.made(sizes, lambda: self._new_program(batch, leaves, rows))
         try:
             return self._counted(program, leaves, rows)
         except Exception as error:
-            program = Program(Tape(len(leaves)), why=_said(error))
+            program = Program(Tape(len(leaves)), why=_as_text(error))
             self._note(program)
             return self._counted(program, leaves, rows)
 
@@ -263,8 +279,8 @@ class LabelCounter:
             with torch.no_grad(), random_numbers_kept():
                 recorder = self._recorded(batch, len(leaves))
                 program = _program(recorder, self._shapes(recorder, batch, leaves, rows), len(leaves))
-        except Exception as error:  # a forward that cannot run without values
-            program = Program(Tape(len(leaves)), why=_said(error))
+        except Exception as error:  # the forward cannot run without values
+            program = Program(Tape(len(leaves)), why=_as_text(error))
         self._note(program)
         return program
 
@@ -281,7 +297,7 @@ class LabelCounter:
         try:
             for name in recorder.used:
                 twice.value(name)
-        except Exception:  # a step that has the number of rows as a number: it is another with twice as many
+        except Exception:  # a step contains the number of rows as a constant: record again with twice as many rows
             other = self._recorded(twofold, len(leaves))
             twice = Replay(other.tape, tensors_in(twofold), other.tensors)
         return lambda name: (_shape(once.value(name)), _shape(twice.value(name)))
@@ -289,13 +305,13 @@ class LabelCounter:
     def _note(self, program: Program) -> None:
         if program.why:
             self.notes[
-                f"what means divide by could not be followed without running the model ({program.why}): microbatches and "
-                "data ranks are weighed by rows"
+                f"the divisors of means could not be found without running the model ({program.why}): microbatches and "
+                "data ranks are weighted by rows"
             ] = None
         for line in program.lines:
             self.notes[
-                f"the labels of the mean at {line} do not follow from the batch alone: it is weighed by rows, and a label "
-                "that is ignored is an error"
+                f"the labels of the mean at {line} do not follow from the batch alone: it is weighted by rows, and an ignored "
+                "label is an error"
             ] = None
 
 
@@ -303,5 +319,5 @@ def _shape(x: Any) -> torch.Size:
     return x.shape if isinstance(x, Tensor) else torch.Size()
 
 
-def _said(error: BaseException) -> str:
+def _as_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]

@@ -1,12 +1,12 @@
-"""What a forward computes from its batch alone, by name: recorded once, computed without the forward, and known again in it.
+"""The part of a forward that depends on the batch alone, as steps between named tensors.
 
-    recorded      a forward in which parameters have shapes only runs on real tensors of a batch; each torch function that
-                  takes nothing but those is a ``Step``, and what it gives has a ``Name``
-    computed      ``Replay``: the values of names for another batch, without any of the model's work
-    known again   ``Follower``: in a forward with values, the tensors that have the same names
+    recorded        a forward whose parameters have only shapes runs on real tensors of a batch. Each torch function of these
+                    tensors alone is a ``Step``, and its results have ``Name`` s
+    replayed        ``Replay``: the values of names for another batch, without the rest of the forward
+    recognized      ``Follower``: in a forward with values, the tensors that have these names
 
-A name follows from what was done (the function, the names that it took, its constants), not from when. So a stage that
-runs a part of the forward, and a checkpoint that runs a part again, know the same names.
+A name follows from the computation (the function, the names of its arguments, its constants), not from its position. So a stage
+that runs a part of the forward, and a checkpoint that recomputes a part, find the same names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, is_rand
 
 @dataclass(frozen=True)
 class Name:
-    """A tensor that follows from the batch alone."""
+    """Identifies a tensor that depends on the batch alone."""
 
     number: int
 
@@ -38,9 +38,9 @@ class Step:
     """One torch function on named tensors.
 
     Attributes:
-        flat: its arguments, flattened by ``spec``; tensors by their names.
-        outputs: the names of the tensors that it gives.
-        writes: whether it writes to its first argument, which has its first output's name from then on.
+        flat: its arguments, flattened by ``spec``, with names in place of tensors.
+        outputs: the names of its results.
+        writes: whether it writes to its first argument, which then gets the name of the first output.
         line: the model's source line, for steps that may sum over rows.
     """
 
@@ -60,15 +60,16 @@ class Step:
         return getattr(self.func, "__name__", "")
 
 
-_DEVICE = object()  # the batch's: what a label was moved to was meta when that was recorded
+_DEVICE = object()  # stands for the device of the batch: in the recording, labels were moved to meta
 
 
 class Tape:
-    """Steps in order; the first names are those of the batch's leaves.
+    """The steps in order. The first names are those of the tensors (leaves) of the batch.
 
     Attributes:
-        types: leaf → the type that the model sees it in, which mixed precision may have cast it to.
-        buffers: name of a buffer of the model → its name here.
+        known: signature → step.
+        types: number of a leaf → the dtype in which the model sees it, after the casts of mixed precision.
+        buffers: name of a buffer of the model → its ``Name``.
     """
 
     def __init__(self, leaves: int) -> None:
@@ -76,7 +77,7 @@ class Tape:
         self.known: dict[Any, Step] = {}
         self.types: dict[int, torch.dtype] = {}
         self.buffers: dict[str, Name] = {}
-        self._made: dict[Name, Step] = {}
+        self._makers: dict[Name, Step] = {}
         self._next = leaves
 
     def new(self) -> Name:
@@ -89,45 +90,45 @@ class Tape:
         return self.buffers[name]
 
     def add(self, signature: Any, func: Any, flat: Sequence[Any], spec: Any, outputs: int, **more: Any) -> Step:
-        """The step of a signature, made if it is new."""
+        """The step with a signature; a new one if there is none."""
         if signature not in self.known:
             names = tuple(self.new() for _ in range(outputs))
             flat = tuple(_DEVICE if isinstance(x, torch.device) else x for x in flat)
             step = self.known[signature] = Step(func, flat, spec, names, **more)
             self.steps.append(step)
-            self._made |= dict.fromkeys(names, step)
+            self._makers |= dict.fromkeys(names, step)
         return self.known[signature]
 
     def maker(self, name: Name) -> Step | None:
-        return self._made.get(name)
+        return self._makers.get(name)
 
     def keep(self, wanted: set[Name]) -> None:
-        """Forgets steps that these names do not follow from."""
+        """Drops the steps on which these names do not depend."""
         needed = set(wanted)
         for step in reversed(self.steps):
             if needed.intersection(step.outputs):
                 needed.update(step.inputs)
         self.steps = [s for s in self.steps if needed.intersection(s.outputs)]
-        kept = set(map(id, self.steps))
-        self.known = {signature: s for signature, s in self.known.items() if id(s) in kept}
+        kept_ids = set(map(id, self.steps))
+        self.known = {signature: s for signature, s in self.known.items() if id(s) in kept_ids}
         self.buffers = {name: n for name, n in self.buffers.items() if n in needed}
-        self._made = {n: s for s in self.steps for n in s.outputs}
+        self._makers = {n: s for s in self.steps for n in s.outputs}
 
     def like(self, other: Tape) -> bool:
-        """Whether both do the same, whatever the sizes of their batches."""
-        mine = [(s.func, s.flat, s.outputs) for s in self.steps]
-        return mine == [(s.func, s.flat, s.outputs) for s in other.steps] and self.buffers == other.buffers
+        """Whether both have the same steps. (Sizes of their batches do not count.)"""
+        steps, other_steps = ([(s.func, s.flat, s.outputs) for s in tape.steps] for tape in (self, other))
+        return steps == other_steps and self.buffers == other.buffers
 
 
 class Replay:
     """The values of names for one batch.
 
     Args:
-        leaves: the batch's tensors.
-        buffers: the model's, by name.
+        leaves: the tensors of the batch.
+        buffers: name → buffer of the model.
 
     Attributes:
-        device: where the batch is.
+        device: the device of the batch.
     """
 
     def __init__(self, tape: Tape, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -139,17 +140,18 @@ class Replay:
         self._values |= {n: buffers[name] for name, n in tape.buffers.items()}
 
     def again(self) -> Replay:
-        """The same, in which other values can be put."""
+        """A copy, in which values can be replaced."""
         other = copy.copy(self)
         other._values = dict(self._values)
         return other
 
     def put(self, name: Name, value: Any) -> None:
-        """From now on this is a name's value: for what follows from it and was not asked for before."""
+        """Sets the value of a name. Values that depend on it and have been computed before do not change."""
         self._values[name] = value
 
     @torch.no_grad()
     def value(self, name: Name) -> Any:
+        """The value of a name; computes the steps that it needs."""
         pending = [name]
         while pending:
             last = pending[-1]
@@ -165,7 +167,7 @@ class Replay:
 
     @torch.no_grad()
     def results(self, step: Step, *, wide: bool = False) -> list[Any]:
-        """What a step gives. ``wide``: computed in float64."""
+        """The results of a step. ``wide``: computed in float64."""
         flat = [self._argument(x, wide) for x in step.flat]
         args, kwargs = pytree.tree_unflatten(flat, step.spec)
         if step.writes:
@@ -180,7 +182,7 @@ class Replay:
         return value.double() if wide and isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-# Functions that take nothing but a type or a shape of their second tensor: what says the same without it.
+# Functions for which only the dtype or the shape of the second tensor counts → (the function to call with that fact, the fact).
 _BY_ANOTHER: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
     Tensor.type_as: (Tensor.to, lambda t: t.dtype),
     Tensor.to: (Tensor.to, lambda t: t.dtype),
@@ -191,21 +193,22 @@ _BY_ANOTHER: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
 
 
 class Follower(FunctionMode):
-    """Knows the names of tensors while a forward runs. Subclasses say what becomes of functions with and without names."""
+    """Tracks the names of tensors while a forward runs. Subclasses decide what happens to calls with and without names."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
-        self.tensors: dict[str, Tensor] = {}  # of the model, by name
-        self._names: dict[int, tuple[Tensor, Name, int | None]] = {}  # the tensors live on: their ids stay theirs
-        self._silent = False  # whether the forward asked for a ``.data``: what is written to it no version tells
+        self.tensors: dict[str, Tensor] = {}  # buffers and plain tensor attributes of the model, by name
+        # id → (tensor, its name, its version). The tensors are held, so that their ids are not reused.
+        self._names: dict[int, tuple[Tensor, Name, int | None]] = {}
+        self._silent = False  # whether the forward used ``.data``: version counters do not show writes to it
 
     # --- names ------------------------------------------------------------------------------------------------------
 
     def name(self, x: Any) -> Name | None:
-        """The name of a tensor that has not been written to since it got it."""
-        found = self._names.get(id(x))
-        return found[1] if found is not None and found[0] is x and found[2] == version(x) else None
+        """The name of a tensor, if it has one and has not been written since; else None."""
+        entry = self._names.get(id(x))
+        return entry[1] if entry is not None and entry[0] is x and entry[2] == version(x) else None
 
     def give_name(self, t: Any, name: Name | None) -> None:
         if isinstance(t, Tensor) and name is not None:
@@ -213,11 +216,11 @@ class Follower(FunctionMode):
 
     @contextmanager
     def entering(self, model: nn.Module) -> Iterator[None]:
-        """For the time of a forward of ``model``: what it is given are the batch's leaves, its buffers have names."""
+        """A context for a forward of ``model``: the tensors of the batch and the buffers get their names."""
         self.tensors = dict(tensors_of_model(model)) if self.names_tensors else {}
         for name, t in self.tensors.items():
             self.give_name(t, self.buffer(name))
-        # Registered last, it sees what the hooks of mixed precision have cast.
+        # Registered last, so that it sees the casts of mixed precision.
         handle = model.register_forward_pre_hook(self._entered, with_kwargs=True)
         try:
             yield
@@ -229,7 +232,7 @@ class Follower(FunctionMode):
             self.give_name(t, self.leaf(i, t))
 
     def _forget_memory_of(self, written: Any) -> None:
-        """The other tensors of a memory that was written past autograd's counting have no names any more."""
+        """Removes the names of other tensors in a memory to which autograd does not count a write."""
         if not isinstance(written, Tensor) or not _has_memory(written):
             return
         memory = storage_of(written)
@@ -252,7 +255,7 @@ class Follower(FunctionMode):
         return result
 
     def _named(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a function gives that is no fact; its tensors have names, if they follow from the batch alone."""
+        """Calls a function that is no fact. Its results get names, if they depend on the batch alone."""
         tensors = [x for x in _shallow(args, kwargs) if isinstance(x, Tensor)]
         names = [self.name(t) for t in tensors]
         if is_random(func) or (tensors and not any(names)):
@@ -265,19 +268,20 @@ class Follower(FunctionMode):
         return self.met(func, args, kwargs, tensors, names)
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Names the results of a call whose arguments all have names."""
         is_write = bool(args) and isinstance(args[0], Tensor) and writes(func, args, kwargs)
         outputs = [args[0]] if is_write else pytree.tree_leaves(result)
-        if kwargs.get("out") is not None:  # to compute it again would write to what it is of
+        if kwargs.get("out") is not None:  # a replay would write to the tensor of the recording
             return result
         if not outputs or not all(isinstance(t, Tensor) and not t.is_meta for t in outputs):
             return result
         flat, spec = pytree.tree_flatten((args, kwargs))
-        # What was written to has another version by now, and had its name before.
+        # Not ``self.name``: an argument that was just written has another version, and its old name counts here.
         flat = [self._names[id(x)][1] if isinstance(x, Tensor) else x for x in flat]
         try:
             signature = func, tuple(map(token, flat)), spec
             step = self.step(signature, func, flat, spec, len(outputs), is_write)
-        except TypeError:  # a constant that is not hashable
+        except TypeError:  # a constant that cannot be hashed
             return result
         if step is not None:
             for t, name in zip(outputs, step.outputs, strict=True):
@@ -286,7 +290,7 @@ class Follower(FunctionMode):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """For the time of a forward. What a checkpoint runs again knows the names that it knew."""
+        """A context for a forward. When a checkpoint recomputes a segment, its arguments get the same names again."""
         with self, self.entering(model), recomputations(self._again):
             yield
 
@@ -303,13 +307,13 @@ class Follower(FunctionMode):
 
     @property
     def names_tensors(self) -> bool:
-        """Whether tensors of the model have names that are of use."""
+        """Whether tensors of the model need names."""
         return bool(self.tape.buffers)
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
 
     def leaf(self, i: int, t: Tensor) -> Name | None:
-        """The name of the i-th leaf of the batch, as the model sees it."""
+        """The name of tensor number i of the batch, as the model sees it."""
         return Name(i)
 
     def buffer(self, name: str) -> Name | None:
@@ -319,30 +323,30 @@ class Follower(FunctionMode):
     def step(
         self, signature: Any, func: Any, flat: Sequence[Any], spec: Any, outputs: int, is_write: bool
     ) -> Step | None:
-        """The step that a function with named arguments is, if it is of use."""
+        """The step for a call whose arguments all have names; None if it is not needed."""
         return self.tape.known.get(signature)
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """A function of tensors with names alone: so has its result."""
+        """A call in which all tensors have names: its results get names too."""
         return self._follow(func, args, kwargs, func(*args, **kwargs))
 
     def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
-        """What a function gives that takes only the type or shape of another tensor, which has no name."""
+        """A call for which only the dtype or shape of the second tensor counts, which has no name."""
         return func(*args)
 
     def met(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], names: list[Name | None]
     ) -> Any:
-        """A function of tensors with names and without."""
+        """A call in which some tensors have names and some have not."""
         return func(*args, **kwargs)
 
     def apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """A function of tensors without names, or one that draws random numbers."""
+        """A call in which no tensor has a name, or that draws random numbers."""
         return func(*args, **kwargs)
 
 
 def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors that are plain attributes of modules, by name."""
+    """(name, tensor) for each buffer, and for each tensor that is a plain attribute of a module."""
     yield from model.named_buffers()
     for path, module in model.named_modules():
         for key, x in vars(module).items():
@@ -351,12 +355,12 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether a tensor lies in a memory of its own, or of others."""
+    """Whether a tensor is plain and strided, with real memory."""
     return type(t) is Tensor and t.layout is torch.strided and not t.is_meta
 
 
 def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Arguments, and what is in their lists and tuples."""
+    """The arguments of a call, including the items of lists and tuples."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)):
             yield from pytree.tree_leaves(x)
@@ -365,7 +369,7 @@ def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def token(x: Any) -> Any:
-    """A constant of a step as a part of its name: hashable; the same in any precision and on any device."""
+    """A constant of a step as a part of its signature: hashable, and equal in every precision and on every device."""
     if isinstance(x, slice):
         return slice, x.start, x.stop, x.step
     if isinstance(x, torch.device):

@@ -1,4 +1,4 @@
-"""Reading rows of a dataset: here, or ahead of the steps in processes of ``torch.utils.data.DataLoader``."""
+"""``Loader``: reads rows of a dataset, in this process or ahead of steps in processes of ``torch.utils.data.DataLoader``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.private import pytree
 
 
 class Row(NamedTuple):
-    """A row of the order: of which epoch, and which of the dataset. ``shape_only``: of a share that has no row."""
+    """A row: its epoch, its number in the dataset. ``shape_only``: it only shows the shape of a share without rows."""
 
     epoch: int
     number: int
@@ -25,16 +25,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Loader:
-    """Gives the collated rows of each share, in the order of the shares.
+    """Reads the rows of each share and collates them, in the order of the shares.
 
-    Random numbers that a dataset draws for a row, from torch's, Python's or NumPy's generators, follow from the seed, the
-    epoch and the row: they are the same in every layout, for any number of workers, and after a resume.
+    Random numbers that a dataset draws for a row, from torch's, Python's or NumPy's generators, depend on the seed, the epoch
+    and the row alone: they are the same in every layout, for any number of workers, and after a resume.
 
     Args:
-        dataset: with ``len`` and ``dataset[i]``.
-        seed: of the numbers that it draws.
-        num_workers: how many processes read ahead; 0: rows are read here, when they are asked for.
-        pinned: whether batches are in pinned memory, from which a copy to a GPU does not make the host wait.
+        dataset: an object with ``len(dataset)`` and ``dataset[i]``.
+        seed: the seed for the dataset's random numbers.
+        num_workers: the number of processes that read ahead; 0: this process reads rows when they are needed.
+        pinned: whether batches are in pinned memory, from which the host can copy to a GPU without waiting.
     """
 
     dataset: Any
@@ -43,11 +43,11 @@ class Loader:
     pinned: bool
 
     def __call__(self, shares: Iterable[list[Row]]) -> Iterator[Any]:
-        """A batch for each share. Raises RuntimeError if a process that reads ends."""
+        """A batch for each share. Raises RuntimeError if a reading process dies."""
         rows = _Rows(self.dataset, self.seed)
         if not self.num_workers:
             return (_collated(rows.read_here(share)) for share in shares)
-        # A generator of its own: the loader draws a seed for its processes, and from torch's it would be the model's next.
+        # With its own generator: the loader draws a seed for its processes, which would take a number of the model's.
         return iter(
             DataLoader(
                 rows,
@@ -61,7 +61,7 @@ class Loader:
 
 
 class _Rows(Dataset[Any]):
-    """A dataset whose rows are asked for as ``Row``s."""
+    """A dataset that is indexed by ``Row``s, and seeds the generators for each."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed, self._random = dataset, seed, Generators(torch.device("cpu"))
@@ -72,13 +72,13 @@ class _Rows(Dataset[Any]):
         return _ShapeOnly(item) if row.shape_only else item
 
     def read_here(self, share: list[Row]) -> list[Any]:
-        """Rows, in the process whose generators are the model's, too."""
+        """The rows of a share, read in this process; its generators, which the model uses too, are restored."""
         with self._random.kept():
             return [self[row] for row in share]
 
 
 class _ShapeOnly(NamedTuple):
-    """A row that shows what a share without rows is like."""
+    """A row that only shows the shape of a share without rows."""
 
     row: Any
 

@@ -1,4 +1,4 @@
-"""What a model's output has to do with its loss."""
+"""The loss of a model's output: the default, and a check of a person's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Loss = Callable[[Any], Tensor]
 
 
 def output_loss(output: Any) -> Tensor:
-    """The default loss: ``output.loss``, or ``output["loss"]``; a tensor without dims is a loss itself."""
+    """The default loss: ``output.loss``, or ``output["loss"]``; an output without dims is the loss itself.
+
+    Raises:
+        TypeError: the output has no loss.
+    """
     if isinstance(output, Tensor) and not output.dim():
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -27,7 +31,7 @@ def output_loss(output: Any) -> Tensor:
 
 
 def check_loss(loss: Loss) -> None:
-    """Raises a PlanError if a loss has parameters: they would be trained on each rank by itself."""
+    """Raises a PlanError if a loss has trained parameters: each rank would train its own copy."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     trained = [name for name, p in named if p.requires_grad]
     if trained:
@@ -35,8 +39,8 @@ def check_loss(loss: Loss) -> None:
             "this plan",
             where="loss",
             given=f"a module with parameters: {few(trained)}",
-            required="a function of the model's output: what is trained is in the model",
-            fix="a model that has the loss as a module of its own, and returns it",
+            required="a function of the model's output without trained parameters, which must be in the model",
+            fix="a model that contains the loss as a submodule, and returns the loss",
         )
 
 

@@ -1,17 +1,17 @@
-"""What means divide by: so that the mean over a batch that is divided unevenly is the mean over all of it.
+"""Weights of losses: the mean over a batch stays right if the batch is divided unevenly.
 
-A model that takes the mean of its own loss takes it over the rows it sees. With rows divided over data ranks and
-microbatches, and labels ignored or masked here and there, the mean of those means is not the mean over the batch; weighing
-them by rows is not enough. So, before a step, the *label program* runs: the part of the forward that follows from the
-batch alone (runtime/rows/label_counter.py), as far as a mean is divided by it:
+A model that computes a mean loss takes the mean over the rows that it sees. If rows are divided over data ranks and
+microbatches, and some labels are ignored or masked, the mean of these means is not the mean over the batch; to weight them by
+rows is not enough. So before a step the *label program* runs: the part of the forward that depends on the batch alone and on
+which divisors of means depend (runtime/rows/label_counter.py):
 
-    F.cross_entropy(x, labels)            the labels that are not ignored, or their weights
-    (losses * mask).sum() / mask.sum()    whatever a number is divided by, or multiplied with, that is summed over rows
-    losses[mask].mean()                   how many elements there are, if values of the batch say so
+    F.cross_entropy(x, labels)            counts the labels that are not ignored, or sums their weights
+    (losses * mask).sum() / mask.sum()    any sum over rows of the batch by which a number is divided or multiplied
+    losses[mask].mean()                   counts the elements that values of the batch pick
 
-One all-reduce makes sums over rows those of all ranks and microbatches. While the forward runs, a mean over labels or
-elements is scaled by its own share, and what divides is what it is on one device (``mask.sum().clamp(min=1)`` of the
-whole batch).
+One all-reduce adds up these sums over all ranks and microbatches. While the forward runs, a mean over labels or elements is
+scaled by the share of the piece, and a divisor is replaced by that of one device (``mask.sum().clamp(min=1)`` of the whole
+batch).
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from meshwright.spmd.torch_functions import writes
 MEAN, SUM, RATIO, SPLIT = "mean", "sum", "ratio", "split"
 """How the losses of pieces make the loss of the batch:
 
-    mean     their mean, weighed by rows; a sum that is divided by a count takes the count of all rows
-    sum      their sum
-    ratio    as mean, for a mean that is itself divided by another mean: the other is that of all rows
-    split    as mean, because the plan says so: only means over labels take the count of all rows
+    mean     the mean, weighted by rows; a sum that is divided by a count is divided by the count of all rows
+    sum      the sum
+    ratio    as mean, for a mean that is divided by another mean: the other is that of all rows
+    split    as mean, because the plan says so: only means over labels use the count of all rows
 """
 
 
 @dataclass
 class Share:
-    """What a piece's means are to be, for the mean over all pieces.
+    """How to scale the means of a piece, so that the mean over all pieces is right.
 
     Attributes:
-        totals: slot → its sum over all pieces; rows: of all pieces; weight: of this one in their mean.
-        way: how losses of pieces make that of the batch.
-        ignored: gets how many labels a mean that could not be counted ignores.
+        counted: the counts of the piece.
+        totals: slot → the sum over all pieces.
+        rows: the number of rows of all pieces.
+        weight: the weight of the piece in the mean.
+        way: how the losses of pieces make the loss of the batch.
+        ignored: gets the number of ignored labels of each mean that could not be counted.
     """
 
     counted: Counted
@@ -58,14 +61,14 @@ class Share:
 
     @property
     def even(self) -> bool:
-        """Whether the piece's means are right as they are, as far as the host knows: it reads nothing of a device."""
+        """Whether nothing has to be scaled, as far as the host knows without reading from a device."""
         program, total = self.counted.program, self.totals
         if program.divides or program.lines or not all(t.device.type == "cpu" for t in total.values()):
             return False
         return all(abs(float(self._ratio(slot)) - 1) <= 1e-12 for slot in program.slots.values())
 
     def of_mean(self, count: Name) -> float | Tensor:
-        """By how much a mean over ``count`` is to be scaled; a tensor on the device, if it was counted there."""
+        """The factor for a mean over ``count``; a tensor on the device, if it was counted there."""
         slot = self.counted.program.slots.get(count)
         if slot is None:
             return 1.0
@@ -81,12 +84,12 @@ class Share:
 
     @property
     def of_part(self) -> float:
-        """By how much what is divided by what it is on one device is to be scaled."""
+        """The factor for a quotient whose divisor is that of all rows."""
         return 1.0 if self.way == SUM or not self.weight else 1 / self.weight
 
 
 class Shares(CountedUses):
-    """While on, means over labels and elements are scaled, and what follows from sums over rows is that of all rows."""
+    """While on, means over labels and elements are scaled, and values that depend on sums over rows are those of all rows."""
 
     def __init__(self, share: Share | None) -> None:
         super().__init__(Tape(0) if share is None else share.counted.program.tape)
@@ -94,7 +97,7 @@ class Shares(CountedUses):
         self._weighed = 0
 
     def may_be_passed(self) -> bool:
-        """See ``FunctionMode``. What it has weighed something of, or named, is never passed by."""
+        """See ``FunctionMode``. A block in which it scaled something, or named a tensor, is not recorded."""
         return True
 
     def interventions(self) -> int:
@@ -107,7 +110,7 @@ class Shares(CountedUses):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """For the time of a forward. What a checkpoint runs again has the shares that it had."""
+        """A context for a forward. A segment that a checkpoint recomputes is scaled likewise."""
         if self._share is None:
             yield
             return
@@ -134,7 +137,7 @@ class Shares(CountedUses):
         scale = 1.0 if self._share.way == RATIO else self._share.of_part
         if name in program.from_sums:
             whole = self._replay.value(name).to(args[at].dtype)
-            if at == 0 and writes(func, args, kwargs):  # others may have the number that is written to
+            if at == 0 and writes(func, args, kwargs):  # the function writes to the number itself: change its value
                 with torch.no_grad():
                     args[0].copy_(whole)
             else:
@@ -147,7 +150,7 @@ class Shares(CountedUses):
         return result.mul_(scale) if result is args[0] else result * scale
 
     def term(self, name: Name, number: Tensor) -> Tensor:
-        """See ``CountedUses``. Losses of pieces are weighed by rows: a mean of all rows stays itself in their mean."""
+        """See ``CountedUses``. The weights of pieces add up to 1, so a mean of all rows needs no factor."""
         assert self._share is not None
         if self._share.way in (SUM, SPLIT) or name not in self._share.counted.program.terms:
             return number
@@ -164,11 +167,11 @@ class Shares(CountedUses):
 
 
 def weighed(loss: Tensor, scale: float | Tensor) -> Tensor:
-    """A loss times its part of the mean. A mean over nothing, 0/0, has no part in it, and weighs nothing."""
+    """A loss times its factor. A mean over nothing, 0/0, has the factor 0 and becomes 0."""
     if isinstance(scale, float):
         return loss * scale if scale else torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
     of_nothing = torch.logical_and(scale == 0, torch.logical_not(torch.isfinite(loss.detach())))
-    wide = torch.promote_types(loss.dtype, torch.float32)  # as torch multiplies by a number of Python's
+    wide = torch.promote_types(loss.dtype, torch.float32)  # as in a product with a Python number
     return (loss.masked_fill(of_nothing, 0).to(wide) * scale.to(wide)).to(loss.dtype)
 
 

@@ -1,10 +1,10 @@
-"""Which tensors of a batch have no rows: all rows share them (weights of classes, positions, a mask of tokens).
+"""Finds the tensors of a batch that have no rows and are shared by all rows (class weights, positions, a mask of tokens).
 
-    dim 0 of the sample is not its number of rows       shared, also in a batch that happens to have as many rows
-    it is, and could be by chance                       asked of the model: the forward is run, for its shapes, with a row more
+    dim 0 of the sample differs from its number of rows    shared, also in a batch that happens to have that many rows
+    dim 0 is equal, but maybe by chance                    the model decides: its forward runs on meta with one row more
 
-By chance: a plain list of real numbers (weights of as many classes as there are rows), or a size that another dim of the batch
-has too (as many tokens as rows).
+It may be by chance for a list of real numbers (class weights, with as many classes as rows), or if another dim of the batch has
+this size too (as many tokens as rows).
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from torch import Tensor
 from meshwright.runtime.rows.batch import copied, has_rows, mapped, names_in, tensors_in
 from meshwright.runtime.rows.microbatches import rows_of
 
-_MOST_TRIES = 16  # forwards, for their shapes
+_MOST_TRIES = 16  # forwards on meta
 
 
 def shared_inputs(batch: Any, runs: Callable[[Any], bool]) -> tuple[str, ...]:
-    """The names of a sample's tensors that all rows share.
+    """The names of the tensors of a sample that all rows share.
 
     Args:
-        runs: whether the forward runs on a batch of these shapes.
+        runs: a batch → whether the forward runs on its shapes.
     """
     rows, tensors, names = rows_of(batch), tensors_in(batch), names_in(batch)
-    apart = [n for n, t in zip(names, tensors, strict=True) if t.dim() and not has_rows(t, rows)]
+    without_rows = [n for n, t in zip(names, tensors, strict=True) if t.dim() and not has_rows(t, rows)]
     with_rows = {n: t for n, t in zip(names, tensors, strict=True) if has_rows(t, rows)}
     sizes = {size for t in tensors for size in t.shape[1:]}
     doubtful = [n for n, t in with_rows.items() if rows in sizes or (t.dim() == 1 and t.is_floating_point())]
     if not doubtful or runs(_one_row_more(batch, rows, ())):
-        return tuple(apart)
-    others = [n for n in doubtful if n != next(iter(with_rows))]  # the first tensor says how many rows there are
+        return tuple(without_rows)
+    others = [n for n in doubtful if n != next(iter(with_rows))]  # the first tensor with rows defines their number
     subsets = chain.from_iterable(combinations(others, size) for size in range(1, len(others) + 1))
     for shared in islice(subsets, _MOST_TRIES):
         if runs(_one_row_more(batch, rows, shared)):
-            return (*apart, *shared)
-    return tuple(apart)
+            return (*without_rows, *shared)
+    return tuple(without_rows)
 
 
 def _one_row_more(batch: Any, rows: int, shared: Collection[str]) -> Any:
+    """The batch with its first row appended, except in the tensors named in ``shared``."""
     names = iter(names_in(batch))
 
     def more(t: Tensor) -> Tensor:
