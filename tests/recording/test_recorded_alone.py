@@ -354,7 +354,7 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     model = scripts.net()
-    with pytest.raises(mw.PlanError, match="something that is no recording"):
+    with pytest.raises(mw.PlanError, match="a folder or file that is not a recording"):
         mw.record(model, tmp_path, optimizer=scripts.adam(model))
     assert (tmp_path / "mine").read_text() == "precious"
 

@@ -154,7 +154,7 @@ def test_two_nodes_go_on_after_a_cut_link_and_a_killed_node(tmp_path: Path) -> N
 def hang(where: dict[int, Whereabouts], ranks: int = 4, **states: Any) -> Hang:
     beats = {r: Beat(1, 7, "", 0) for r in range(ranks)} | states.pop("beats", {})
     who = {r: Who("host", "host/0", 1) for r in beats}
-    return Hang("no rank got on", ranks, who, beats, where, {}, **states)
+    return Hang("no rank made progress", ranks, who, beats, where, {}, **states)
 
 
 def inside(name: str, *group: int) -> Whereabouts:

@@ -1,18 +1,21 @@
-"""Runs of any script, written down and compared: which gradient is wrong, by what factor, and what that usually means.
+"""Records steps of any training script, and compares two recordings: which gradient is wrong, by what factor, and why.
 
-record      what a person calls: hooks on optimizers, losses
-named       parameters by the names of one device, whatever wraps them
-layout      which part of a tensor this rank holds, and how it is put together
-taken       what was seen of a step, copied to the host
-views       which ranks hold the same, from what all of them tell
-writing     one tensor at a time, to rank 0, into a folder aside; one rename
-folder      a recording as it stands on a disk
-alike       when two tensors are the same but for rounding
-pattern     what two tensors that differ have to do with each other
-joined      what the differing values of several ranks have to do with a whole tensor
-values      every gradient and update of a step, judged
-before      what the two runs began with: weights, rows, loss, settings
+record      the interface for a person: hooks on optimizers, losses
+named       parameters by their names on one device, without the prefixes of wrappers
+layout      the part of a tensor that this rank holds; gathers the whole tensor
+taken       copies of a step's gradients and parameters on the host
+views       which ranks hold the same values
+writing     sends one tensor at a time to rank 0, which writes a temporary folder; one rename
+manifest    the facts of all ranks beside the tensors
+folder      a recording on disk
+alike       the tolerance for rounding
+pattern     the relation between two tensors that differ: a factor, another order of blocks, …
+joined      the relation between the values of several ranks and the whole tensor that they should make
+pairs       two recordings side by side: which name of one is which name of the other
+values      compares every weight, gradient and update
+before      compares names, rows, loss and settings
 compare     two recordings → a verdict
-causes      what a pattern usually means: a table
-verdict     what was found, as data
+meaning     rules: pattern → cause
+causes      a table: what a pattern usually means
+verdict     the result, as data
 """

@@ -1,9 +1,10 @@
-"""When two tensors are the same but for rounding.
+"""``Tolerance``: the largest difference between two tensors that rounding explains.
 
-    allowed   rtol · max|e|  +  rtol · 0.01 · G        G: max|e| of all tensors of this kind
+    allowed = rtol · max|e|  +  rtol · 0.01 · G  +  8 · noise        e: the expected tensor
+                                                                     G: max|e| of all tensors of this kind
 
-``rtol`` follows from the type. The second term is for tensors that are zero but for rounding (the bias of keys in an
-attention): their own size says nothing. A second recording of the same run, in another order of rows, gives the noise itself.
+``rtol`` depends on the type. The second term is for tensors that are zero except for rounding, such as the bias of keys in an
+attention. The noise is measured by a second recording of the same run with another order of rows, if there is one.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# rtol by type: the rounding of the type, times what a deep model and sums in another order make of it.
 RELATIVE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 5e-2}
-_OTHER = 5e-2
-_FLOOR = 0.01
-_NOISE = 8.0  # times what two runs of one process differed by
-FIT, HALF_FIT = 0.02, 0.1  # a tensor is k times another if what is left is less than this part of it
+OTHER_TYPE = 5e-2  # for any other type: as for the coarsest
+_FLOOR = 0.01  # of rtol · G, allowed in any tensor: more would hide a wrong tensor that is a hundred times smaller than others
+_NOISE = 8.0  # factor on the measured noise: one pair of runs is a small sample of it
+FIT, HALF_FIT = 0.02, 0.1  # largest residual, relative to a tensor, with which it is k times another; for half types
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do to tensors of one kind.
+    """The effect of rounding on tensors of one kind.
 
     Attributes:
-        relative: to the largest element of a tensor.
-        floor: allowed in any tensor.
-        fit: how much of a tensor a pattern may leave unexplained.
+        relative: largest difference, relative to the largest element of a tensor.
+        floor: a difference that is allowed in any tensor.
+        fit: largest residual of a pattern, relative to the tensor's norm.
     """
 
     relative: float
@@ -36,27 +38,33 @@ class Tolerance:
     fit: float
 
     def allowed(self, expected: Tensor, noise: float = 0.0) -> float:
-        """The largest difference of an element that rounding explains."""
+        """The largest difference of an element that rounding explains. ``noise``: measured for this tensor."""
         return self.relative * largest(expected) + self.floor + _NOISE * noise
 
 
-def tolerance_of(dtypes: Iterable[str], scale: float, given: float | None = None) -> Tolerance:
-    """The tolerance of tensors of these types, the coarsest of which counts; ``scale``: the largest element of all of them."""
-    coarsest = max((RELATIVE.get(dtype, _OTHER) for dtype in dtypes), default=RELATIVE["float32"])
-    relative = coarsest if given is None else given
+def tolerance_of(dtypes: Iterable[str], scale: float, relative: float | None = None) -> Tolerance:
+    """The tolerance for tensors of one kind.
+
+    Args:
+        dtypes: of the tensors. The coarsest counts.
+        scale: the largest element of all of them.
+        relative: chosen by a person; default: by type.
+    """
+    coarsest = max((RELATIVE.get(dtype, OTHER_TYPE) for dtype in dtypes), default=RELATIVE["float32"])
+    relative = coarsest if relative is None else relative
     return Tolerance(relative, relative * _FLOOR * scale, FIT if coarsest < RELATIVE["float16"] else HALF_FIT)
 
 
 def wide(t: Tensor) -> Tensor:
-    """In float64, or complex128."""
+    """The tensor in float64 or complex128."""
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def largest(t: Tensor) -> float:
-    """The largest absolute value; 0 of a tensor without elements."""
+    """The largest absolute value; 0 for a tensor without elements."""
     return float(t.abs().max()) if t.numel() else 0.0
 
 
 def norm(t: Tensor) -> float:
-    """The 2-norm."""
+    """The L2 norm; 0 for a tensor without elements."""
     return float(torch.linalg.vector_norm(t)) if t.numel() else 0.0

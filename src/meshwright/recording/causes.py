@@ -1,7 +1,8 @@
-"""What a difference usually means: a table. ``meaning`` has the rules that choose a line of it.
+"""``CAUSES``: a table of what a difference usually means. ``meaning`` has the rules that choose a line.
 
-In a sentence, {factor} is how many times the right value was found, {axis} the axis of that size and {size} its size, {ranks}
-who is meant, {blocks} the factor of each block, {dim} the dim that blocks lie along, {order} which block stands at each place.
+Placeholders in a sentence: {factor} is the factor on the right value, {axis} the axis of that size, {size} its size, {ranks}
+the ranks that are wrong, {blocks} the factor of each block, {dim} the dim along which blocks lie, {order} the numbers of the
+expected blocks in their actual order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ PAGE = "docs/check_your_own.md"
 
 @dataclass(frozen=True)
 class Cause:
-    """A sentence that says what was found and what it usually means, and places to look at."""
+    """A likely cause.
+
+    Attributes:
+        says: the observation and its usual meaning, as a sentence.
+        look: places to look at, each a sentence.
+    """
 
     says: str
     look: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Two recordings → a verdict: which loss, gradient and update of many ranks is not that of one process, and why, most likely.
+"""``compare_recordings``: compares loss, gradients and updates of many ranks with those of one process, and names causes.
 
 names ─ weights ─ for each step, up to the first that differs:   rows ─ settings ─ loss ─ gradients ─ updates
                                                                             │
@@ -25,37 +25,36 @@ Folder = str | os.PathLike[str]
 def compare_recordings(
     one: Folder, many: Folder, *, renames: Renames = (), tolerance: float | None = None, again: Folder | None = None
 ) -> Verdict:
-    """Whether a run of many processes computed what one process did, as ``mw.record`` wrote both down.
+    """Compares a run of many processes with a run of one process. Both were recorded by ``mw.record``.
 
     Args:
-        one: the recording of one process.
-        many: that of many.
-        renames: pairs of a regular expression and what takes its place, applied in turn to the names of ``many``.
-        tolerance: relative to the largest element of a tensor; default: by the tensors' types.
-        again: a second recording of one process, in another order of rows: what it differs by is taken to be rounding.
+        one: folder of the recording of one process.
+        many: folder of the recording of many processes.
+        renames: (regular expression, replacement) pairs, applied in turn to the names of ``many``.
+        tolerance: largest difference, relative to the largest element of a tensor. Default: by the tensors' types.
+        again: folder of a second recording of one process, with another order of rows. Its differences to ``one`` are taken
+            for rounding.
 
     Raises:
-        CheckpointError: there is no whole recording at one of these.
+        CheckpointError: one of the folders has no complete recording.
     """
-    opened = [Recorded.open(Path(folder)) for folder in (one, many)]
+    recording_of_one, recording_of_many = Recorded.open(Path(one)), Recorded.open(Path(many))
     noise = Recorded.open(Path(again)) if again is not None else None
-    pair = Pair.of(opened[0], opened[1], noise, renames)
-    explained = _Explaining(pair)
-    explained.add("names", list(wrong_names(pair)), len(pair.one.parameters), Facts(pair.spans))
+    pair = Pair.of(recording_of_one, recording_of_many, noise, renames)
+    causes = _Causes(pair)
+    causes.add("names", list(wrong_names(pair)), len(pair.one.parameters), Facts(pair.spans))
     weights = judge_weights(pair)
-    explained.judged(weights, Facts(pair.spans))
+    causes.add_judged(weights, Facts(pair.spans))
     judged, step = [weights], 0
     for step in range(1, pair.steps + 1):
-        judged += _step(pair, step, tolerance, explained)
-        if explained.wrong_in_step:
+        judged += _step(pair, step, tolerance, causes)
+        if causes.wrong_in_step:
             break
-    return Verdict(
-        str(one), str(many), step, explained.counts, tuple(explained.causes), (*note_lines(judged), *_notes(pair))
-    )
+    return Verdict(str(one), str(many), step, causes.counts, tuple(causes.causes), (*note_lines(judged), *_notes(pair)))
 
 
-def _step(pair: Pair, step: int, tolerance: float | None, explained: _Explaining) -> list[Judged]:
-    """Judges a step, and adds its causes."""
+def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes) -> list[Judged]:
+    """Compares one step, and adds the causes of its differences."""
     one, many = (StepFacts.of(recorded.steps[step - 1]) for recorded in (pair.one, pair.many))
     rows = [*wrong_rows(one, many), *split_rows(pair, many)]
     facts = Facts(
@@ -65,19 +64,24 @@ def _step(pair: Pair, step: int, tolerance: float | None, explained: _Explaining
         other_rows=bool(rows),
     )
     if (one.rows and many.rows) or (sum(one.counts) and sum(many.counts)):
-        explained.add("rows", rows, 1, facts)
-    explained.add("settings", list(wrong_settings(one, many)), len(next(iter(one.settings.values()), ())), facts)
+        causes.add("rows", rows, 1, facts)
+    causes.add("settings", list(wrong_settings(one, many)), len(next(iter(one.settings.values()), ())), facts)
     if one.loss is not None and many.loss is not None:
-        explained.add("loss", list(wrong_loss(one, many, tolerance)), 1, facts)
+        causes.add("loss", list(wrong_loss(one, many, tolerance)), 1, facts)
     gradients = judge_gradients(pair, step, tolerance)
-    explained.judged(gradients, facts)
+    causes.add_judged(gradients, facts)
     updates = judge_updates(pair, step, gradients, tolerance)
-    explained.judged(updates, facts)
+    causes.add_judged(updates, facts)
     return [gradients, updates]
 
 
-class _Explaining:
-    """Collects causes, and how many of each kind were right."""
+class _Causes:
+    """Collects the causes of all differences.
+
+    Attributes:
+        counts: kind → (number of compared values, number of right ones).
+        wrong_in_step: whether a step has a difference; then later steps are not compared.
+    """
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -85,13 +89,14 @@ class _Explaining:
         self.counts: dict[Kind, tuple[int, int]] = {}
         self.wrong_in_step = False
 
-    def judged(self, judged: Judged, facts: Facts) -> None:
+    def add_judged(self, judged: Judged, facts: Facts) -> None:
         self.add(judged.kind, list(judged.wrong.values()), judged.total, facts)
 
     def add(self, kind: Kind, wrong: Sequence[Wrong], total: int, facts: Facts) -> None:
-        before, right = self.counts.get(kind, (0, 0))
+        """Adds the differences of one kind. ``total``: number of compared values."""
+        compared, right = self.counts.get(kind, (0, 0))
         if total:
-            self.counts[kind] = (before + total, right + max(0, total - len(wrong)))
+            self.counts[kind] = (compared + total, right + max(0, total - len(wrong)))
         follows = self._follows(kind)
         for group in grouped(kind, wrong, total, facts):
             cause = CAUSES[group.key]
@@ -99,23 +104,27 @@ class _Explaining:
         self.wrong_in_step |= bool(wrong) and kind not in ("names", "weights")
 
     def _follows(self, kind: Kind) -> bool:
-        """Whether something that was found before may be why this kind differs."""
-        known = {cause.kind for cause in self.causes}
+        """Whether an earlier cause may be the reason for differences of this kind."""
+        earlier = {cause.kind for cause in self.causes}
         sources: dict[Kind, set[Kind]] = {
             "loss": {"weights", "rows"}, "gradients": {"weights", "rows"}, "updates": {"weights", "settings"},
         }  # fmt: skip
-        return bool(known & sources.get(kind, set()))
+        return bool(earlier & sources.get(kind, set()))
 
 
 def _notes(pair: Pair) -> list[str]:
+    """Notes of both recordings, and on what could not be compared."""
     notes = []
     for recorded in (pair.one, pair.many):
-        for at, step in enumerate(recorded.steps, 1):
-            notes += [f"{recorded.path.name}, step {at}: {note}" for note in StepFacts.of(step).notes]
+        for number, step in enumerate(recorded.steps, 1):
+            notes += [f"{recorded.path.name}, step {number}: {note}" for note in StepFacts.of(step).notes]
     for file, names in pair.many.manifest["uneven"].items():
-        notes += [f"{name} ({file}): ranks {ranks} have none, and zeros stood in" for name, ranks in names.items()]
+        notes += [f"{name} ({file}): ranks {ranks} have none; zeros were used" for name, ranks in names.items()]
     for file, names in pair.many.manifest["strange"].items():
-        notes += [f"{name} ({file}): ranks {ranks} hold other bits of the same part" for name, ranks in names.items()]
+        notes += [
+            f"{name} ({file}): ranks {ranks} hold other values than the first rank with the same part"
+            for name, ranks in names.items()
+        ]
     if any(StepFacts.of(step).loss is None for recorded in (pair.one, pair.many) for step in recorded.steps):
         notes.append("no loss was compared: rec.loss(loss, rows=...) before optimizer.step() records it")
     if len(pair.one.steps) != len(pair.many.steps):

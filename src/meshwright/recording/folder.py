@@ -1,10 +1,10 @@
-"""A recording as it stands on a disk.
+"""``Recorded``: a recording on disk.
 
 runs/eight/
-  manifest.json               who recorded what, loss and rows of each rank, and which views each tensor has
+  manifest.json               the ranks and axes; loss and rows of each rank; the views of each tensor
   start.safetensors           parameters before the first step
-  gradients-1.safetensors     as the optimizer got them, in step 1
-  parameters-1.safetensors    after it
+  gradients-1.safetensors     gradients of step 1, as the optimizer got them
+  parameters-1.safetensors    parameters after step 1
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = "meshwright recording 1"
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor as some ranks had it; ``value`` is None where they had none."""
+    """The value of a tensor on some ranks; None if these ranks have no such tensor."""
 
     ranks: tuple[int, ...]
     value: Tensor | None
@@ -37,24 +37,24 @@ class Seen:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording, of which nothing but the manifest is read before it is asked for."""
+    """A recording. Its manifest is read when it is opened, each tensor when it is asked for."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @classmethod
     def open(cls, path: Path) -> Recorded:
-        """Raises CheckpointError where there is no whole recording."""
+        """Opens a recording. Raises CheckpointError if the folder has no complete recording."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
-                raise _none(path, f"{manifest['format']!r}")
+                raise _no_recording(path, f"{manifest['format']!r}")
         except FileNotFoundError:
-            raise _none(path, _instead(path)) from None
-        except (ValueError, KeyError, TypeError) as damaged:
-            if isinstance(damaged, CheckpointError):
+            raise _no_recording(path, _state_of(path)) from None
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, CheckpointError):
                 raise
-            raise _none(path, f"a damaged {MANIFEST}: {damaged}") from None
+            raise _no_recording(path, f"a damaged {MANIFEST}: {error}") from None
         return cls(path, manifest)
 
     @property
@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Name → size of each axis that was met or given."""
+        """Name → size, of the axes of DTensors and of those that a person named."""
         return dict(self.manifest["axes"])
 
     @property
@@ -73,7 +73,7 @@ class Recorded:
 
     @property
     def parameters(self) -> Mapping[str, Mapping[str, Any]]:
-        """Name → shape, dtype, layout, aliases, whether it is trained."""
+        """Name of a parameter → shape, dtype, layout, aliases, whether it is trained."""
         parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
         return parameters
 
@@ -81,12 +81,13 @@ class Recorded:
         return list(self._views(file))
 
     def views(self, file: str, name: str) -> list[Seen]:
-        """The values of a tensor: one, or several where ranks differ; none where no rank knows it.
+        """The values of a tensor: one; several, if ranks differ; none, if no rank has recorded it.
 
         Args:
-            file: ``start``, ``gradients-1``, ``parameters-1``.
+            file: such as ``start``, ``gradients-1`` or ``parameters-1``.
+            name: of the parameter.
         """
-        return [Seen(tuple(v["ranks"]), self._read(file, v)) for v in self._views(file).get(name, ())]
+        return [Seen(tuple(view["ranks"]), self._read(file, view)) for view in self._views(file).get(name, ())]
 
     def _views(self, file: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         views: Mapping[str, Sequence[Mapping[str, Any]]] = self.manifest["tensors"].get(file, {})
@@ -109,16 +110,17 @@ class Recorded:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a whole recording is there."""
+    """Whether the folder has a complete recording."""
     return (path / MANIFEST).is_file()
 
 
-def _none(path: Path, given: str) -> CheckpointError:
+def _no_recording(path: Path, given: str) -> CheckpointError:
     fix = f'with mw.record(model, "{path.name}", optimizer=optimizer) as rec: ...'
     return CheckpointError([Finding(str(path), given, "a recording", fix)], "this comparison")
 
 
-def _instead(path: Path) -> str:
+def _state_of(path: Path) -> str:
+    """What the folder has in place of a recording, for an error."""
     if path.with_name(f".{path.name}.recording").exists():
         return "one was begun and never completed"
     return "no manifest.json in it" if path.exists() else "no such folder"

@@ -1,12 +1,12 @@
-"""What the values of several ranks have to do with the one whole tensor that they should make.
+"""The relation between the values of several ranks and the whole tensor that they should make.
 
-of its shape, and equal         replicas
-of its shape, and different     some_ranks      some are right, others are not
-                                summands        their sum is right: nobody summed them
-                                unaveraged      their mean is right: nobody averaged them
+equal values of its shape       replicas: compared by ``pattern_of``
+different values of its shape   some_ranks      some are right, others are wrong
+                                summands        their sum is right: they were not summed
+                                unaveraged      their mean is right: they were not averaged
                                 replicas        none of these
-of other shapes                 shards of somebody's own: put together along the dim that fits; or, of one
-                                shape alone, one_share: a rank's share is all that there is
+values of other shapes          shards that a script cut itself: concatenated along the dim that fits; or one_share, if
+                                there is only the share of one rank
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from meshwright.recording.pattern import Pattern, pattern_of
 
 @dataclass(frozen=True)
 class Joined:
-    """A judged tensor. ``value``: what all ranks hold together, if that is one; ``note``: how it was put together."""
+    """The result for one tensor.
+
+    Attributes:
+        pattern: its relation to the expected tensor.
+        value: the whole tensor that all ranks hold together, if they do.
+        note: how it was put together from shards, for a person.
+    """
 
     pattern: Pattern
     value: Tensor | None = None
@@ -34,112 +40,121 @@ class Joined:
 def joined(
     seen: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
 ) -> Joined:
-    """What ranks hold against what they should.
+    """Compares the values of all ranks with the expected whole tensor.
 
     Args:
-        seen: each distinct value with its ranks; at least one has a value.
+        seen: each distinct value with its ranks. At least one rank has a value.
         sizes, noise: as for ``pattern_of``.
     """
-    have = [s for s in seen if s.value is not None]
-    lack = tuple(rank for s in seen if s.value is None for rank in s.ranks)
-    if all(s.value is not None and s.value.shape == expected.shape for s in have):
-        made = _replicas(have, expected, tolerance, sizes, noise)
+    present = [s for s in seen if s.value is not None]
+    lacking = tuple(rank for s in seen if s.value is None for rank in s.ranks)
+    if all(s.value is not None and s.value.shape == expected.shape for s in present):
+        result = _replicas(present, expected, tolerance, sizes, noise)
     else:
-        made = _shards(have, expected, tolerance, sizes, noise)
-    return replace(made, pattern=Pattern("none_on_ranks", ranks=lack)) if lack and made.pattern.same else made
+        result = _shards(present, expected, tolerance, sizes, noise)
+    if lacking and result.pattern.same:
+        return replace(result, pattern=Pattern("none_on_ranks", ranks=lacking))
+    return result
 
 
 def _replicas(
-    have: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
+    present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
 ) -> Joined:
-    values = [s.value for s in have if s.value is not None]
+    """Compares values of the expected shape: each by itself, then their sum and their mean."""
+    values = [s.value for s in present if s.value is not None]
     if len(values) == 1:
         return Joined(pattern_of(values[0], expected, tolerance, sizes, noise), values[0])
     patterns = [pattern_of(value, expected, tolerance, sizes, noise) for value in values]
     worst = max(patterns, key=lambda pattern: pattern.error)
-    wrong = tuple(rank for s, p in zip(have, patterns, strict=True) if not p.same for rank in s.ranks)
+    wrong = tuple(rank for s, p in zip(present, patterns, strict=True) if not p.same for rank in s.ranks)
     if not wrong:
         return Joined(worst, values[0], "ranks differ in the last bits")
     if any(pattern.same for pattern in patterns):
         return Joined(replace(worst, kind="some_ranks", ranks=wrong))
     total = torch.stack([wide(value) for value in values]).sum(0)
-    counts = [len(s.ranks) for s in have]
+    pattern_of_total = pattern_of(total, expected, tolerance, sizes, noise)
+    if pattern_of_total.same:
+        return Joined(replace(worst, kind="summands", ranks=wrong))
+    counts = [len(s.ranks) for s in present]
     mean = sum((wide(v) * n for v, n in zip(values, counts, strict=True)), torch.zeros(())) / sum(counts)
-    kinds = (("summands", total), ("unaveraged", mean))
-    for kind, value in kinds:
-        if pattern_of(value, expected, tolerance, sizes, noise).same:
-            return Joined(replace(worst, kind=kind, ranks=wrong))
-    alike = pattern_of(total, expected, tolerance, sizes, noise)
-    if alike.kind == "scaled":
-        return Joined(replace(alike, kind="summands", error=worst.error, ranks=wrong))
+    if pattern_of(mean, expected, tolerance, sizes, noise).same:
+        return Joined(replace(worst, kind="unaveraged", ranks=wrong))
+    if pattern_of_total.kind == "scaled":
+        return Joined(replace(pattern_of_total, kind="summands", error=worst.error, ranks=wrong))
     return Joined(replace(worst, kind="replicas", ranks=wrong))
 
 
-def _shards(have: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float) -> Joined:
+def _shards(
+    present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
+) -> Joined:
+    """Puts values of other shapes together in each way that fits, and takes the way with the best pattern."""
     best: Joined | None = None
-    counts = sorted({*sizes, len(have)})
-    for value, how in _wholes(have, expected):
+    counts = sorted({*sizes, len(present)})
+    for value, note in _assembled(present, expected):
         pattern = pattern_of(value, expected, tolerance, counts, noise)
         if pattern.same:
-            return Joined(pattern, value, how)
-        if best is None or _rank(pattern) < _rank(best.pattern):
-            best = Joined(pattern, value, how)
-    return best or Joined(_no_whole(have, expected, tolerance, noise))
+            return Joined(pattern, value, note)
+        if best is None or _badness(pattern) < _badness(best.pattern):
+            best = Joined(pattern, value, note)
+    return best or Joined(_not_assembled(present, expected, tolerance, noise))
 
 
-def _wholes(have: Sequence[Seen], expected: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """The values as one tensor of the expected shape, in each way that fits: each distinct one once, or one of every rank."""
-    distinct = [s.value for s in have if s.value is not None]
-    by_rank = {rank: s.value for s in have for rank in s.ranks if s.value is not None}
+def _assembled(present: Sequence[Seen], expected: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """(the values as one tensor of the expected shape, note), for each way that fits.
+
+    Tried with each distinct value once, and with one value of every rank.
+    """
+    distinct = [s.value for s in present if s.value is not None]
+    by_rank = {rank: s.value for s in present for rank in s.ranks if s.value is not None}
     for values in (distinct, [by_rank[rank] for rank in sorted(by_rank)]):
         for dim in range(expected.dim()):
             if _fits(values, expected, dim):
                 yield torch.cat(values, dim), f"plain shards, put together along dim {dim} in the order of ranks"
-        if (
-            sum(v.numel() for v in values) == expected.numel()
-            and all(v.dim() == 1 for v in values)
-            and expected.dim() != 1
-        ):
+        is_flat = all(value.dim() == 1 for value in values) and expected.dim() != 1
+        if is_flat and sum(value.numel() for value in values) == expected.numel():
             yield torch.cat(values).view(expected.shape), "flat shards, put together in the order of ranks"
 
 
 def _fits(values: Sequence[Tensor], expected: Tensor, dim: int) -> bool:
-    shapes = [list(value.shape) for value in values]
-    if any(len(shape) != expected.dim() for shape in shapes):
+    """Whether the values, concatenated along ``dim``, have the expected shape."""
+    if any(value.dim() != expected.dim() for value in values):
         return False
-    around = {tuple(n for d, n in enumerate(shape) if d != dim) for shape in shapes}
-    wanted = tuple(n for d, n in enumerate(expected.shape) if d != dim)
-    return around == {wanted} and sum(shape[dim] for shape in shapes) == expected.shape[dim]
+    other_dims = {_without(value.shape, dim) for value in values}
+    total = sum(value.shape[dim] for value in values)
+    return other_dims == {_without(expected.shape, dim)} and total == expected.shape[dim]
 
 
-def _no_whole(have: Sequence[Seen], expected: Tensor, tolerance: Tolerance, noise: float) -> Pattern:
-    """Values that make no whole: a transpose, one share of it, or another shape."""
-    value, ranks = have[0].value, have[0].ranks
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """The sizes of all other dims."""
+    return tuple(size for d, size in enumerate(shape) if d != dim)
+
+
+def _not_assembled(present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, noise: float) -> Pattern:
+    """The pattern of values that do not make the expected shape: a transpose, one share of it, or another shape."""
+    value, ranks = present[0].value, present[0].ranks
     assert value is not None
-    turned = value.dim() == 2 and value.T.shape == expected.shape
-    if turned and pattern_of(value.T, expected, tolerance, (), noise).same:
+    may_be_transposed = value.dim() == 2 and value.T.shape == expected.shape
+    if may_be_transposed and pattern_of(value.T, expected, tolerance, (), noise).same:
         return Pattern("transposed", float("inf"))
     allowed = tolerance.allowed(expected, noise)
-    for dim, share in _shares(value, expected):
-        for at, block in enumerate(expected.chunk(share, dim)):
+    for dim, count in _equal_blocks(value, expected):
+        for i, block in enumerate(expected.chunk(count, dim)):
             if largest(wide(value) - wide(block)) <= allowed:
-                return Pattern("one_share", float("inf"), dim=dim, order=(at, share), ranks=ranks)
+                return Pattern("one_share", float("inf"), dim=dim, order=(i, count), ranks=ranks)
     return Pattern("shape", float("inf"), ranks=ranks)
 
 
-def _shares(value: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
-    """The dims along which a value may be one of equal blocks of the whole, each with how many there are."""
+def _equal_blocks(value: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
+    """(dim, number of blocks), for each dim along which a value may be one of equal blocks of the expected tensor."""
     for dim in range(expected.dim() if value.dim() == expected.dim() else 0):
-        whole, part = expected.shape[dim], value.shape[dim]
-        around = [n for d, n in enumerate(value.shape) if d != dim] == [
-            n for d, n in enumerate(expected.shape) if d != dim
-        ]
-        if around and 0 < part < whole and whole % part == 0:
-            yield dim, whole // part
+        total, part = expected.shape[dim], value.shape[dim]
+        if _without(value.shape, dim) == _without(expected.shape, dim) and 0 < part < total and total % part == 0:
+            yield dim, total // part
 
 
 _ORDER = ("same", "scaled", "order", "blocks", "rounding", "block_wrong", "zeros", "other", "not_finite")
 
 
-def _rank(pattern: Pattern) -> tuple[int, float]:
+def _badness(pattern: Pattern) -> tuple[int, float]:
+    """Orders patterns: those that explain more come first."""
     return (_ORDER.index(pattern.kind) if pattern.kind in _ORDER else len(_ORDER), pattern.error)

@@ -1,8 +1,8 @@
-"""Which part of a parameter this rank holds, and how the whole is put together.
+"""``Layout``: the part of a parameter that this rank holds; and how to gather the whole.
 
-DTensor            by its mesh and placements; the whole is ``full_tensor()``
-of a Job           by its recipe: fused blocks and uneven shares too
-any other tensor   all that is known is that this rank holds it: a replica (DDP), or a shard of somebody's own
+DTensor            from its mesh and placements; the whole is ``full_tensor()``
+of a Job           from its recipe, also for fused blocks and uneven shards
+any other tensor   nothing is known but that this rank holds it: a replica (DDP), or a shard that a script cut itself
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshwright.runtime.weights.gather import gather_whole
 
 
 class Layout(Protocol):
-    """How one parameter lies on this rank.
+    """The layout of one parameter, seen from this rank.
 
     Attributes:
-        shape: of the whole, as far as this rank knows.
-        slot: which part this rank holds, among those that make one whole.
-        copy: which of the wholes that part belongs to; ranks of other copies should hold the same.
-        text: the layout for a person.
+        shape: of the whole parameter, as far as this rank knows.
+        slot: identifies this rank's part among the parts of one copy of the whole.
+        copy: identifies that copy. All copies should have equal values.
+        text: the layout, for a person.
         holds: whether this rank holds a part.
         gathers: whether ``whole`` is collective.
-        axes: each axis with this rank's coordinate on it, and its size.
-        writer: the one rank on which ``whole`` gives it; None: every rank that holds a part.
+        axes: axis → (this rank's coordinate, size).
+        writer: the one rank on which ``whole`` returns the tensor; None if it does on every rank that holds a part.
     """
 
     @property
@@ -54,12 +54,12 @@ class Layout(Protocol):
     def writer(self) -> int | None: ...
 
     def whole(self, local: Tensor) -> Tensor | None:
-        """The whole tensor, from what this rank holds. Collective over the ranks that hold parts of it."""
+        """The whole tensor, from this rank's part. Collective over the ranks that hold parts, if ``gathers``."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor of which nothing is known but what this rank holds."""
+    """The layout of a plain tensor: nothing is known about other ranks."""
 
     shape: tuple[int, ...]
     rank: int
@@ -83,7 +83,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class OfDTensor:
-    """As a DTensor lies: over a mesh, with a placement for each of its dims."""
+    """The layout of a DTensor: a mesh, with a placement for each of its axes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -115,10 +115,10 @@ class OfDTensor:
 
     def whole(self, local: Tensor) -> Tensor:
         on_device = local.to(self.mesh.device_type)
-        made = DTensor.from_local(
+        dtensor = DTensor.from_local(
             on_device, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
-        return made.full_tensor()
+        return dtensor.full_tensor()
 
     @property
     def _coordinate(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class OfDTensor:
 
 @dataclass(frozen=True)
 class OfJob:
-    """As a recipe says."""
+    """The layout of a job's parameter, from the recipe."""
 
     line: ParameterRecipe
     recipe: Recipe
@@ -149,12 +149,12 @@ class OfJob:
 
     @property
     def copy(self) -> Hashable:
-        return 0  # a rank may hold what others hold in other parts: all of them make one whole
+        return 0  # one copy: parts of different ranks may overlap, so they cannot be divided into copies
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        here = self.recipe.mesh.coordinate(self.groups.rank)
-        return {axis: (here[axis], size) for axis, size in self.recipe.mesh.axes}
+        coordinate = self.recipe.mesh.coordinate(self.groups.rank)
+        return {axis: (coordinate[axis], size) for axis, size in self.recipe.mesh.axes}
 
     @property
     def text(self) -> str:
@@ -172,8 +172,8 @@ def layout_of(t: Tensor) -> Layout:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes, or their numbers."""
-    return tuple(mesh.mesh_dim_names or (f"axis {at}" for at in range(mesh.ndim)))
+    """The names of a mesh's axes; if it has none, ``axis 0`` and so on."""
+    return tuple(mesh.mesh_dim_names or (f"axis {i}" for i in range(mesh.ndim)))
 
 
 def _text(placement: Placement) -> str:

@@ -1,4 +1,4 @@
-"""What a recording says of itself, beside its tensors: what each rank tells, and the manifest that is made of it."""
+"""The manifest of a recording: facts of each rank, collected on rank 0."""
 
 from __future__ import annotations
 
@@ -14,39 +14,46 @@ from meshwright.recording.taken import Copied, Step
 from meshwright.recording.views import Views
 
 
-def told_of(
+def facts_of_rank(
     named: Sequence[Named], start: Mapping[str, Copied], steps: Sequence[Step], count: int, axes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What this rank tells: axes and where it stands on them, its parameters, and its steps.
+    """The facts of this rank, as plain values: its axes and coordinate, its parameters, and its steps.
 
     Args:
+        named: the parameters.
         start: every parameter before the first step; empty on a rank whose optimizers never stepped.
-        count: steps of the rank that has most.
-        axes: those that a person named.
+        steps: the recorded steps of this rank.
+        count: number of steps of the rank that has the most.
+        axes: name → size, given by a person.
     """
-    here: dict[str, tuple[int, int]] = {}
+    axes_of_layouts: dict[str, tuple[int, int]] = {}  # axis → (coordinate, size)
     for copy in start.values():
-        here |= copy.layout.axes
+        axes_of_layouts |= copy.layout.axes
     stepped = {name for step in steps for name in step.stepped}
     return {
-        "axes": {**axes, **{axis: size for axis, (_, size) in here.items()}},
-        "coordinate": {axis: at for axis, (at, _) in here.items()},
+        "axes": {**axes, **{axis: size for axis, (_, size) in axes_of_layouts.items()}},
+        "coordinate": {axis: coordinate for axis, (coordinate, _) in axes_of_layouts.items()},
         "parameters": {
-            one.name: _about(one, start[one.name], one.name in stepped)
-            for one in named
-            if one.name in start and start[one.name].layout.holds
+            parameter.name: _parameter_facts(parameter, start[parameter.name], parameter.name in stepped)
+            for parameter in named
+            if parameter.name in start and start[parameter.name].layout.holds
         },
-        "steps": [_of_step(steps[at]) if at < len(steps) else {} for at in range(count)],
+        "steps": [_step_facts(steps[i]) if i < len(steps) else {} for i in range(count)],
     }
 
 
-def manifest_of(told: Sequence[Mapping[str, Any]], tensors: Mapping[str, Views]) -> dict[str, Any]:
-    """The manifest. ``told``: by every rank; ``tensors``: what is in each file."""
+def manifest_of(facts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Views]) -> dict[str, Any]:
+    """The manifest.
+
+    Args:
+        facts: of every rank, in rank order.
+        tensors: name of a file → the views in it.
+    """
     import meshwright
 
     axes: dict[str, int] = {}
     parameters: dict[str, Any] = {}
-    for of_rank in told:
+    for of_rank in facts:
         axes |= of_rank["axes"]
         for name, about in of_rank["parameters"].items():
             parameters.setdefault(name, about)
@@ -54,19 +61,20 @@ def manifest_of(told: Sequence[Mapping[str, Any]], tensors: Mapping[str, Views])
         "format": FORMAT,
         "meshwright": meshwright.__version__,
         "torch": torch.__version__,
-        "world_size": len(told),
+        "world_size": len(facts),
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "axes": axes,
-        "coordinates": [of_rank["coordinate"] for of_rank in told],
+        "coordinates": [of_rank["coordinate"] for of_rank in facts],
         "parameters": parameters,
-        "steps": [{"ranks": list(of_ranks)} for of_ranks in zip(*(rank["steps"] for rank in told), strict=True)],
+        "steps": [{"ranks": list(of_ranks)} for of_ranks in zip(*(rank["steps"] for rank in facts), strict=True)],
         "tensors": {file: _plain(views) for file, views in tensors.items()},
         "uneven": {file: views.uneven for file, views in tensors.items() if views.uneven},
         "strange": {file: views.strange for file, views in tensors.items() if views.strange},
     }
 
 
-def _about(named: Named, start: Copied, stepped: bool) -> dict[str, Any]:
+def _parameter_facts(named: Named, start: Copied, stepped: bool) -> dict[str, Any]:
+    """Facts of a parameter. ``stepped``: whether an optimizer holds it."""
     return {
         "shape": list(start.layout.shape),
         "dtype": str(start.dtype).removeprefix("torch."),
@@ -77,7 +85,7 @@ def _about(named: Named, start: Copied, stepped: bool) -> dict[str, Any]:
     }
 
 
-def _of_step(step: Step) -> dict[str, Any]:
+def _step_facts(step: Step) -> dict[str, Any]:
     return {
         "losses": [[loss.value, loss.dtype, loss.rows] for loss in step.losses],
         "rows": step.rows,
@@ -88,6 +96,6 @@ def _of_step(step: Step) -> dict[str, Any]:
 
 def _plain(views: Views) -> dict[str, Any]:
     return {
-        name: [{"key": v.key, "ranks": list(v.ranks), "shape": list(v.shape), "dtype": v.dtype} for v in of]
-        for name, of in views.views.items()
+        name: [{"key": v.key, "ranks": list(v.ranks), "shape": list(v.shape), "dtype": v.dtype} for v in of_name]
+        for name, of_name in views.views.items()
     }

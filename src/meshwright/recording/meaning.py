@@ -1,4 +1,4 @@
-"""Which cause a pattern has: the few rules that choose one of the table in ``causes``.
+"""Chooses the cause of a pattern: a few rules that lead to a line of the table in ``causes``.
 
 pattern of a gradient     what else is known                       cause
 k = n, all gradients      n ranks of an axis                       summed_over_data
@@ -25,13 +25,13 @@ from meshwright.recording.verdict import Kind, Wrong
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known besides the patterns.
+    """Facts of a step that the rules need besides the patterns.
 
     Attributes:
-        spans: axes, each two together, and all ranks: how many ranks they have.
-        forwards: forwards a step of many ranks, by those of one process.
-        counts: rows of each rank, where ranks have unequal numbers.
-        other_rows: whether the rows were others.
+        spans: text → number of ranks, of each axis, each two axes together, and all ranks.
+        forwards: ratio of the numbers of forwards in a step, many processes to one.
+        counts: number of rows of each rank, if they are unequal; else empty.
+        other_rows: whether the two runs used different rows.
     """
 
     spans: Mapping[str, int]
@@ -42,7 +42,13 @@ class Facts:
 
 @dataclass
 class Group:
-    """Things that differ in the same way: the key of their cause, and what its sentence says of them."""
+    """Differences with one cause.
+
+    Attributes:
+        key: of the cause.
+        wrong: the differences.
+        fields: values for the placeholders in the cause's sentence.
+    """
 
     key: str
     wrong: list[Wrong]
@@ -54,39 +60,45 @@ class Group:
 
 
 def grouped(kind: Kind, wrong: Sequence[Wrong], total: int, facts: Facts) -> list[Group]:
-    """What differs, by cause; the largest group first. ``total``: how many of this kind were judged."""
-    alike: dict[tuple[object, ...], list[Wrong]] = {}
+    """Groups differences of one kind by their cause. The largest group comes first.
+
+    Args:
+        total: number of compared values of this kind.
+    """
+    by_signature: dict[tuple[object, ...], list[Wrong]] = {}
     for one in wrong:
-        alike.setdefault(_signature(one.pattern, facts), []).append(one)
-    merged: dict[tuple[str, str], Group] = {}
-    for some in alike.values():
+        by_signature.setdefault(_signature(one.pattern, facts), []).append(one)
+    groups: dict[tuple[str, str], Group] = {}  # (key, sentence) → group
+    for some in by_signature.values():
         key, fields = _cause(kind, some, total, facts)
         group = Group(key, some, fields)
-        known = merged.setdefault((key, group.says), group)
-        if known is not group:
-            known.wrong += some
-    return sorted(merged.values(), key=lambda group: -len(group.wrong))
+        first = groups.setdefault((key, group.says), group)
+        if first is not group:
+            first.wrong += some
+    return sorted(groups.values(), key=lambda group: -len(group.wrong))
 
 
 def _signature(pattern: Pattern, facts: Facts) -> tuple[object, ...]:
-    """What patterns share that have one cause; a factor near the size of an axis is taken for that size."""
+    """A key that patterns with one cause share. Factors near the size of one axis count as equal; others are rounded."""
     spans = tuple(axis for axis, _ in _spans_of(pattern.factor, facts))
-    known = pattern.factor is not None and pattern.kind != "other"
-    factor = None if not known else (*spans, (pattern.factor or 0.0) < 1) if spans else f"{pattern.factor:.2g}"
+    factor: object = None
+    if pattern.factor is not None and pattern.kind != "other":
+        factor = (*spans, pattern.factor < 1) if spans else f"{pattern.factor:.2g}"
     factors = tuple(None if f is None else f"{f:.2g}" for f in pattern.factors)
     return pattern.kind, factor, factors, pattern.order, pattern.dim, pattern.ranks
 
 
 def _cause(kind: Kind, some: list[Wrong], total: int, facts: Facts) -> tuple[str, dict[str, object]]:
-    pattern = max((wrong.pattern for wrong in some), key=lambda p: -p.residual)
+    """(key of the cause, values for its sentence) of differences with one signature."""
+    pattern = max((wrong.pattern for wrong in some), key=lambda p: -p.residual)  # the one with the best fit
     fields: dict[str, object] = {
-        "factor": _text(pattern.factor), "ranks": _ranks(pattern.ranks), "dim": pattern.dim, "axis": "", "size": "",
+        "factor": _text(pattern.factor), "ranks": _ranks_text(pattern.ranks), "dim": pattern.dim, "axis": "", "size": "",
         "blocks": " : ".join(map(_text, pattern.factors)), "order": " ".join(map(str, pattern.order)),
         "share": f"{pattern.order[0] + 1} of {pattern.order[1]} along dim {pattern.dim}" if pattern.kind == "one_share" else "",
         "counts": ", ".join(map(str, facts.counts)),
     }  # fmt: skip
     if kind == "gradients":
-        return _of_gradients(pattern, len(some) == total, facts, fields)
+        return _gradient_cause(pattern, len(some) == total, facts, fields)
     if kind == "loss":
         match = next(_spans_of(pattern.factor, facts), None)
         return ("loss_scaled", fields | {"axis": "{}={}".format(*match)}) if match else ("loss_differs", fields)
@@ -108,11 +120,12 @@ _WEIGHTS = {
 }  # fmt: skip
 
 
-def _of_gradients(
-    pattern: Pattern, every: bool, facts: Facts, fields: dict[str, object]
+def _gradient_cause(
+    pattern: Pattern, is_all: bool, facts: Facts, fields: dict[str, object]
 ) -> tuple[str, dict[str, object]]:
+    """(key, values) for gradients. ``is_all``: whether all gradients have this pattern."""
     if pattern.kind == "scaled":
-        return _scaled(pattern.factor or 0.0, every, facts, fields)
+        return _factor_cause(pattern.factor or 0.0, is_all, facts, fields)
     if pattern.kind == "blocks":
         return _by_factors(pattern, "block_zeros", "block_scaled"), fields
     if pattern.kind in ("other", "replicas") and facts.other_rows:
@@ -123,36 +136,39 @@ def _of_gradients(
 
 
 def _by_factors(pattern: Pattern, with_zeros: str, without: str) -> str:
+    """``with_zeros`` if a block has the factor 0, else ``without``."""
     return with_zeros if 0.0 in pattern.factors else without
 
 
-def _scaled(factor: float, every: bool, facts: Facts, fields: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """The meaning of a factor: of all gradients a matter of means over rows, of some a matter of what ranks share."""
+def _factor_cause(
+    factor: float, is_all: bool, facts: Facts, fields: dict[str, object]
+) -> tuple[str, dict[str, object]]:
+    """(key, values) for a factor. A factor of all gradients concerns the mean over rows; one of some, what ranks share."""
     if isclose(factor, -1.0, rel_tol=_NEAR):
         return "negated", fields
-    if facts.forwards > 1 and (matched := _times(factor, facts.forwards)):
-        return ("accumulated" if matched > 0 else "accumulation_divided"), fields | {"size": f"{facts.forwards:g}"}
+    if facts.forwards > 1 and (power := _power_of(factor, facts.forwards)):
+        return ("accumulated" if power > 0 else "accumulation_divided"), fields | {"size": f"{facts.forwards:g}"}
     matches = dict(_spans_of(factor, facts))
     if not matches:
-        return ("scaled_alike" if every else "scaled"), fields
+        return ("scaled_alike" if is_all else "scaled"), fields
     kinds = {is_data(axis) for axis in matches if is_data(axis) or is_tensor(axis)}
-    data = every if len(kinds) != 1 else kinds.pop()  # where names of axes leave it open
-    keys = ("summed_over_data", "averaged_twice") if data else ("counted_over_tensor", "divided_over_tensor")
-    named = " or ".join(f"{axis}={size}" for axis, size in matches.items())
-    return keys[factor < 1], fields | {"axis": named, "size": next(iter(matches.values()))}
+    over_data = kinds.pop() if len(kinds) == 1 else is_all  # if names of axes do not decide
+    keys = ("summed_over_data", "averaged_twice") if over_data else ("counted_over_tensor", "divided_over_tensor")
+    axes = " or ".join(f"{axis}={size}" for axis, size in matches.items())
+    return keys[factor < 1], fields | {"axis": axes, "size": next(iter(matches.values()))}
 
 
-_NEAR = 0.03
+_NEAR = 0.03  # relative: rounding in half types, and clipping, change a factor by a few percent; sizes differ by more
 
 
 def _spans_of(factor: float | None, facts: Facts) -> Iterator[tuple[str, int]]:
-    """The axes whose size a factor is, or one part in it; axes alone come first."""
+    """(text, size) of the spans of which a factor is the size or the inverse; single axes come first."""
     if factor is not None:
-        yield from ((axis, size) for axis, size in facts.spans.items() if _times(factor, size))
+        yield from ((axis, size) for axis, size in facts.spans.items() if _power_of(factor, size))
 
 
-def _times(factor: float, size: float) -> int:
-    """1 if a factor is a size, −1 if it is one part in it, else 0."""
+def _power_of(factor: float, size: float) -> int:
+    """1 if a factor is the size, −1 if it is its inverse, else 0."""
     if size > 1 and isclose(factor, size, rel_tol=_NEAR):
         return 1
     return -1 if size > 1 and isclose(factor, 1 / size, rel_tol=_NEAR) else 0
@@ -162,7 +178,9 @@ def _text(factor: float | None) -> str:
     return "?" if factor is None else f"{factor:.4g}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    most = 8
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:most]))}{more}"
+_SHOWN = 8  # most ranks that a sentence names
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

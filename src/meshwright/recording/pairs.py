@@ -1,4 +1,4 @@
-"""Two recordings side by side: which name of the one is which of the other, and what a step of both amounts to."""
+"""``Pair``: two recordings with their names matched. ``StepFacts``: a step of one recording, summed over its ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ Renames = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Pair:
-    """The recording of one process, that of many, and one of one process again, whose differences are noise.
+    """Two recordings side by side.
 
     Attributes:
-        names: of each parameter: the name in ``one`` → that in ``many``.
+        one: of one process.
+        many: of many processes.
+        again: a second one of one process, whose differences to ``one`` are noise; None if there is none.
+        names: name of a parameter in ``one`` → its name in ``many``.
     """
 
     one: Recorded
@@ -30,36 +33,36 @@ class Pair:
 
     @classmethod
     def of(cls, one: Recorded, many: Recorded, again: Recorded | None, renames: Renames) -> Pair:
-        """``renames``: pairs of a regular expression and what takes its place, in the names of ``many``."""
-        known = {alias: name for name, about in one.parameters.items() for alias in (name, *about["aliases"])}
+        """Matches the names of two recordings. ``renames``: (regular expression, replacement) pairs for names of ``many``."""
+        first_names = {alias: name for name, about in one.parameters.items() for alias in (name, *about["aliases"])}
         names: dict[str, str] = {}
         for name, about in many.parameters.items():
-            for own in (name, *about["aliases"]):
-                there = known.get(_renamed(own, renames))
-                if there is not None:
-                    names.setdefault(there, name)
+            for any_name in (name, *about["aliases"]):
+                name_in_one = first_names.get(_renamed(any_name, renames))
+                if name_in_one is not None:
+                    names.setdefault(name_in_one, name)
         return cls(one, many, again, names)
 
     @property
     def missing(self) -> list[str]:
-        """Names that ``many`` lacks."""
+        """Names of ``one`` that ``many`` lacks."""
         return [name for name in self.one.parameters if name not in self.names]
 
     @property
     def extra(self) -> list[str]:
-        """Names that ``one`` lacks."""
-        there = set(self.names.values())
-        return [name for name in self.many.parameters if name not in there]
+        """Names of ``many`` that ``one`` lacks."""
+        matched = set(self.names.values())
+        return [name for name in self.many.parameters if name not in matched]
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        """Axes of more than one rank; if none is known, all ranks as one."""
-        known = {name: size for name, size in self.many.axes.items() if size > 1}
-        return known or ({"ranks": self.many.world_size} if self.many.world_size > 1 else {})
+        """Name → size, of axes with more than one rank; if none is known, all ranks are the axis ``ranks``."""
+        larger_than_one = {name: size for name, size in self.many.axes.items() if size > 1}
+        return larger_than_one or ({"ranks": self.many.world_size} if self.many.world_size > 1 else {})
 
     @cached_property
     def spans(self) -> dict[str, int]:
-        """The axes, each two of them together, and all ranks."""
+        """Text → number of ranks, of each axis, each two axes together, and all ranks."""
         spans = dict(self.axes)
         for (a, n), (b, m) in combinations(self.axes.items(), 2):
             spans[f"{a} × {b}"] = n * m
@@ -69,31 +72,32 @@ class Pair:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Into how many blocks ranks may have cut a dim."""
+        """The numbers of blocks into which ranks may have divided a dim."""
         return sorted(set(self.spans.values()))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks that stand together along an axis: the same coordinates on every other one."""
-        together: dict[tuple[Any, ...], list[int]] = {}
-        for rank, at in enumerate(self.many.manifest["coordinates"]):
-            if axis in at:
-                together.setdefault(tuple(item for item in at.items() if item[0] != axis), []).append(rank)
-        return list(together.values())
+        """The rank groups of an axis: ranks with the same coordinates on every other axis."""
+        groups: dict[tuple[Any, ...], list[int]] = {}  # coordinates on the other axes → ranks
+        for rank, coordinate in enumerate(self.many.manifest["coordinates"]):
+            if axis in coordinate:
+                others = tuple(item for item in coordinate.items() if item[0] != axis)
+                groups.setdefault(others, []).append(rank)
+        return list(groups.values())
 
     @property
     def steps(self) -> int:
-        """How many both have."""
+        """Number of steps that both recordings have."""
         return min(len(self.one.steps), len(self.many.steps))
 
     def seen(self, file: str, name: str) -> tuple[list[Seen], list[Seen]]:
-        """The values of a tensor in both."""
+        """The values of a tensor in ``one`` and in ``many``."""
         return self.one.views(file, name), self.many.views(file, self.names[name])
 
     def layout(self, name: str) -> str:
         return str(self.many.parameters[self.names[name]]["layout"])
 
     def trained(self) -> list[str]:
-        """Names in both of parameters that ``one`` trains."""
+        """Names of parameters that both recordings have and ``one`` trains."""
         return [name for name, about in self.one.parameters.items() if about["trained"] and name in self.names]
 
 
@@ -102,14 +106,14 @@ class StepFacts:
     """A step of one recording, over all of its ranks.
 
     Attributes:
-        loss: the mean of all rows; None where no rank told one.
+        loss: mean over all rows; None if no rank recorded a loss.
         dtype: of the loss.
-        losses: how many a rank told.
-        counts: rows of each rank that told them.
-        rows: digest of each row → how often it was seen.
+        losses: largest number of losses that a rank recorded.
+        counts: number of rows of each rank that recorded losses.
+        rows: digest of a row → how often it was seen.
         rows_of: the digests of each rank.
-        settings: of each rank's optimizers.
-        notes: what a reader should know.
+        settings: rank → settings of its optimizers.
+        notes: texts for a reader.
     """
 
     loss: float | None
@@ -123,19 +127,23 @@ class StepFacts:
 
     @classmethod
     def of(cls, step: Mapping[str, Any]) -> StepFacts:
-        told = [rank for rank in step["ranks"] if rank]
-        losses = [loss for rank in told for loss in rank["losses"]]
-        weights = [rows or 1 for _, _, rows in losses] if all(rows for *_, rows in losses) else [1] * len(losses)
+        """The facts of a step, from the manifest. Ranks that did not take the step are left out."""
+        ranks = [facts for facts in step["ranks"] if facts]
+        losses = [loss for facts in ranks for loss in facts["losses"]]  # (value, dtype, rows)
+        has_all_rows = all(rows for *_, rows in losses)
+        weights = [rows if has_all_rows else 1 for *_, rows in losses]
         mean = sum(v * w for (v, *_), w in zip(losses, weights, strict=True)) / sum(weights) if losses else None
         return cls(
             loss=mean,
             dtype=losses[0][1] if losses else "",
-            losses=max((len(rank["losses"]) for rank in told), default=0),
-            counts=tuple(sum(rows or 0 for *_, rows in rank["losses"]) for rank in told if rank["losses"]),
-            rows=Counter(row for rank in told for row in rank["rows"]),
-            rows_of=tuple(tuple(rank.get("rows", ())) for rank in step["ranks"]),
-            settings={at: rank["settings"] for at, rank in enumerate(step["ranks"]) if rank and rank["settings"]},
-            notes=tuple(dict.fromkeys(note for rank in told for note in rank["notes"])),
+            losses=max((len(facts["losses"]) for facts in ranks), default=0),
+            counts=tuple(sum(rows or 0 for *_, rows in facts["losses"]) for facts in ranks if facts["losses"]),
+            rows=Counter(row for facts in ranks for row in facts["rows"]),
+            rows_of=tuple(tuple(facts.get("rows", ())) for facts in step["ranks"]),
+            settings={
+                rank: facts["settings"] for rank, facts in enumerate(step["ranks"]) if facts and facts["settings"]
+            },
+            notes=tuple(dict.fromkeys(note for facts in ranks for note in facts["notes"])),
         )
 
     @property
@@ -145,20 +153,21 @@ class StepFacts:
 
 
 def _renamed(name: str, renames: Renames) -> str:
+    """The name after all replacements."""
     for pattern, text in renames:
         name = re.sub(pattern, text, name)
     return name
 
 
-_DATA = ("dp", "data", "fsdp", "ddp", "replicate", "shard", "batch")
-_TENSOR = ("tp", "tensor", "model")
+_DATA = ("dp", "data", "fsdp", "ddp", "replicate", "shard", "batch")  # parts of usual names of data axes
+_TENSOR = ("tp", "tensor", "model")  # usual names of tensor-parallel axes
 
 
 def is_data(axis: str) -> bool:
-    """Whether ranks along an axis have rows of their own, by its name."""
+    """Whether an axis is data parallel, by its name: its ranks have different rows."""
     return any(word in axis.lower() for word in _DATA) and "×" not in axis
 
 
 def is_tensor(axis: str) -> bool:
-    """Whether ranks along an axis share their rows and cut the layers, by its name."""
+    """Whether an axis is tensor parallel, by its name: its ranks have the same rows."""
     return axis.lower() in _TENSOR

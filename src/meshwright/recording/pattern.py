@@ -1,14 +1,14 @@
-"""What a tensor that is wrong has to do with the one that it should be. Tried in this order, the first that fits is told:
+"""``Pattern``: the relation between an actual tensor a and the expected tensor e. The first of these that fits is taken:
 
-same          a = e, but for rounding
-not_finite    a has nan or infinity
+not_finite    a or e has nan or infinity, and they differ
+same          a = e, except for rounding
 zeros         a = 0
 scaled        a = k·e                                  k by least squares
 transposed    a = eᵀ
-order         blocks of a are those of e in another order
+order         the blocks of a are those of e in another order
 blocks        each block of a is k_i times that of e; some k_i are 1, or 0
-block_wrong   some blocks of a are those of e, others are something else
-rounding      no pattern, and no larger than a coarser type's rounding
+block_wrong   some blocks of a are right, others have no factor
+rounding      none of these, and the difference is as large as rounding to bfloat16
 other         none of these
 """
 
@@ -23,24 +23,26 @@ from torch import Tensor
 
 from meshwright.recording.alike import RELATIVE, Tolerance, largest, norm, wide
 
-_LEAST = 4  # elements of a block that has a factor: fewer fit anything
-_MOST_BLOCKS = 64
-_PIECES = (1, 2, 3, 4)  # fused blocks in each rank's share that an order is tried with
+_LEAST = 4  # fewest elements of a block that may have a factor: fewer elements fit any factor by chance
+_MOST_BLOCKS = 64  # most blocks of a dim that are tried: smaller blocks fit by chance, and trying all orders takes long
+_PIECES = (1, 2, 3, 4)  # numbers of fused blocks in each rank's share with which other orders are tried (q, k, v, gate)
+_FAR_BETTER = 3  # a factor must leave this many times less than 1 does, to be more than noise
+_FAR_FROM_ONE = 10  # relative tolerances by which a factor must differ from 1
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What two tensors have to do with each other.
+    """The relation between an actual and an expected tensor.
 
     Attributes:
-        kind: as the table above says; or of several values (``joined``): see there.
-        error: the largest difference, relative to the largest element that is expected.
-        factor: k, of ``scaled``; of ``other``, the best one.
-        residual: what the best factor leaves, relative to the tensor.
-        dim: along which blocks lie.
-        factors: of each block; None where no factor fits.
-        order: which expected block stands at each place.
-        ranks: who is meant, where ranks differ.
+        kind: one of the table above, or of the table in ``joined``.
+        error: the largest difference, relative to the largest expected element.
+        factor: k of ``scaled``; the best k of ``other``.
+        residual: norm of a − k·e, relative to that of a.
+        dim: the dim along which blocks lie.
+        factors: of each block; None for a block that no factor fits.
+        order: for each actual block, the number of the expected block that it equals.
+        ranks: the ranks with this relation, if ranks differ.
     """
 
     kind: str
@@ -60,11 +62,11 @@ class Pattern:
 def pattern_of(
     actual: Tensor, expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
 ) -> Pattern:
-    """The pattern of two tensors of the same shape.
+    """The pattern of two tensors of one shape.
 
     Args:
-        sizes: into how many blocks ranks may have cut a dim: sizes of axes, and their products.
-        noise: by which two runs of one process differed in this tensor.
+        sizes: numbers of blocks into which ranks may have divided a dim: sizes of axes, and their products.
+        noise: largest difference between two runs of one process in this tensor.
     """
     a, e = wide(actual), wide(expected)
     if not a.isfinite().all() or not e.isfinite().all():
@@ -75,40 +77,48 @@ def pattern_of(
     error = off / (largest(e) or 1.0)
     k, residual = _scalar(a, e)
     scaled = _is_scaled(a, e, k, residual, tolerance)
-    if off <= allowed and not (scaled and a.numel() >= 2 * _LEAST and off > noise):
+    clearly_scaled = scaled and a.numel() >= 2 * _LEAST and off > noise  # a factor is told even within the tolerance
+    if off <= allowed and not clearly_scaled:
         return Pattern("same", error)
     if not largest(a):
         return Pattern("zeros", error, 0.0)
     if scaled:
         return Pattern("scaled", error, k, residual)
-    by_place = _transposed(a, e, allowed, error) or _ordered(a, e, allowed, sizes, error)
-    by_block = by_place or _by_blocks(a, e, tolerance, allowed, sizes, error)
-    if by_block is not None:
-        return by_block
-    fine = isclose(k, 1.0, abs_tol=RELATIVE["bfloat16"]) and error <= 2 * RELATIVE["bfloat16"]
-    return Pattern("rounding" if fine and residual < RELATIVE["bfloat16"] else "other", error, k, residual)
+    pattern = (
+        _transposed(a, e, allowed, error)
+        or _reordered(a, e, allowed, sizes, error)
+        or _by_blocks(a, e, tolerance, allowed, sizes, error)
+    )
+    if pattern is not None:
+        return pattern
+    coarse = RELATIVE["bfloat16"]
+    is_rounding = isclose(k, 1.0, abs_tol=coarse) and error <= 2 * coarse and residual < coarse
+    return Pattern("rounding" if is_rounding else "other", error, k, residual)
 
 
 def _scalar(a: Tensor, e: Tensor) -> tuple[float, float]:
-    """k by least squares, and ‖a − k·e‖ / ‖a‖."""
-    a, e = torch.view_as_real(a) if a.is_complex() else a, torch.view_as_real(e) if e.is_complex() else e
+    """(k, residual): the k with the least ‖a − k·e‖, and ‖a − k·e‖ / ‖a‖."""
+    a = torch.view_as_real(a) if a.is_complex() else a
+    e = torch.view_as_real(e) if e.is_complex() else e
     square = norm(e) ** 2
     k = float((a * e).sum()) / square if square else 0.0
     return k, norm(a - k * e) / (norm(a) or 1.0)
 
 
 def _is_scaled(a: Tensor, e: Tensor, k: float, residual: float, tolerance: Tolerance) -> bool:
-    """Whether a factor other than one explains nearly all: what it leaves is far less than what one leaves."""
-    return residual <= tolerance.fit and norm(a - e) > 3 * residual * norm(a) and abs(k - 1) > 10 * tolerance.relative
+    """Whether a is k·e with a k other than 1: k leaves little, and far less than 1 does."""
+    fits = residual <= tolerance.fit
+    fits_better_than_one = norm(a - e) > _FAR_BETTER * residual * norm(a)
+    return fits and fits_better_than_one and abs(k - 1) > _FAR_FROM_ONE * tolerance.relative
 
 
 def _transposed(a: Tensor, e: Tensor, allowed: float, error: float) -> Pattern | None:
-    square = a.dim() == 2 and a.shape[0] == a.shape[1]
-    return Pattern("transposed", error) if square and largest(a - e.T) <= allowed else None
+    is_square = a.dim() == 2 and a.shape[0] == a.shape[1]
+    return Pattern("transposed", error) if is_square and largest(a - e.T) <= allowed else None
 
 
-def _ordered(a: Tensor, e: Tensor, allowed: float, sizes: Sequence[int], error: float) -> Pattern | None:
-    """Equal blocks that changed places, the largest blocks that explain it."""
+def _reordered(a: Tensor, e: Tensor, allowed: float, sizes: Sequence[int], error: float) -> Pattern | None:
+    """The pattern ``order``, with the largest blocks that fit; None if no blocks fit."""
     for dim, size in enumerate(a.shape):
         for count in _counts(size, [n * pieces for pieces in _PIECES for n in sizes]):
             if size % count:
@@ -120,35 +130,38 @@ def _ordered(a: Tensor, e: Tensor, allowed: float, sizes: Sequence[int], error: 
 
 
 def _order(actual: Sequence[Tensor], expected: Sequence[Tensor], allowed: float) -> tuple[int, ...] | None:
-    """Which expected block each actual one is; None where it is none, or one that is taken."""
-    left, order = list(range(len(expected))), []
+    """For each actual block, the number of the expected block that it equals; None if there is no permutation, or if the order
+    is the same."""
+    unused, order = list(range(len(expected))), []
     for block in actual:
-        which = next((i for i in left if largest(block - expected[i]) <= allowed), None)
-        if which is None:
+        number = next((i for i in unused if largest(block - expected[i]) <= allowed), None)
+        if number is None:
             return None
-        left.remove(which)
-        order.append(which)
+        unused.remove(number)
+        order.append(number)
     return tuple(order) if order != sorted(order) else None
 
 
 def _by_blocks(
     a: Tensor, e: Tensor, tolerance: Tolerance, allowed: float, sizes: Sequence[int], error: float
 ) -> Pattern | None:
-    """Blocks with a factor each; where there is none, blocks of which some are right."""
-    some: list[tuple[float, Pattern]] = []
+    """The pattern ``blocks``; else ``block_wrong`` with the division into blocks that has the smallest wrong share."""
+    candidates: list[tuple[float, Pattern]] = []  # (share of blocks without a factor, pattern)
     for dim, size in enumerate(a.shape):
         for count in _counts(size, sizes):
             blocks = list(zip(a.chunk(count, dim), e.chunk(count, dim), strict=True))
             factors = tuple(_block_factor(x, y, tolerance, allowed) for x, y in blocks)
             if None not in factors:
                 return Pattern("blocks", error, dim=dim, factors=factors)
-            if any(k == 1.0 and x.numel() >= _LEAST for k, (x, _) in zip(factors, blocks, strict=True)):
-                some.append((factors.count(None) / count, Pattern("block_wrong", error, dim=dim, factors=factors)))
-    return min(some, key=lambda found: found[0])[1] if some else None
+            some_are_right = any(k == 1.0 and x.numel() >= _LEAST for k, (x, _) in zip(factors, blocks, strict=True))
+            if some_are_right:
+                pattern = Pattern("block_wrong", error, dim=dim, factors=factors)
+                candidates.append((factors.count(None) / count, pattern))
+    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
 
 
 def _block_factor(a: Tensor, e: Tensor, tolerance: Tolerance, allowed: float) -> float | None:
-    """1 for a block that is right, k for one that is k times what it should be; else None."""
+    """1 for a block that is right, k for one that is k times the expected one; else None."""
     if largest(a - e) <= allowed:
         return 1.0
     if not largest(a):
@@ -157,5 +170,6 @@ def _block_factor(a: Tensor, e: Tensor, tolerance: Tolerance, allowed: float) ->
     return k if a.numel() >= _LEAST and _is_scaled(a, e, k, residual, tolerance) else None
 
 
-def _counts(size: int, wanted: Sequence[int]) -> Iterator[int]:
-    yield from sorted({n for n in wanted if 1 < n <= min(size, _MOST_BLOCKS)})
+def _counts(size: int, candidates: Sequence[int]) -> Iterator[int]:
+    """The numbers of blocks to try for a dim of this size, in ascending order."""
+    yield from sorted({count for count in candidates if 1 < count <= min(size, _MOST_BLOCKS)})

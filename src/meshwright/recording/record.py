@@ -1,4 +1,4 @@
-"""``record``: what a training script computes, written down while it runs, by hooks on its optimizers.
+"""``record``: records what a training script computes, by hooks on its optimizers.
 
     with mw.record(model, "runs/eight", optimizer=optimizer) as rec:
         for batch in batches:
@@ -8,8 +8,8 @@
             optimizer.step()           before: gradients are copied; after: parameters are
             optimizer.zero_grad()
 
-Hooks only copy what this rank holds to the host. Ranks talk to each other once, at the end: when the given optimizers have made
-``steps`` steps, or where the ``with`` ends.
+The hooks only copy this rank's tensors to the host. Ranks communicate once, at the end: when the given optimizers have made
+``steps`` steps, or at the end of the ``with`` block.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from meshwright.errors import Finding, Findings, PlanError
 from meshwright.recording.folder import is_recording
 from meshwright.recording.layout import Layout, OfJob, axis_names
-from meshwright.recording.manifest import manifest_of, told_of
+from meshwright.recording.manifest import facts_of_rank, manifest_of
 from meshwright.recording.named import Named, Rename, named_parameters
 from meshwright.recording.taken import Copied, Step, copied, digests_of_rows, loss_value, settings_of
 from meshwright.recording.views import Views
-from meshwright.recording.writing import Ranks, aside_of, begin, publish, write_tensors
+from meshwright.recording.writing import Ranks, begin, publish, temporary_of, write_tensors
 from meshwright.runtime.job import Job
 
 if TYPE_CHECKING:
@@ -51,23 +51,23 @@ def record(
     mesh: DeviceMesh | Mapping[str, int] | None = None,
     names: Rename | None = None,
 ) -> Recording:
-    """Records the next steps of a training script: whole gradients, updated parameters, losses. Every rank calls it, alike.
+    """Records the next steps of a training script: whole gradients, updated parameters, losses. Every rank calls it.
 
-    Call it when the model is wrapped and the optimizer made. It changes nothing of the run, which may be any: one process, DDP,
-    FSDP, DTensors, Accelerate, torchtitan, a trainer. Two recordings are compared by ``meshwright compare``.
+    Call it after the model is wrapped and the optimizer is made. It does not change the run. It works with any script: one
+    process, DDP, FSDP, DTensors, Accelerate, torchtitan, a trainer. ``meshwright compare`` compares two recordings.
 
     Args:
-        model: the model, wrapped as it is trained; the parts that this rank holds of it; or a job.
-        path: the folder to write. A recording that is there is replaced, once the new one is whole.
-        optimizer: one or several, as they are or wrapped. When each has made ``steps`` steps, the folder is written at once,
-            and hooks are removed. Without, all optimizers that hold parameters of the model count, and the folder is written
-            where the ``with`` ends.
-        steps: optimizer steps to record.
-        mesh: axes and sizes for the report, in addition to those of the DTensors that are met, such as ``{"dp": 4, "tp": 2}``.
-        names: gives the name on one device of a name here.
+        model: the model, wrapped as for training; or the parts of it that this rank holds; or a job.
+        path: the folder to write. A recording that exists there is replaced when the new one is complete.
+        optimizer: one or several, plain or wrapped. When each has made ``steps`` steps, the folder is written and the hooks
+            are removed. Without it, all optimizers that hold parameters of the model count, and the folder is written at the
+            end of the ``with`` block.
+        steps: number of optimizer steps to record.
+        mesh: axes and sizes for the report, such as ``{"dp": 4, "tp": 2}``, in addition to those of DTensors.
+        names: function from a local name to the name on one device.
 
     Raises:
-        PlanError: everything that keeps these from being recorded.
+        PlanError: with every reason why the model or the optimizers cannot be recorded.
 
     Example:
         >>> import tempfile, torch, meshwright as mw
@@ -87,11 +87,11 @@ def record(
 
 
 class Recording:
-    """What is being recorded. Made by ``record``.
+    """A recording in progress. ``record`` makes it.
 
     Attributes:
-        path: the folder that is written.
-        done: whether it records no more.
+        path: the folder to write.
+        done: whether the recording has ended.
     """
 
     def __init__(
@@ -102,24 +102,25 @@ class Recording:
         self._named = _named(model, names)
         self._layouts = _layouts(model)
         self._by_id = {id(named.parameter): named for named in self._named}
-        self._optimizers, self._wanted, self._axes = optimizers, steps, axes
+        self._optimizers, self._max_steps, self._axes = optimizers, steps, axes
         self._start: dict[str, Copied] = {}
         self._steps: list[Step] = []
-        self._count: dict[int, int] = {}  # steps of each optimizer
-        self._depth = 0  # of optimizers that step within another's step
-        self._pending = Step()  # losses and rows that were told since the last step of an optimizer
+        self._count: dict[int, int] = {}  # id of an optimizer → number of its steps
+        self._depth = 0  # of nested steps: a wrapper's step calls that of its optimizer
+        self._pending = Step()  # losses and rows since the last step of an optimizer
         self._handles: list[Any] = []
         self._check()
 
     # --- what a script calls --------------------------------------------------------------------------------------------
 
     def loss(self, loss: Tensor | float, *, rows: int | None = None, batch: Any = None) -> None:
-        """The loss of one forward, as it is, before the optimizer steps. Several forwards of a step: call it for each.
+        """Records the loss of one forward. Call it before ``optimizer.step()``, and for each forward of a step.
 
         Args:
-            rows: how many rows (or labels, or tokens) it is the mean of, so that ranks with more of them weigh more.
-            batch: the rows themselves: tensors whose dim 0 are rows, or dicts and lists of such. They are counted, and a digest
-                of each is recorded: then a comparison can tell that a rank has seen other rows.
+            loss: not scaled or divided.
+            rows: number of rows (or labels, or tokens) that the loss is the mean of. Ranks with more rows weigh more.
+            batch: the rows: tensors whose dim 0 are rows, or dicts and lists of tensors. They are counted, and a digest of
+                each row is recorded, so that a comparison can find that a rank has seen other rows.
         """
         if self.done:
             if not any(step.losses for step in self._steps):
@@ -130,9 +131,10 @@ class Recording:
         self._pending.rows += digests
 
     def close(self) -> None:
-        """Writes the folder, and removes all hooks. Collective; does nothing where that is done.
+        """Writes the folder, and removes all hooks. Collective. Does nothing if the recording has ended.
 
-        Raises PlanError on every rank: no step was seen, or ranks have different tensors under the same name.
+        Raises:
+            PlanError: on every rank, if no rank recorded a step, or if ranks have different tensors under the same name.
         """
         if self.done:
             return
@@ -140,7 +142,7 @@ class Recording:
         ranks = Ranks.here()
         count = max(ranks.agreement.gather(lambda: len(self._steps), _FAILED))
         if not count:
-            raise PlanError([_nothing_seen(self._optimizers)], "this recording")
+            raise PlanError([_no_step(self._optimizers)], "this recording")
         self._write(ranks, count)
 
     def __enter__(self) -> Self:
@@ -157,7 +159,7 @@ class Recording:
     # --- hooks ------------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Hooks the optimizers."""
+        """Registers hooks on the optimizers; without optimizers, on all of this process."""
         if self._optimizers is None:
             self._handles = [
                 register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
@@ -167,56 +169,60 @@ class Recording:
                 self._handles += [one.register_step_pre_hook(self._before), one.register_step_post_hook(self._after)]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._counts_here(optimizer):
+        """The hook before an optimizer's step: copies gradients; before the first step, also parameters."""
+        if not self._is_recorded(optimizer):
             return
         self._depth += 1
         if self._depth > 1:
             return
         number = self._count[id(optimizer)] = self._count.get(id(optimizer), 0) + 1
-        if number > self._wanted:
+        if number > self._max_steps:
             return
         if not self._start:
-            self._start = {n.name: self._copy(n.parameter.detach(), n) for n in self._named}
-        first = number > len(self._steps)  # then those that no optimizer holds are taken too
-        if first:
+            self._start = {named.name: self._copy(named.parameter.detach(), named) for named in self._named}
+        is_first_optimizer = number > len(self._steps)
+        if is_first_optimizer:
             self._steps.append(Step())
         step = self._steps[number - 1]
-        self._take_gradients(step, self._named if first else self._held_by(optimizer), optimizer)
+        # The first optimizer of a step also copies the gradients of parameters that no optimizer holds.
+        self._copy_gradients(step, self._named if is_first_optimizer else self._parameters_of(optimizer), optimizer)
         step.losses += self._pending.losses
         step.rows += self._pending.rows
         step.settings.append(settings_of(optimizer))
         self._pending = Step()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._depth or not self._counts_here(optimizer):
+        """The hook after an optimizer's step: copies parameters. After the last step, writes the folder."""
+        if not self._depth or not self._is_recorded(optimizer):
             return
         self._depth -= 1
         number = self._count.get(id(optimizer), 0)
-        if self._depth or not 0 < number <= self._wanted:
+        if self._depth or not 0 < number <= self._max_steps:
             return
-        step, held = self._steps[number - 1], self._held_by(optimizer)
+        step, stepped = self._steps[number - 1], self._parameters_of(optimizer)
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             step.notes["the optimizer computed gradients itself, by a closure: these are the last ones"] = None
-            self._take_gradients(step, held, optimizer)
-        step.stepped |= {named.name for named in held}
-        for named in self._named if self._layouts else held:  # what a job holds is gathered by all of its ranks
+            self._copy_gradients(step, stepped, optimizer)
+        step.stepped |= {named.name for named in stepped}
+        for named in self._named if self._layouts else stepped:  # all ranks of a job take part in gathering a parameter
             step.parameters[named.name] = self._copy(named.parameter.detach(), named)
-        if self._optimizers and all(self._count.get(id(one), 0) >= self._wanted for one in self._optimizers):
+        if self._optimizers and all(self._count.get(id(one), 0) >= self._max_steps for one in self._optimizers):
             self.close()
 
-    def _counts_here(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's step is the model's. One that was given counts where it holds nothing too."""
-        return not self.done and (self._optimizers is not None or bool(self._held_by(optimizer)))
+    def _is_recorded(self, optimizer: Optimizer) -> bool:
+        """Whether to record steps of this optimizer: it was passed to ``record``, or it holds parameters of the model."""
+        return not self.done and (self._optimizers is not None or bool(self._parameters_of(optimizer)))
 
-    def _held_by(self, optimizer: Optimizer) -> list[Named]:
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        return [self._by_id[key] for key in held if key in self._by_id]
+    def _parameters_of(self, optimizer: Optimizer) -> list[Named]:
+        """The model's parameters that an optimizer holds."""
+        ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return [self._by_id[key] for key in ids if key in self._by_id]
 
-    def _take_gradients(self, step: Step, which: list[Named], optimizer: Optimizer) -> None:
+    def _copy_gradients(self, step: Step, parameters: list[Named], optimizer: Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, if the optimizer's kernel unscales
         if scale is not None:
             step.notes["gradients were scaled by a GradScaler, and are recorded without its scale"] = None
-        for named in which:
+        for named in parameters:
             if not named.parameter.requires_grad and not self._layouts:
                 continue
             step.gradients[named.name] = self._copy(named.parameter.grad, named, scale)
@@ -225,6 +231,7 @@ class Recording:
         return copied(t, named.parameter, self._layouts.get(named.name), scale)
 
     def _end(self) -> None:
+        """Removes the hooks."""
         self.done = True
         for handle in self._handles:
             handle.remove()
@@ -233,49 +240,53 @@ class Recording:
     # --- the folder -------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        """Raises PlanError with every reason why this cannot be recorded."""
         findings = Findings("this recording")
         if self.path.exists() and not is_recording(self.path) and (not self.path.is_dir() or any(self.path.iterdir())):
             findings.add(
-                where=str(self.path), given="something that is no recording",
+                where=str(self.path), given="a folder or file that is not a recording",
                 required="a new folder, or a recording to replace", fix='mw.record(model, "runs/eight", ...)',
             )  # fmt: skip
-        if self._wanted < 1:
-            findings.add(where="steps", given=str(self._wanted), required="1 or more", fix="steps=1")
+        if self._max_steps < 1:
+            findings.add(where="steps", given=str(self._max_steps), required="1 or more", fix="steps=1")
         if not self._named:
             findings.add(where="model", given="no parameters", required="a model with parameters")
-        if any(n.parameter.is_meta for n in self._named if n.name not in self._layouts):
+        if any(named.parameter.is_meta for named in self._named if named.name not in self._layouts):
             findings.add(
                 where="model", given="parameters on meta, without values", required="the model as it is trained",
                 fix="call mw.record after the weights are made, or loaded",
             )  # fmt: skip
-        for one in self._optimizers or ():
-            if not self._held_by(one) and not self._layouts:
+        for optimizer in self._optimizers or ():
+            if not self._parameters_of(optimizer) and not self._layouts:
                 findings.add(
-                    where=type(one).__name__, given="none of its parameters are the model's",
+                    where=type(optimizer).__name__, given="none of its parameters are the model's",
                     required="an optimizer of the parameters that the model has now",
-                    fix="make it after fully_shard, parallelize_module or prepare: they put others in the model's place",
+                    fix="make it after fully_shard, parallelize_module or prepare, which replace the model's parameters",
                 )  # fmt: skip
         findings.raise_if_any()
 
     def _write(self, ranks: Ranks, count: int) -> None:
+        """Writes the folder. Collective. ``count``: number of steps of the rank that has the most."""
         ranks.agreement.first(lambda: begin(self.path), _FAILED)
-        aside = aside_of(self.path)
+        temporary = temporary_of(self.path)
+        copies_by_file: dict[str, Mapping[str, Copied]] = {"start": self._start}
+        for i in range(count):
+            step = self._steps[i] if i < len(self._steps) else Step()
+            copies_by_file[f"gradients-{i + 1}"] = step.gradients
+            copies_by_file[f"parameters-{i + 1}"] = step.parameters
         tensors: dict[str, Views] = {}
-        kinds: list[tuple[str, Mapping[str, Copied]]] = [("start", self._start)]
-        for at in range(count):
-            step = self._steps[at] if at < len(self._steps) else Step()
-            kinds += [(f"gradients-{at + 1}", step.gradients), (f"parameters-{at + 1}", step.parameters)]
-        for file, copies in kinds:
-            tensors[file] = write_tensors(aside / f"{file}.safetensors", copies, ranks)
-        own = told_of(self._named, self._start, self._steps, count, self._axes)
-        told = ranks.agreement.gather(lambda: own, _FAILED)
-        ranks.agreement.first(lambda: publish(self.path, manifest_of(told, tensors)), _FAILED)
+        for file, copies in copies_by_file.items():
+            tensors[file] = write_tensors(temporary / f"{file}.safetensors", copies, ranks)
+        local_facts = facts_of_rank(self._named, self._start, self._steps, count, self._axes)
+        facts = ranks.agreement.gather(lambda: local_facts, _FAILED)
+        ranks.agreement.first(lambda: publish(self.path, manifest_of(facts, tensors)), _FAILED)
 
 
 _FAILED = Finding("this recording", "it could not be written", "a folder that rank 0 can write")
 
 
 def _named(model: Recordable, names: Rename | None) -> list[Named]:
+    """The parameters of a model, or of a job, by their names on one device."""
     if not isinstance(model, Job):
         return named_parameters([model] if isinstance(model, nn.Module) else model, names)
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
@@ -283,32 +294,35 @@ def _named(model: Recordable, names: Rename | None) -> list[Named]:
 
 
 def _layouts(model: Recordable) -> dict[str, Layout]:
-    """How a job's parameters lie; other layouts are read off the tensors."""
+    """Name → layout of a job's parameters. Empty for other models, whose tensors tell their layout."""
     if not isinstance(model, Job):
         return {}
     return {line.name: OfJob(line, model.recipe, model.groups) for line in model.recipe.parameters}
 
 
-def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer] | None:
-    """The optimizers that step: a wrapper's own (Accelerate, Lightning), which it holds as ``optimizer``."""
-    if given is None:
+def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer] | None:
+    """The optimizers without wrappers (Accelerate, Lightning), whose steps run the hooks."""
+    if optimizer is None:
         return None
-    several = cast(Iterable[Optimizer], [given] if hasattr(given, "param_groups") else given)
-    return [_stepping(one) for one in several]
+    several = cast(Iterable[Optimizer], [optimizer] if hasattr(optimizer, "param_groups") else optimizer)
+    return [_unwrapped(one) for one in several]
 
 
-def _stepping(optimizer: Optimizer) -> Optimizer:
-    within = getattr(optimizer, "optimizer", None)
-    return _stepping(within) if isinstance(within, Optimizer) else optimizer
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The innermost optimizer. A wrapper holds the next one as ``optimizer``."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _axes(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
+    """Name → size of each axis."""
     if isinstance(mesh, DeviceMesh):
         return dict(zip(axis_names(mesh), mesh.shape, strict=True))
     return {str(name): int(size) for name, size in (mesh or {}).items()}
 
 
-def _nothing_seen(optimizers: list[Optimizer] | None) -> Finding:
+def _no_step(optimizers: list[Optimizer] | None) -> Finding:
+    """The finding for a recording in which no optimizer stepped."""
     return Finding(
         "this recording", "no step of an optimizer that holds parameters of this model",
         "at least one optimizer.step() within the recording",

@@ -1,8 +1,8 @@
-"""What was seen of a step, copied to the host: nothing here waits for another rank.
+"""Copies of a step's tensors on the host. Nothing in this file waits for another rank.
 
 before the first step   every parameter
 before a step           every gradient, as the optimizer gets it
-after it                every parameter that the optimizer holds
+after a step            every parameter that the optimizer holds
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ Plain = float | int | bool | str | None
 
 @dataclass(frozen=True)
 class Copied:
-    """What this rank held of a tensor, on the host, and how it lay.
+    """A copy of this rank's part of a tensor, on the host.
 
     Attributes:
-        local: None where there was none.
-        local_shape: of what this rank holds of the parameter.
+        layout: of the tensor over ranks.
+        dtype: of the tensor.
+        local: the copy; None if this rank has no such tensor.
+        local_shape: of this rank's part of the parameter.
     """
 
     layout: Layout
@@ -40,18 +42,24 @@ class Copied:
 
     @property
     def hollow(self) -> bool:
-        """Whether there is no tensor, and it would have no elements: a rank's share of a flat parameter may be empty."""
+        """Whether the rank has no tensor and its part has no elements: a rank's shard of a flat parameter may be empty."""
         return self.local is None and 0 in self.local_shape and not self.layout.gathers
 
     def whole(self) -> Tensor | None:
-        """The whole tensor; zeros stand in for what this rank has not. Collective, if the layout gathers."""
+        """The whole tensor. Zeros replace this rank's part if it has no tensor. Collective, if the layout gathers."""
         local = torch.zeros(self.local_shape, dtype=self.dtype) if self.local is None else self.local
         return self.layout.whole(local)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that this rank told: its value, its type, and the rows that it is the mean of, where they are known."""
+    """A loss that this rank passed to ``Recording.loss``.
+
+    Attributes:
+        value: the loss.
+        dtype: of the loss, such as ``float32``.
+        rows: number of rows that it is the mean of, if known.
+    """
 
     value: float
     dtype: str
@@ -63,12 +71,13 @@ class Step:
     """One step of this rank's optimizers.
 
     Attributes:
-        gradients, parameters: by name.
-        stepped: the parameters that some optimizer holds.
-        losses: as they were told, in order.
+        gradients: name → copy, before the step.
+        parameters: name → copy, after the step.
+        stepped: names of the parameters that some optimizer holds.
+        losses: in the order of the calls.
         rows: digests of the rows of its batches, in order.
-        settings: of each optimizer, by its class: those of each group.
-        notes: what a reader should know.
+        settings: class and groups of each optimizer.
+        notes: texts for a reader.
     """
 
     gradients: dict[str, Copied] = field(default_factory=dict)
@@ -81,11 +90,13 @@ class Step:
 
 
 def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: Tensor | None = None) -> Copied:
-    """A copy of a tensor; ``like``: the parameter, which says how it lies where there is none.
+    """A copy of a parameter or gradient.
 
     Args:
-        layout: as it is known otherwise; default: as the tensor itself says.
-        scale: what a gradient is a multiple of, and is divided by.
+        t: the tensor; None if the parameter has no gradient.
+        like: the parameter, which gives dtype and layout if ``t`` is None.
+        layout: of a job's parameter; default: that of the tensor itself.
+        scale: of a GradScaler. The copy is divided by it.
     """
     if t is None or (layout is not None and not layout.holds):
         shape = (0,) if layout is not None and not layout.holds else tuple(local_tensor(like).shape)
@@ -98,16 +109,17 @@ def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: 
 
 
 def loss_value(loss: Tensor | float, rows: int | None) -> Loss:
-    """A loss as a number; a DTensor's whole value.
+    """A loss as a number. Of a DTensor, the whole value.
 
-    Raises ValueError where it has more than one element.
+    Raises:
+        ValueError: it has more than one element.
     """
     if not isinstance(loss, Tensor):
         return Loss(float(loss), "float64", rows)
     if loss.numel() != 1:
         raise ValueError(f"rec.loss takes one number, given a tensor of {tuple(loss.shape)}")
-    whole = getattr(loss, "full_tensor", None)  # of a DTensor
-    value = loss.detach() if whole is None else whole().detach()
+    full_tensor = getattr(loss, "full_tensor", None)  # of a DTensor
+    value = loss.detach() if full_tensor is None else full_tensor().detach()
     return Loss(float(value.double().item()), str(loss.dtype).removeprefix("torch."), rows)
 
 
@@ -120,30 +132,33 @@ def digests_of_rows(batch: Any) -> list[str]:
     if not tensors:
         raise ValueError("rec.loss(batch=...) takes a tensor with rows, or a dict, list or tuple of such")
     count = tensors[0].shape[0]
-    cut = [t.contiguous() for t in tensors if t.shape[0] == count]
-    return [_digest([t[row] for t in cut]) for row in range(count)]
+    with_rows = [t.contiguous() for t in tensors if t.shape[0] == count]
+    return [_digest([t[row] for t in with_rows]) for row in range(count)]
 
 
 def _digest(parts: Sequence[Tensor]) -> str:
-    made = hashlib.blake2b(digest_size=8)
+    """A hash of the dtypes, shapes and values of some tensors, as hexadecimal text."""
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        made.update(f"{part.dtype}{tuple(part.shape)}".encode())
-        made.update(in_one_dim(part).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
-    return made.hexdigest()
+        digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        digest.update(in_one_dim(part).view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+    return digest.hexdigest()
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's class, and the settings of each group: numbers and words alone, without how it computes them."""
+    """An optimizer's class, and the settings of each group that change its result."""
     groups = [dict(_settings(group)) for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-_HOW = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+# Entries of a group that are no settings, or do not change the result.
+_IGNORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
 
 
 def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each setting of a group that is a plain value or a scalar tensor."""
     for key, value in group.items():
-        if key in _HOW:
+        if key in _IGNORED:
             continue
         if isinstance(value, Tensor) and value.numel() == 1:
             value = local_tensor(value.detach()).item()

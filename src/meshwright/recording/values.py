@@ -1,8 +1,8 @@
-"""Every weight, gradient and update of a step, judged; one tensor at a time.
+"""Compares every weight, gradient and update of two recordings, one tensor at a time.
 
-weights     before the first step: equal, bit for bit or nearly
+weights     before the first step: must be equal, except for a cast
 gradients   as the optimizers got them
-updates     parameters after the step less those before it, where the gradient is right
+updates     parameters after a step minus those before it; only of parameters whose gradient is right
 """
 
 from __future__ import annotations
@@ -21,33 +21,42 @@ from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern
 from meshwright.recording.verdict import Kind, Wrong
 
-_EXACT = 1e-6  # relative: weights are copied, and at most cast
-_UNSURE = 20.0  # times what is allowed of a gradient: an optimizer that divides by its size makes anything of less
+_EXACT = 1e-6  # relative tolerance of weights, which are copied, and at most cast
+_UNSURE = 20.0  # tolerances: a smaller gradient may be all rounding, of which Adam, which divides by its size, makes any update
+_LAST_BITS = 4  # units in the last place by which an update may differ: it is a difference of two rounded values
 
 
 @dataclass
 class Judged:
-    """What was judged of one kind: which names are wrong, how many were looked at, what is worth knowing."""
+    """The result of comparing all tensors of one kind.
+
+    Attributes:
+        kind: what was compared.
+        wrong: name → difference.
+        total: number of compared tensors.
+        notes: text → names.
+        zeros: names of gradients that are zeros on the ranks, but absent in one process.
+    """
 
     kind: Kind
     wrong: dict[str, Wrong] = field(default_factory=dict)
     total: int = 0
-    notes: dict[str, list[str]] = field(default_factory=dict)  # what → names
-    zeros: set[str] = field(default_factory=set)  # gradients that are zeros where one process has none
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    zeros: set[str] = field(default_factory=set)
 
-    def add(self, pair: Pair, name: str, made: Joined) -> None:
+    def add(self, pair: Pair, name: str, result: Joined) -> None:
         self.total += 1
-        if not made.pattern.same:
-            self.wrong[name] = Wrong(self.kind, name, made.pattern, pair.layout(name))
-        elif made.note:
-            self.note(made.note, name)
+        if not result.pattern.same:
+            self.wrong[name] = Wrong(self.kind, name, result.pattern, pair.layout(name))
+        elif result.note:
+            self.note(result.note, name)
 
     def note(self, text: str, name: str) -> None:
         self.notes.setdefault(text, []).append(name)
 
 
 def judge_weights(pair: Pair) -> Judged:
-    """What both began with."""
+    """Compares the parameters before the first step."""
     judged = Judged("weights")
     for name in pair.names:
         one, many = pair.seen("start", name)
@@ -57,18 +66,18 @@ def judge_weights(pair: Pair) -> Judged:
     return judged
 
 
-def judge_gradients(pair: Pair, step: int, given: float | None) -> Judged:
-    """The gradients of a step. ``given``: the tolerance that a person asks for."""
+def judge_gradients(pair: Pair, step: int, relative: float | None) -> Judged:
+    """Compares the gradients of a step. ``relative``: the tolerance that a person chose; default: by type."""
     judged, file = Judged("gradients"), f"gradients-{step}"
-    tolerance = gradient_tolerance(pair, step, given)
+    tolerance = gradient_tolerance(pair, step, relative)
     for name in pair.trained():
         one, many = pair.seen(file, name)
         judged.add(pair, name, _gradient(pair, file, name, one, many, tolerance, judged))
     return judged
 
 
-def gradient_tolerance(pair: Pair, step: int, given: float | None) -> Tolerance:
-    """Of the gradients of a step."""
+def gradient_tolerance(pair: Pair, step: int, relative: float | None) -> Tolerance:
+    """The tolerance for the gradients of a step, from their types and their largest element."""
     scale, dtypes = 0.0, set()
     for name in pair.trained():
         one, many = pair.seen(f"gradients-{step}", name)
@@ -76,33 +85,34 @@ def gradient_tolerance(pair: Pair, step: int, given: float | None) -> Tolerance:
         if value is not None and value.numel():
             scale = max(scale, largest(wide(value).nan_to_num(0.0, 0.0, 0.0)))
             dtypes |= {str(s.value.dtype).removeprefix("torch.") for s in (*one, *many) if s.value is not None}
-    return tolerance_of(dtypes, scale, given)
+    return tolerance_of(dtypes, scale, relative)
 
 
 def _gradient(
     pair: Pair, file: str, name: str, one: list[Seen], many: list[Seen], tolerance: Tolerance, judged: Judged
 ) -> Joined:
-    expected, have = _value(one), any(seen.value is not None for seen in many)
+    """Compares one gradient. An absent gradient equals one of zeros, with a note."""
+    expected = _value(one)
     if expected is None:
         sizes = [largest(seen.value) for seen in many if seen.value is not None]
         if any(sizes):
             return Joined(Pattern("extra", float("inf")))
         if sizes:
-            judged.note("zeros where one process has no gradient", name)
+            judged.note("zeros, but no gradient in one process", name)
             judged.zeros.add(name)
         return Joined(Pattern("same"))
-    if not have:
+    if all(seen.value is None for seen in many):
         if largest(expected):
             return Joined(Pattern("none", float("inf")))
-        judged.note("no gradient where one process has zeros", name)
+        judged.note("no gradient, but zeros in one process", name)
         return Joined(Pattern("same"))
     return joined(many, expected, tolerance, pair.sizes, _noise(pair.again, file, name, expected))
 
 
-def judge_updates(pair: Pair, step: int, gradients: Judged, given: float | None) -> Judged:
-    """What the step made of the parameters, where their gradients are right."""
+def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | None) -> Judged:
+    """Compares the updates of a step, for parameters whose gradients are right."""
     judged = Judged("updates")
-    unsure = _UNSURE * gradient_tolerance(pair, step, given).relative
+    unsure = _UNSURE * gradient_tolerance(pair, step, relative).relative
     for name in pair.trained():
         if name in gradients.wrong:
             continue
@@ -114,75 +124,81 @@ def judge_updates(pair: Pair, step: int, gradients: Judged, given: float | None)
             judged.total += 1
             judged.wrong[name] = Wrong("updates", name, Pattern("not_stepped", float("inf")), pair.layout(name))
             continue
-        made = _update(pair, step, name, expected, many, unsure, given)
-        if name in gradients.zeros and not made.pattern.same:
-            made = Joined(replace(made.pattern, kind="none_zeros"))
-        judged.add(pair, name, made)
+        result = _update(pair, step, name, expected, many, unsure, relative)
+        if name in gradients.zeros and not result.pattern.same:
+            result = Joined(replace(result.pattern, kind="none_zeros"))
+        judged.add(pair, name, result)
     return judged
 
 
 def _update(
-    pair: Pair, step: int, name: str, after: Tensor, many: list[Seen], unsure: float, given: float | None
+    pair: Pair, step: int, name: str, after: Tensor, many: list[Seen], unsure: float, relative: float | None
 ) -> Joined:
-    """The update against that of one process; elements whose gradient is all rounding are taken to be right."""
+    """Compares the update of one parameter. Elements whose gradient may be all rounding are taken to be right.
+
+    Args:
+        after: the parameter of one process, after the step.
+        many: the parameter on the ranks, after the step.
+        unsure: fraction of the largest gradient below which an element may be all rounding.
+    """
     one_before, many_before = pair.seen(f"parameters-{step - 1}" if step > 1 else "start", name)
     before = _value(one_before)
     if before is None or not many_before:
         return Joined(Pattern("same"))
-    moved = wide(after) - wide(before)
+    expected = wide(after) - wide(before)
     gradient = _value(pair.one.views(f"gradients-{step}", name))
-    rounding = torch.zeros_like(moved, dtype=torch.bool)
+    is_rounding = torch.zeros_like(expected, dtype=torch.bool)
     if gradient is not None:
-        rounding = wide(gradient).abs() <= unsure * largest(gradient)
-    usual = tolerance_of([str(after.dtype).removeprefix("torch.")], largest(moved), given)
-    last_bits = 4 * torch.finfo(after.dtype).eps * largest(wide(after))
-    tolerance = Tolerance(usual.relative, usual.floor + last_bits, usual.fit)
+        is_rounding = wide(gradient).abs() <= unsure * largest(gradient)
+    by_type = tolerance_of([str(after.dtype).removeprefix("torch.")], largest(expected), relative)
+    last_bits = _LAST_BITS * torch.finfo(after.dtype).eps * largest(wide(after))
+    tolerance = Tolerance(by_type.relative, by_type.floor + last_bits, by_type.fit)
     noise = _noise(pair.again, f"parameters-{step}", name, after)
-    made = joined(
-        [_masked(seen, moved, rounding) for seen in _moved(many, many_before)], moved, tolerance, pair.sizes, noise
-    )
-    if made.pattern.same or made.value is None:
-        return made
-    whole = _masked(Seen((), made.value), moved, rounding)
-    return replace(joined([whole], moved, tolerance, pair.sizes, noise), note=made.note)
+    updates = [_masked(seen, expected, is_rounding) for seen in _updates(many, many_before)]
+    result = joined(updates, expected, tolerance, pair.sizes, noise)
+    if result.pattern.same or result.value is None:
+        return result
+    whole = _masked(Seen((), result.value), expected, is_rounding)  # shards could not be masked before they were joined
+    return replace(joined([whole], expected, tolerance, pair.sizes, noise), note=result.note)
 
 
-def _moved(after: Iterable[Seen], before: Iterable[Seen]) -> Iterator[Seen]:
-    """How far each rank's values went in a step; ranks that went equally far together."""
-    was = {rank: seen.value for seen in before for rank in seen.ranks}
+def _updates(after: Iterable[Seen], before: Iterable[Seen]) -> Iterator[Seen]:
+    """The difference of each rank's values after and before a step. Ranks with the same two values are kept together."""
+    before_of = {rank: seen.value for seen in before for rank in seen.ranks}
     for seen in after:
-        starts: dict[int, list[int]] = {}
+        ranks_by_value: dict[int, list[int]] = {}  # id of the value before → ranks
         for rank in seen.ranks:
-            starts.setdefault(id(was.get(rank)), []).append(rank)
-        for ranks in starts.values():
-            start = was.get(ranks[0])
-            known = seen.value is not None and start is not None and start.shape == seen.value.shape
-            yield Seen(tuple(ranks), wide(seen.value) - wide(start) if known else seen.value)  # type: ignore[arg-type]
+            ranks_by_value.setdefault(id(before_of.get(rank)), []).append(rank)
+        for ranks in ranks_by_value.values():
+            value, value_before = seen.value, before_of.get(ranks[0])
+            if value is not None and value_before is not None and value_before.shape == value.shape:
+                value = wide(value) - wide(value_before)
+            yield Seen(tuple(ranks), value)
 
 
-def _masked(seen: Seen, expected: Tensor, right: Tensor) -> Seen:
-    """A value, where it is of the expected shape, with some elements as they are expected."""
+def _masked(seen: Seen, expected: Tensor, mask: Tensor) -> Seen:
+    """The value with the expected elements where ``mask`` is true. A value of another shape stays as it is."""
     if seen.value is None or seen.value.shape != expected.shape:
         return seen
-    return Seen(seen.ranks, torch.where(right, expected, seen.value))
+    return Seen(seen.ranks, torch.where(mask, expected, seen.value))
 
 
 def _value(seen: Iterable[Seen]) -> Tensor | None:
-    """The one value of a process (the first, where its ranks differ)."""
+    """The value of the recording of one process; the first one, if its ranks differ."""
     return next((s.value for s in seen if s.value is not None), None)
 
 
 def _noise(again: Recorded | None, file: str, name: str, expected: Tensor) -> float:
-    """The largest difference between two runs of one process."""
+    """The largest difference between two runs of one process in a tensor; 0 if there is no second run."""
     value = _value(again.views(file, name)) if again is not None else None
     return largest(wide(value) - wide(expected)) if value is not None and value.shape == expected.shape else 0.0
 
 
 def note_lines(all_judged: Iterable[Judged]) -> Iterator[str]:
-    """Notes with their names folded, each once."""
-    told: dict[str, dict[str, None]] = {}
+    """One line for each note, with its names folded."""
+    names_of: dict[str, dict[str, None]] = {}  # text → names
     for judged in all_judged:
         for text, names in judged.notes.items():
-            told.setdefault(text, {}).update(dict.fromkeys(names))
-    for text, named in told.items():
-        yield f"{few([str(folded) for folded in fold_names(named)])}: {text}"
+            names_of.setdefault(text, {}).update(dict.fromkeys(names))
+    for text, unique_names in names_of.items():
+        yield f"{few([str(folded) for folded in fold_names(unique_names)])}: {text}"

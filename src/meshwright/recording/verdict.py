@@ -1,4 +1,4 @@
-"""``Verdict``: what two recordings have in common and what not, as data."""
+"""``Verdict``: the result of comparing two recordings, as data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from meshwright.recording.pattern import Pattern
 
 Kind = Literal["names", "weights", "rows", "settings", "loss", "gradients", "updates"]
 KINDS: tuple[Kind, ...] = ("names", "weights", "rows", "settings", "loss", "gradients", "updates")
-"""What is judged, in the order in which one follows from another."""
+"""What is compared, in causal order: a difference of one kind may cause those of later kinds."""
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """One thing that differs.
+    """One difference.
 
     Attributes:
-        name: of the parameter; of a loss or rows, what is meant.
-        layout: of the parameter on the ranks, as the recording has it.
-        detail: what a person may want to know besides.
+        kind: what differs.
+        name: of the parameter; or a text, such as ``loss`` or ``3 of 8 rows``.
+        pattern: the relation between the value and the expected value.
+        layout: of the parameter, in the recording of many processes.
+        detail: more text for a person.
     """
 
     kind: Kind
@@ -34,15 +36,16 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Explained:
-    """Things that differ in the same way.
+    """Differences of one kind that have the same likely cause.
 
     Attributes:
-        key: the cause, as the table in ``causes`` has it.
-        says: what was found, in a sentence.
-        look: where to look, each in a sentence.
-        wrong: what differs.
-        of: how many of this kind were judged.
-        follows: whether a cause before this one may explain it.
+        kind: what differs.
+        key: of the cause in the table of ``causes``.
+        says: the observation and its usual meaning, as a sentence.
+        look: places to look at, each a sentence.
+        wrong: the differences.
+        of: number of compared values of this kind.
+        follows: whether an earlier cause may be the reason.
     """
 
     kind: Kind
@@ -67,14 +70,15 @@ class Explained:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run computes what one process computes. True where it does.
+    """The result of a comparison. It is true if the run of many processes computes the same as the run of one.
 
     Attributes:
-        one, many: the recordings.
-        steps: how many were compared: up to the first that differs.
-        judged: kind → how many were compared, and how many of them are right.
-        causes: what differs, in the order in which one follows from another.
-        notes: what is right, and worth knowing.
+        one: folder of the recording of one process.
+        many: folder of the recording of many processes.
+        steps: number of steps that were compared: up to the first that differs.
+        judged: kind → (number of compared values, number of right ones).
+        causes: of all differences, in causal order.
+        notes: facts that are no differences.
     """
 
     one: str
@@ -92,11 +96,11 @@ class Verdict:
         return self.passed
 
     def keys(self) -> list[str]:
-        """The causes by their keys."""
+        """The keys of the causes."""
         return [cause.key for cause in self.causes]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The verdict as plain values, for JSON."""
         return {
             "passed": self.passed, "one": self.one, "many": self.many, "steps": self.steps,
             "judged": {kind: {"compared": total, "right": right} for kind, (total, right) in self.judged.items()},
@@ -120,5 +124,5 @@ def _wrong(wrong: Wrong) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> float | str | None:
-    """JSON has no infinity."""
+    """A number, or the text ``inf``, since JSON has no infinity."""
     return value if value is None or isfinite(value) else "inf"

@@ -1,9 +1,9 @@
-"""A recording on its way to a folder: what ranks copied, one whole tensor at a time, to rank 0.
+"""Writes a recording: ranks send their copies to rank 0, one whole tensor at a time.
 
-    facts of every rank ──► rank 0: views ──► every rank: who hands over which, in which order
-    for each view: the ranks that hold its parts make it whole; its writer sends it; rank 0 writes it
+    facts of every rank ──► rank 0: views ──► every rank: which rank sends which view, in which order
+    for each view: the ranks that hold its parts gather it; its writer sends it; rank 0 writes it
 
-All is written into a folder aside, ``.NAME.recording``; the last thing is one rename. So a recording is whole or not there.
+Rank 0 writes into a temporary folder, ``.NAME.recording``, and renames it at the end. So a recording is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ from meshwright.recording.views import View, Views, facts_of, views_of
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that record together; a plain process is alone."""
+    """The ranks that record together, or one plain process.
+
+    Attributes:
+        rank: this process.
+        size: number of ranks.
+        device: of the tensors that they send each other.
+    """
 
     rank: int
     size: int
-    device: torch.device  # of what they send each other
+    device: torch.device
 
     @classmethod
     def here(cls) -> Ranks:
+        """The ranks of the default process group; without one, this process alone."""
         if not dist.is_initialized():
             return cls(0, 1, torch.device("cpu"))
-        carried = str(dist.get_backend_config())  # such as cpu:gloo,cuda:nccl
-        on_host = "cpu" in carried or torch.accelerator.current_accelerator() is None
+        backends = str(dist.get_backend_config())  # such as cpu:gloo,cuda:nccl
+        on_host = "cpu" in backends or torch.accelerator.current_accelerator() is None
         device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
         assert device is not None
         return cls(dist.get_rank(), dist.get_world_size(), device)
@@ -51,15 +58,19 @@ class Ranks:
         return RankAgreement(dist.group.WORLD if self.size > 1 else None, "this recording")
 
     def gathered(self, value: Any) -> list[Any]:
-        """On rank 0 every rank's value; elsewhere nothing. Collective."""
+        """On rank 0, the values of all ranks; on other ranks, an empty list. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values)
         return values or []
 
-    def handed(self, whole: Tensor | None, view: View) -> Tensor | None:
-        """The view on rank 0, from its writer."""
+    def sent_to_rank_0(self, whole: Tensor | None, view: View) -> Tensor | None:
+        """Sends a view from its writer to rank 0. Returns it on rank 0, None on other ranks.
+
+        Args:
+            whole: the tensor, on the writer.
+        """
         if view.writer == 0:
             return whole if self.rank == 0 else None
         if self.rank == view.writer:
@@ -67,33 +78,41 @@ class Ranks:
             _send(_bytes(whole).to(self.device))
         if self.rank != 0:
             return None
-        made = torch.empty(view.shape, dtype=getattr(torch, view.dtype))
-        if made.numel():
-            arrived = torch.empty(made.numel() * made.element_size(), dtype=torch.uint8, device=self.device)
-            dist.recv(arrived, src=view.writer)
-            _bytes(made).copy_(arrived)
-        return made
+        tensor = torch.empty(view.shape, dtype=getattr(torch, view.dtype))
+        if tensor.numel():
+            received = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8, device=self.device)
+            dist.recv(received, src=view.writer)
+            _bytes(tensor).copy_(received)
+        return tensor
 
 
 def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Views:
-    """Writes what all ranks copied under these names; returns what is in the file. Collective.
+    """Writes the copies of all ranks into one file. Collective.
 
-    Raises CheckpointError on every rank: ranks have different tensors under the same name.
+    Args:
+        copies: name → this rank's copy.
+
+    Returns:
+        The views in the file.
+
+    Raises:
+        CheckpointError: on every rank, if ranks have different tensors under the same name.
     """
-    told = ranks.gathered(facts_of(copies))
+    facts_by_rank = ranks.gathered(facts_of(copies))
     failed = Finding("this recording", "ranks could not agree on what they hold", "tensors that fit each other")
-    views: Views = ranks.agreement.first(lambda: views_of(told), failed)
-    written = {view.key: (name, view) for name, of in views.views.items() for view in of if view.key is not None}
-    entries = [Entry(str(key), *_stored(view)) for key, (_, view) in written.items()]
+    views: Views = ranks.agreement.first(lambda: views_of(facts_by_rank), failed)
+    by_key = {view.key: (name, view) for name, some in views.views.items() for view in some if view.key is not None}
+    entries = [Entry(str(key), *_stored(view)) for key, (_, view) in by_key.items()]
 
     def value(entry: Entry) -> Tensor:
-        name, view = written[entry.name]
-        mine = copies.get(name)
-        whole = mine.whole() if mine is not None and (mine.layout.gathers or ranks.rank == view.writer) else None
-        arrived = ranks.handed(whole, view)
-        if arrived is None:
+        name, view = by_key[entry.name]
+        copy = copies.get(name)
+        takes_part = copy is not None and (copy.layout.gathers or ranks.rank == view.writer)
+        whole = copy.whole() if copy is not None and takes_part else None
+        received = ranks.sent_to_rank_0(whole, view)
+        if received is None:
             return torch.empty(0)
-        return torch.view_as_real(arrived.cpu().contiguous()) if arrived.is_complex() else arrived
+        return torch.view_as_real(received.cpu().contiguous()) if received.is_complex() else received
 
     if ranks.rank == 0:
         write_file(file, entries, value)
@@ -103,40 +122,41 @@ def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Vie
     return views
 
 
-def aside_of(path: Path) -> Path:
-    """Where a recording is written before it is whole."""
+def temporary_of(path: Path) -> Path:
+    """The temporary folder of a recording that is not complete yet."""
     return path.with_name(f".{path.name}.recording")
 
 
 def begin(path: Path) -> Path:
-    """An empty folder aside."""
-    aside = aside_of(path)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
+    """Creates an empty temporary folder for a recording."""
+    temporary = temporary_of(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
 
 
 def publish(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Puts the manifest into the folder aside, and the folder in its place; an earlier recording there goes."""
-    aside = aside_of(path)
-    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    """Writes the manifest and renames the temporary folder to ``path``. A recording that exists there is removed."""
+    temporary = temporary_of(path)
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     if is_recording(path):
         earlier = path.with_name(f".{path.name}.earlier")
         shutil.rmtree(earlier, ignore_errors=True)
         path.rename(earlier)
-        aside.rename(path)
+        temporary.rename(path)
         shutil.rmtree(earlier)
     else:
-        aside.rename(path)
+        temporary.rename(path)
 
 
 def _stored(view: View) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type in the file, which has no complex numbers."""
+    """(shape, dtype) of a view in the file. Complex numbers, which the format lacks, are stored as pairs of real ones."""
     dtype: torch.dtype = getattr(torch, view.dtype)
     return ((*view.shape, 2), dtype.to_real()) if dtype.is_complex else (view.shape, dtype)
 
 
 def _bytes(t: Tensor) -> Tensor:
+    """The tensor's memory as bytes."""
     return in_one_dim(t.detach()).view(torch.uint8)
 
 

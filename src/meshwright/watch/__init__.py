@@ -1,1 +1,1 @@
-"""Ranks that stop answering: heartbeats, where each is, one report, and an end that a launcher restarts on."""
+"""The watchdog: heartbeats of all ranks, a report if they stop, and an exit code on which a launcher restarts them."""

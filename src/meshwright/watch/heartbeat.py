@@ -1,10 +1,10 @@
-"""What the ranks of a job tell each other while it runs, through a store beside its collectives.
+"""``Board``: the messages of the watchdogs of all ranks, in a store beside the job's collectives.
 
     who/3     once: host, node, process                      beat/3   each second: a number, step, action, progress
-    alarm     who tells, and why: set once, by one rank      where/3  after an alarm: where that rank is
-    told      the report is out: everyone may end
+    alarm     reporting rank and cause: set once, by one     where/3  after an alarm: the location of that rank
+    told      the report has been printed: ranks may exit
 
-A store's connection carries one request at a time, and one that waits holds it: a board has a connection of its own.
+A connection of a store carries one request at a time, and a request that waits blocks it. So a board has its own connection.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ class Who:
     """A rank's process.
 
     Attributes:
-        node: tells the nodes of a job apart, also where they are on one host.
-        started: when, as the kernel counts, which tells it from a later process of that number.
-        stages: the pipeline's, that it runs: ``stage 1``; empty without a pipeline.
+        host: name of its host.
+        node: identifies the node of the job; several nodes may be on one host.
+        pid: of the process.
+        started: its start time by the kernel's clock, which distinguishes it from a later process with the same pid.
+        stages: the pipeline's stages that it runs, such as ``stage 1``; empty without a pipeline.
     """
 
     host: str
@@ -37,7 +39,16 @@ class Who:
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life. ``progress`` changes whenever its main thread gets on; ``state``: here, left or failed."""
+    """A heartbeat of a rank.
+
+    Attributes:
+        number: counts the heartbeats of the rank.
+        step: the step that its main thread is in.
+        action: of the pipeline's schedule; empty without a pipeline.
+        progress: a number that changes whenever the main thread makes progress.
+        state: ``here``, ``left`` or ``failed``.
+        error: text of the exception, if it failed.
+    """
 
     number: int
     step: int
@@ -49,18 +60,25 @@ class Beat:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why the job is to end, and which rank tells it."""
+    """The end of the job.
+
+    Attributes:
+        teller: the rank that prints the report.
+        cause: the reason, as text.
+    """
 
     teller: int
     cause: str
 
 
 class Board:
-    """The keys of one watch in a store.
+    """The keys of one watchdog in a store.
 
     Args:
-        store: a ``dist.Store``, a connection that nobody else uses.
-        name: of the watch, the same on every rank and another for every watch.
+        store: a ``dist.Store``, with a connection that no other code uses.
+        name: of the watchdog: equal on every rank, and unique in the store.
+        rank: of this process.
+        ranks: number of ranks.
     """
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int) -> None:
@@ -76,13 +94,15 @@ class Board:
         self._set(f"where/{self.rank}", where.as_data())
 
     def who(self) -> dict[int, Who]:
+        """Rank → process, of the ranks that have introduced themselves."""
         return {rank: Who(**data) for rank, data in self._of_all("who", range(self.ranks)).items()}
 
     def beats(self, ranks: list[int]) -> dict[int, Beat]:
-        """The last beat of each of these ranks, of those that have posted any."""
+        """Rank → its last heartbeat, of the ranks that have posted one."""
         return {rank: Beat(**data) for rank, data in self._of_all("beat", ranks).items()}
 
     def where(self) -> dict[int, Whereabouts]:
+        """Rank → its location, of the ranks that have answered an alarm."""
         return {rank: Whereabouts.of_data(data) for rank, data in self._of_all("where", range(self.ranks)).items()}
 
     def alarm(self) -> Alarm | None:
@@ -90,7 +110,7 @@ class Board:
         return None if alarm is None else Alarm(**alarm)
 
     def raise_alarm(self, cause: str) -> Alarm:
-        """The alarm that is raised by now: this one, or the one of a rank that was faster."""
+        """Raises an alarm, unless another rank has raised one. Returns the alarm that is in force."""
         alarm = json.dumps(asdict(Alarm(self.rank, cause)))
         return Alarm(**json.loads(self._store.compare_set(self._key("alarm"), "", alarm)))
 
@@ -107,13 +127,14 @@ class Board:
         self._store.set(self._key(key), json.dumps(value))
 
     def _get(self, key: str) -> Any:
-        """A value, or None: a store's own ``get`` waits for one."""
+        """The value of a key, or None. (The store's own ``get`` waits until the key exists.)"""
         key = self._key(key)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _of_all(self, kind: str, ranks: Any) -> dict[int, Any]:
+        """Rank → value of ``kind/rank``, for the ranks that have set it."""
         keys = {rank: self._key(f"{kind}/{rank}") for rank in ranks}
-        if not self._store.check(list(keys.values())):  # some rank has not come, or has not answered yet
+        if not self._store.check(list(keys.values())):  # a rank has not started, or has not answered yet
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         values = self._store.multi_get(list(keys.values())) if keys else []
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}

@@ -1,7 +1,7 @@
-"""Where a rank's main thread is, seen from another of its threads: what the report of a hang is made of.
+"""``whereabouts``: the location of a rank's main thread, read by another thread, for the report of a hang.
 
-main thread      train.py ─ Job.step ─ Executor ─ the model's forward ─ view ─ torch.distributed.all_reduce
-told of it                  step 7     action 1F2 ─ model.py:31 ──────────────  all_reduce over ranks 0 1
+main thread      train.py ─ Job.step ─ Executor ─ the model's forward ─ SPMD mode ─ torch.distributed.all_reduce
+report                      step 7     action 1F2 ─ model.py:31 ───────────────────  all_reduce with ranks 0 1
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ _COLLECTIVES = str(Path(_TORCH, "distributed", "distributed_c10d.py"))
 _DISTRIBUTED = str(Path(_TORCH, "distributed")) + os.sep
 _JOB = str(Path(_OURS, "runtime", "job.py"))
 _TRANSFERS = str(Path(_OURS, "runtime", "pipeline", "transfers.py"))
-_PHASES = (  # the first that some frame is in
+_PHASES = (  # (file or folder, phase); the phase is that of the first one that a frame is in
     (str(Path(_TORCH, "autograd", "graph.py")), "backward"),
     (str(Path(_TORCH, "optim")) + os.sep, "optimizer"),
     (str(Path(_TORCH, "nn", "modules", "module.py")), "forward"),
 )
-_DEEPEST = 40  # frames of a stack that are kept
+_DEEPEST = 40  # most frames of a stack, the innermost: a store's value stays small
+_SOURCE = 80  # most characters of a source line
+_SHAPES = 3  # most shapes of a collective's inputs
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is.
+    """The location of a rank's main thread.
 
     Attributes:
-        step: the step that it began last; 0: none yet.
-        action: of the pipeline's schedule, ``1F2``; empty without a pipeline.
-        phase: forward, backward, optimizer; else the method of ``Job`` that runs; empty outside of a job.
-        collective: what it waits in: ``all_reduce``; empty where it is in none.
-        group: the ranks that take part, where that is known.
-        line: the innermost line that is neither torch's, Python's nor this library's.
-        within: the innermost line of this library; empty where there is none.
-        recorded: the last collective that torch's flight recorder has, and what became of it.
-        entered: collectives that this rank has entered in all; 0 where nobody counts.
+        step: the step that it began last; 0 before the first one.
+        action: of the pipeline's schedule, such as ``1F2``; empty without a pipeline.
+        phase: ``forward``, ``backward``, ``optimizer``, or the method of ``Job`` that runs; empty outside of a job.
+        collective: the collective that it waits in, such as ``all_reduce``; empty if it is in none.
+        group: the ranks that take part in the collective, if known.
+        line: the innermost line of code that is neither torch's, Python's nor this library's.
+        within: the innermost line of this library; empty if there is none.
+        recorded: the last collective in torch's flight recorder, with its state.
+        entered: number of collectives that this rank has entered; 0 if they are not counted.
         stack: of the main thread, the outermost frame first.
     """
 
@@ -75,26 +77,32 @@ class Whereabouts:
 
 
 class Frame(NamedTuple):
-    """A call and the line it is at: where an error passed through, not where its frame has come to since."""
+    """A frame and its line. For an error, the line that it passed through, as the frame may have moved on since.
 
-    of: FrameType
+    Attributes:
+        frame: Python's frame.
+        line: number of the line.
+    """
+
+    frame: FrameType
     line: int
 
     @property
     def file(self) -> str:
-        return self.of.f_code.co_filename
+        return self.frame.f_code.co_filename
 
     @property
     def name(self) -> str:
-        return self.of.f_code.co_name
+        return self.frame.f_code.co_name
 
     @property
-    def plumbing(self) -> bool:
-        """Whether it is Python's, torch's or this library's."""
-        return self.file.startswith((_TORCH, _OURS, "<")) or self.of_python
+    def is_library(self) -> bool:
+        """Whether the code is Python's, torch's or this library's."""
+        return self.file.startswith((_TORCH, _OURS, "<")) or self.is_python
 
     @property
-    def of_python(self) -> bool:
+    def is_python(self) -> bool:
+        """Whether the code is of Python's standard library."""
         return self.file.startswith(_PYTHON) and "-packages" not in self.file
 
     @property
@@ -105,13 +113,14 @@ class Frame(NamedTuple):
 def whereabouts(
     step: int = 0, action: str = "", waits_for: Ranks = (), error: BaseException | None = None
 ) -> Whereabouts:
-    """Where the main thread of this process is now; called from another thread.
+    """The location of this process's main thread. May be called from another thread.
 
     Args:
-        waits_for: the ranks whose sends the pipeline's action needs.
-        error: what it raised: then, where it was raised.
+        step, action: of the main thread.
+        waits_for: the ranks from which the pipeline's action receives.
+        error: an exception that the main thread raised. Then the location is that of the exception.
     """
-    frames = _frames() if error is None else _raised(error)
+    frames = _main_thread_frames() if error is None else _frames_of(error)
     collective, group = _collective(frames, waits_for)
     last = private.last_collective()
     return Whereabouts(
@@ -120,18 +129,18 @@ def whereabouts(
         phase=_phase(frames),
         collective=collective or _on_device(last),
         group=group,
-        line=_line([f for f in frames if not f.plumbing] or frames[:1]),
+        line=_line([f for f in frames if not f.is_library] or frames[:1]),
         within=_line([f for f in frames if f.file.startswith(_OURS)]),
         recorded=_recorded(last),
         entered=private.collectives_entered(),
-        stack=tuple(map(_spelled, reversed(frames[:_DEEPEST]))),
+        stack=tuple(map(_frame_text, reversed(frames[:_DEEPEST]))),
     )
 
 
 def _on_device(last: dict[str, Any]) -> str:
-    """The collective that a device is in; empty if it is in none, or in one of gloo's, which the main thread itself is in.
+    """The last NCCL collective, if the device has not completed it; else empty. (In a gloo collective the main thread waits.)
 
-    The host goes on then, until it reads a value (``.tolist()``): it waits there for all that the device has to do before.
+    The host has queued it and continued, up to a read of a value (``.tolist()``), which waits for all queued work.
     """
     kind, _, name = str(last.get("profiling_name", "")).partition(":")
     ended = last.get("retired") or last.get("state") == "completed"
@@ -139,35 +148,41 @@ def _on_device(last: dict[str, Any]) -> str:
 
 
 def recorded() -> str:
-    """The last collective in torch's flight recorder, in words; empty where it has none (TORCH_FR_BUFFER_SIZE=0)."""
+    """The last collective in torch's flight recorder, as text; empty if it has none (TORCH_FR_BUFFER_SIZE=0)."""
     return _recorded(private.last_collective())
 
 
 def _recorded(last: dict[str, Any]) -> str:
+    """An entry of torch's flight recorder as text: function, number, group, shapes, state."""
     if not last:
         return ""
     number = last.get("collective_seq_id") or last.get("p2p_seq_id")
-    shapes = " ".join("×".join(map(str, s)) or "no dims" for s in last.get("input_sizes", ())[:3])
+    shapes = " ".join("×".join(map(str, shape)) or "no dims" for shape in last.get("input_sizes", ())[:_SHAPES])
     group = " ".join(map(str, last.get("process_group", ())))
     state = "completed" if last.get("retired") else last.get("state", "")
     return f"{last.get('profiling_name', '')} number {number} of group {group} ({shapes}): {state}"
 
 
-def _frames() -> list[Frame]:
-    """Of the main thread, the innermost first. On a GPU a backward runs in a thread of its own: if the main thread waits for
-    one that is in a collective, the frames of that one come first."""
-    of_thread = sys._current_frames()
+def _main_thread_frames() -> list[Frame]:
+    """The frames of the main thread, the innermost first.
+
+    On a GPU, autograd runs a backward in another thread. If the main thread waits for such a thread, and that is in a
+    collective, the frames of that thread come first.
+    """
+    by_thread = sys._current_frames()
     main = threading.main_thread().ident
-    frames = _outward(of_thread.get(main or 0))
-    if any(f.name == "_engine_run_backward" for f in frames[:2]):
-        watcher = threading.get_ident()
-        others = [_outward(f) for ident, f in of_thread.items() if ident not in (main, watcher)]
-        frames = next((o for o in others if o and o[0].file.startswith(_DISTRIBUTED)), []) + frames
+    frames = _outward(by_thread.get(main or 0))
+    waits_for_backward = any(frame.name == "_engine_run_backward" for frame in frames[:2])
+    if waits_for_backward:
+        this_thread = threading.get_ident()
+        others = [_outward(frame) for ident, frame in by_thread.items() if ident not in (main, this_thread)]
+        in_collective = [stack for stack in others if stack and stack[0].file.startswith(_DISTRIBUTED)]
+        frames = (in_collective[0] if in_collective else []) + frames
     return frames
 
 
-def _raised(error: BaseException) -> list[Frame]:
-    """Where an error, or the first cause of it, comes from; the innermost frame first."""
+def _frames_of(error: BaseException) -> list[Frame]:
+    """The frames that an exception, or its first cause, passed through, the innermost first."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames, trace = [], error.__traceback__
@@ -178,6 +193,7 @@ def _raised(error: BaseException) -> list[Frame]:
 
 
 def _outward(frame: FrameType | None) -> list[Frame]:
+    """A frame and its callers, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(Frame(frame, frame.f_lineno))
@@ -186,9 +202,13 @@ def _outward(frame: FrameType | None) -> list[Frame]:
 
 
 def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
-    """What the innermost frames wait in, and with whom."""
-    inner = [f for f in frames if not f.file.endswith("c10d_logger.py")]
-    while inner and inner[0].of_python:  # locks and the like
+    """(collective that the innermost frames wait in, its ranks); both are empty if they are in none.
+
+    Args:
+        waits_for: the ranks from which the pipeline's action receives.
+    """
+    inner = [frame for frame in frames if not frame.file.endswith("c10d_logger.py")]
+    while inner and inner[0].is_python:  # locks, for example
         inner = inner[1:]
     if not inner:
         return "", ()
@@ -196,20 +216,21 @@ def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
         return "receive", waits_for
     if not inner[0].file.startswith(_DISTRIBUTED):
         return ("wait", ()) if ".wait(" in inner[0].source else ("", ())
-    named = inner[0]
+    public = inner[0]  # the outermost public function of torch.distributed
     for frame in inner:
         if frame.file != _COLLECTIVES:
             break
-        named = frame if not frame.name.startswith("_") else named
-    return named.name, _ranks_of(named)
+        if not frame.name.startswith("_"):
+            public = frame
+    return public.name, _ranks_of(public)
 
 
 def _ranks_of(frame: Frame) -> Ranks:
-    """The ranks of the group that a function of torch.distributed was given; the peer alone of a send or a receive."""
+    """The ranks of the group of a running function of torch.distributed; of a send or receive, the other rank alone."""
     try:
         import torch.distributed as dist
 
-        arguments = frame.of.f_locals
+        arguments = frame.frame.f_locals
         for peer in ("src", "dst") if frame.name in ("send", "recv", "isend", "irecv") else ():
             if isinstance(arguments.get(peer), int):
                 return (arguments[peer],)
@@ -221,20 +242,22 @@ def _ranks_of(frame: Frame) -> Ranks:
 
 
 def _phase(frames: list[Frame]) -> str:
-    job = [f.name for f in frames if f.file == _JOB]
-    files = [f.file for f in frames]
-    for place, phase in _PHASES:
-        if any(file.startswith(place) for file in files):
+    """See ``Whereabouts.phase``."""
+    files = [frame.file for frame in frames]
+    for path, phase in _PHASES:
+        if any(file.startswith(path) for file in files):
             return phase
-    return next((name for name in reversed(job) if not name.startswith("_")), "")
+    methods_of_job = [frame.name for frame in frames if frame.file == _JOB]
+    return next((name for name in reversed(methods_of_job) if not name.startswith("_")), "")
 
 
 def _line(frames: list[Frame]) -> str:
+    """The source line of the first frame, as text; empty if there is no frame."""
     if not frames:
         return ""
-    place = source_place(frames[0].file, frames[0].line)
-    return f"{place} in {frames[0].name}: {frames[0].source[:80]}".rstrip(": ")
+    position = source_place(frames[0].file, frames[0].line)
+    return f"{position} in {frames[0].name}: {frames[0].source[:_SOURCE]}".rstrip(": ")
 
 
-def _spelled(frame: Frame) -> str:
+def _frame_text(frame: Frame) -> str:
     return f"{frame.file}:{frame.line} in {frame.name}: {frame.source}".rstrip(": ")

@@ -1,9 +1,9 @@
-"""``Moments``: when things began and ended on this rank, on one clock for all ranks of a node.
+"""``Moments``: points in time on this rank, by one clock for all ranks of a node.
 
     CPU           a moment is a number: seconds of the host's monotonic clock
-    accelerator   a moment is an event of the current stream: nothing waits for it until it is read
+    accelerator   a moment is an event of the current stream; the host waits for it only when it is read
 
-The host's clock is the same in all processes of a node. Ranks of other nodes have their own: see ``runtime/observed.py``.
+All processes of a node have the same host clock. For ranks of other nodes, see ``runtime/observed.py``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Moments:
     """The clock of one rank.
 
     Args:
-        device: whose stream is followed.
+        device: of this rank. On an accelerator, moments are those of its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first: Any = None
         self._first_seconds = 0.0
-        if device.type != "cpu":  # where the device's clock stands on the host's
+        if device.type != "cpu":  # one moment on both clocks, to convert the device's into the host's
             self._first = self._event()
             self._first.synchronize()
             self._first_seconds = time.perf_counter()
 
     def now(self) -> Moment:
-        """This moment: on an accelerator, when its current stream comes to it."""
+        """The current moment. On an accelerator, the moment when the current stream has done all that is queued now."""
         return time.perf_counter() if self._first is None else self._event()
 
     def seconds(self, moment: Moment) -> float:
-        """A moment in seconds of the host's clock. Waits until the device has come to it."""
+        """A moment in seconds of the host's clock. Waits until the device has reached it."""
         if isinstance(moment, float):
             return moment
         moment.synchronize()

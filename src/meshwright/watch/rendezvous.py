@@ -1,13 +1,13 @@
-"""Where the processes of one start meet, when a launcher has started them before.
+"""A store for the processes of one start, if a launcher may have started ranks before.
 
-torchrun keeps one store for all of its restarts, with what the ranks of earlier ones wrote: a new rank may connect to the
-address of a dead one (pytorch issue 135712). Its count of restarts does not tell starts apart, as each node has its own. So
-they first agree on a name that only they know, and write below it:
+torchrun keeps one store for all of its restarts, with the keys of earlier starts: a new rank may read the address of a dead
+one and connect to it (pytorch issue 135712). The count of restarts does not distinguish starts, as each node has its own. So
+the ranks of a start first agree on a new name, and write below it:
 
-    rank r    here/r = a number of its own              sees itself in the offer ─► taken/<name>/r     go/<name> ─► meets
-    rank 0    reads here/… ─► offer = <name>, numbers   all have taken it ─► go/<name>                 else reads again
+    rank r    here/r = its random number                sees its number in the offer ─► taken/<name>/r    go/<name> ─► done
+    rank 0    reads here/… ─► offer = <name>, numbers   all ranks have taken it ─► go/<name>              else reads again
 
-What a dead process left is never taken: no one takes an offer without his own number.
+A key of a dead process is never used: a rank accepts only an offer with its own number.
 """
 
 from __future__ import annotations
@@ -22,39 +22,43 @@ from uuid import uuid4
 import torch.distributed as dist
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
-_PAUSES = (0.01, 0.5)  # seconds between two looks: the first, the longest
+_PAUSES = (
+    0.01,
+    0.5,
+)  # first and longest pause, in seconds, between two looks: short at first, as ranks usually come together
 
 
 def launched_store(timeout: timedelta) -> Store | None:
-    """A store of this start's own in the one that torchrun keeps; None where torchrun keeps none. Collective."""
+    """A store for this start within torchrun's store; None if torchrun keeps none. Collective."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(where, port, ranks, False, timeout)  # type: ignore[attr-defined]
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, ranks, False, timeout)  # type: ignore[attr-defined]
     return fresh(store, rank, ranks, timeout.total_seconds())
 
 
 def fresh(store: Store, rank: int, ranks: int, timeout: float) -> Store:
-    """Below a store in which earlier starts have written, one of this start's own. Collective.
+    """A store for this start, with a new prefix, within a store that earlier starts may have written to. Collective.
 
-    Raises TimeoutError where not all ranks have come in ``timeout`` seconds.
+    Raises:
+        TimeoutError: not all ranks have come within ``timeout`` seconds.
     """
     table = dist.PrefixStore("meshwright", store)  # type: ignore[attr-defined]
     number, deadline, pause = uuid4().hex, time.monotonic() + timeout, _PAUSES[0]
     table.set(f"here/{rank}", number)
-    offered = _Offer("", [])
+    offer = _Offer("", [])
     while True:
         if rank == 0:
-            offered = _renewed(table, offered, ranks)
+            offer = _renewed(table, offer, ranks)
         elif table.check(["offer"]):
-            offered = _Offer(*json.loads(table.get("offer")))
-        if offered.ranks[rank : rank + 1] == [number]:
-            table.set(f"taken/{offered.name}/{rank}", "")
-            if rank == 0 and table.check([f"taken/{offered.name}/{r}" for r in range(ranks)]):
-                table.set(f"go/{offered.name}", "")
-            if table.check([f"go/{offered.name}"]):
-                return dist.PrefixStore(offered.name, store)  # type: ignore[attr-defined]
+            offer = _Offer(*json.loads(table.get("offer")))
+        if offer.numbers[rank : rank + 1] == [number]:
+            table.set(f"taken/{offer.name}/{rank}", "")
+            if rank == 0 and table.check([f"taken/{offer.name}/{r}" for r in range(ranks)]):
+                table.set(f"go/{offer.name}", "")
+            if table.check([f"go/{offer.name}"]):
+                return dist.PrefixStore(offer.name, store)  # type: ignore[attr-defined]
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank}: not all of {ranks} ranks came within {timeout:g} s")
         time.sleep(pause)
@@ -62,20 +66,20 @@ def fresh(store: Store, rank: int, ranks: int, timeout: float) -> Store:
 
 
 class _Offer:
-    """A name, and the numbers of the ranks that it is for; of rank 0's making."""
+    """A name for a start, and the numbers of its ranks, in rank order. Rank 0 makes it."""
 
-    def __init__(self, name: str, ranks: list[str]) -> None:
-        self.name, self.ranks = name, ranks
+    def __init__(self, name: str, numbers: list[str]) -> None:
+        self.name, self.numbers = name, numbers
 
 
-def _renewed(table: Store, offered: _Offer, ranks: int) -> _Offer:
-    """The same offer while the same processes are here, else another."""
+def _renewed(table: Store, offer: _Offer, ranks: int) -> _Offer:
+    """The offer, if the numbers of all ranks are still those in it; else a new offer, which is written to the store."""
     keys = [f"here/{rank}" for rank in range(ranks)]
     if not table.check(keys):
-        return offered
+        return offer
     numbers = [table.get(key).decode() for key in keys]
-    if numbers == offered.ranks:
-        return offered
-    offered = _Offer(uuid4().hex, numbers)
-    table.set("offer", json.dumps([offered.name, numbers]))
-    return offered
+    if numbers == offer.numbers:
+        return offer
+    offer = _Offer(uuid4().hex, numbers)
+    table.set("offer", json.dumps([offer.name, numbers]))
+    return offer
