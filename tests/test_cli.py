@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     assert text.count(f"meshwright {command}".rstrip() + " ") >= 2 or command == "env"
     if command in ("show", "check", "predict", "dryrun", "train"):
         assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
+
+
+@pytest.mark.parametrize("command", ["predict", "plan", "train"])
+def test_help_fills_the_lines_of_a_narrow_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    prose = meshwright(command, "--help").output.partition("╭")[0].splitlines()
+    _usage, _first, *lines = [line.strip() for line in prose if line.strip()]
+    for line, below in pairwise(lines):
+        assert len(line) + len(below.split()[0]) >= 77, line  # the next word had no room
 
 
 # The commands of the first help are those of the others, with more steps; to measure this machine takes half a minute, and

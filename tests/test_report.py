@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections import defaultdict
 
 import pytest
 import torch
 from hypothesis import given
+from rich.console import Console
 from torch import nn
 
 from meshwright.draw.communication import communication
 from meshwright.draw.facts import shard_map
 from meshwright.draw.memory import memory_profile
+from meshwright.draw.prediction import drawn
 from meshwright.draw.report import Report, report
 from meshwright.draw.timeline import timeline
 from meshwright.mesh import Mesh
@@ -87,6 +90,13 @@ def piped(*work: int, schedule: str = "1f1b", microbatches: int = 4) -> Recipe:
         schedule=schedule,
         microbatches=microbatches,
     )
+
+
+def test_a_narrow_terminal_keeps_the_names_of_roles() -> None:
+    told = io.StringIO()
+    Console(file=told, width=80).print(drawn(predicted()))
+    memory = told.getvalue().partition("what lives when")[0]
+    assert all(role.name in memory for role in predicted().roles) and "…" not in memory
 
 
 # --- the timeline -----------------------------------------------------------------------------------------------------

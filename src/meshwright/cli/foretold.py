@@ -74,7 +74,8 @@ def _foretold(run: Path, observed: Observed, hardware: str | None, network: str 
         profile = named_profile(hardware, network)
         return {"predicted": _predicted(run, observed, profile), "hardware": profile.name, "why": ""}
     except PlanError as error:
-        return {"why": "; ".join(f"{one.where}: {one.given}" for one in error.findings)}
+        said = (part for one in error.findings for part in (f"{one.where}: {one.given}", one.fix))
+        return {"why": "; ".join(filter(None, said))}
 
 
 def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:

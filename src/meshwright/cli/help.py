@@ -25,12 +25,21 @@ class TaughtGroup(TyperGroup):
 
 
 def _above(command: Any, format_help: Any, ctx: Any, formatter: Any) -> None:
-    examples, command.epilog = command.epilog, None  # typer would wrap its lines
+    examples, text = command.epilog, command.help
+    command.epilog, command.help = (
+        None,
+        _filled(text or ""),
+    )  # typer would wrap the lines of the one, and not of the other
     try:
         format_help(ctx, formatter)
     finally:
-        command.epilog = examples
+        command.epilog, command.help = examples, text
     console().print(Text("Examples", style="bold"), _text(examples or ""), sep="\n", soft_wrap=True)
+
+
+def _filled(text: str) -> str:
+    """A docstring whose paragraphs are a line each: where lines end is for the terminal to say."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _text(examples: str) -> Text:
