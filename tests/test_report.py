@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 from collections import defaultdict
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from meshwright.draw.communication import communication
 from meshwright.draw.facts import shard_map
 from meshwright.draw.memory import memory_profile
+from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.prediction import drawn
 from meshwright.draw.report import Report, report
 from meshwright.draw.timeline import timeline
@@ -242,6 +244,12 @@ def test_a_predicted_report_comes_back_from_json_as_it_was() -> None:
     again = Report.from_json(facts.to_json())
     assert again == facts and again.shards.held_by("table.weight") == facts.shards.held_by("table.weight")
     assert [step.name for step in again.steps] == ["this plan", "another"]
+
+
+def test_a_prediction_and_a_shard_map_come_back_from_json_as_they_were() -> None:
+    for facts in (predicted(), shard_map(piped(3, 1, 2), ranks=[0, 5])):
+        again = from_plain(type(facts), json.loads(json.dumps(to_plain(facts), allow_nan=False)))
+        assert again == facts
 
 
 def test_a_notebook_shows_what_the_terminal_shows() -> None:
