@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,10 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-COMMANDS = ["show", "check", "predict", "dryrun", "train", "report", "inspect", "export", "env"]
+COMMANDS = ["show", "check", "plan", "predict", "dryrun", "train", "report", "inspect", "export", "env"]
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", *COMMANDS])
+@pytest.mark.parametrize("command", ["", "calibrate", "compare", *COMMANDS])
 def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     text = meshwright(*command.split(), "--help").output
     prose = text.partition("╭")[0].strip().splitlines()[1:]
@@ -114,9 +115,18 @@ def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
         assert all(word in text for word in ("TARGET", "--mesh", "--plan", "--set", "--loss"))
 
 
+@pytest.mark.parametrize("command", ["predict", "plan", "train"])
+def test_help_fills_the_lines_of_a_narrow_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    prose = meshwright(command, "--help").output.partition("╭")[0].splitlines()
+    _usage, _first, *lines = [line.strip() for line in prose if line.strip()]
+    for line, below in pairwise(lines):
+        assert len(line) + len(below.split()[0]) >= 77, line  # the next word had no room
+
+
 # The commands of the first help are those of the others, with more steps; to measure this machine takes half a minute, and
 # what these others show the tests of the commands show as well.
-LONG = {"", "calibrate", "check", "report", "inspect", "export", "train"}
+LONG = {"", "calibrate", "check", "plan", "inspect", "export"}
 
 
 @pytest.mark.usefixtures("pooled")

@@ -113,7 +113,7 @@ def visit(running: Any, tmp_path: Path) -> Iterator[Any]:
 
 def said(slices: Slices, shape: tuple[int, ...], ranks: tuple[int, ...], itemsize: int) -> str:
     """What a tooltip says of a slice, worked out from ``ShardMap`` alone."""
-    words = [("rows", "columns")[dim] if len(shape) == 2 else f"dim {dim}" if len(shape) > 2 else "elements"
+    words = [("rows", "columns")[dim] if len(shape) == 2 else f"dim {dim}:" if len(shape) > 2 else "elements"
              for dim in range(len(shape))]  # fmt: skip
     parts = []
     for word, ranges, size in zip(words, slices, shape, strict=True):
@@ -196,9 +196,8 @@ def test_a_rank_is_followed_through_all_views(visit: Any) -> None:
     assert opened.locator("#rank-panel h3").inner_text().startswith("Rank 3")
     shards = shard_map(CASES["a pipeline, one weight in two stages"])
     name = shards.example(shards.matching("blocks.*")[0], 3)
-    slices = shards.slices(name, 3)
-    owners = next(ranks for ranks, held in shards.held_by(name) if 3 in ranks and held == slices)
-    assert opened.locator("#parameter-mine").inner_text() == f"Rank 3 holds {said(slices, (16, 8), owners, 4)}."
+    slice_of_3 = said(shards.slices(name, 3), (16, 8), (3,), 4).removesuffix(", 128 B, rank 3")
+    assert opened.locator("#parameter-mine").inner_text() == f"Rank 3 holds {slice_of_3}: 128 B."
     assert opened.locator("#model-table th", has_text="rank 3 holds").count() == 1
 
 
@@ -211,6 +210,46 @@ def test_the_page_opens_at_a_rank_and_a_parameter(visit: Any) -> None:
         page(report(recipe), rank=40)
     with pytest.raises(KeyError, match="no parameter"):
         page(report(recipe), parameter="z")
+
+
+def test_who_else_holds_a_slice_is_said(visit: Any) -> None:
+    recipe = CASES["fused, uneven, fsdp and tp of one dim"]
+    opened = visit(page(report(recipe), parameter="table.weight")).page
+    assert opened.locator("#parameter-mine").inner_text().endswith(": 1.2 KiB. Rank 6 holds the same.")
+
+
+NOTHING = {"no parameters": (), "none with elements": (LINE("w", (0, 4), "float32"), LINE("v", (0,), "float32"))}
+
+
+@pytest.mark.parametrize("lines", NOTHING.values(), ids=NOTHING)
+def test_a_model_without_a_number_has_its_page(lines: tuple[ParameterRecipe, ...], visit: Any) -> None:
+    shown = visit(page(report(Recipe(Mesh.parse("dp_shard=2,tp=2"), lines)))).page
+    said = "Rank 0 holds nothing of it." if lines else "The model has no parameters."
+    assert said in shown.locator("#parameter").inner_text()
+    widths = shown.evaluate("[...document.querySelectorAll('.bar span')].map((bar) => bar.offsetWidth)")
+    assert not any(widths)  # nothing at all is no full bar
+
+
+def test_one_rank_has_its_page(visit: Any) -> None:
+    shown = visit(page(report(Recipe(Mesh.parse("dp_shard=1"), (LINE("w", (4, 4), "float32"),))))).page
+    assert "holds 64 B of weights at rest" in shown.locator("#rank-panel").inner_text()
+
+
+def test_a_model_of_many_parameters_begins_folded_and_is_searched(visit: Any) -> None:
+    long = "a_long_name_" * 8
+    names = [f"group_{i % 13}.{long}{i}.projection_{i}.weight" for i in range(3000)]
+    lines = tuple(LINE(name, (8, 4 + i % 7), "float32") for i, name in enumerate(names))
+    shown = visit(page(report(Recipe(Mesh.parse("dp_shard=4"), lines)))).page
+    line = "#model-table tbody tr"
+    assert shown.locator(line).count() == 13
+    shown.get_by_role("button", name="group_0", exact=True).click()
+    assert 200 < shown.locator(line).count() < 300
+    shape = shown.locator("#model-table td.shape").first.bounding_box()
+    assert shape["x"] < 800  # long names leave room for what is said of them
+    shown.locator("#find").fill("weight")
+    assert shown.locator(line).count() == 1001 and "more lines" in shown.locator(line).last.inner_text()
+    shown.locator("#find").fill("projection_2999.")
+    assert shown.locator(f"{line}[data-row]").count() == 1
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import io
 import json
@@ -57,6 +58,18 @@ class Reader:
         if kind := block.marks.get("raises"):
             return _raised(code, self.names, kind)
         return _told(code, self.names)
+
+    def cell(self, text: str) -> str | None:
+        """Runs a cell of a notebook, and gives what is shown below it of its last expression: HTML or a picture."""
+        *before, last = ast.parse(text, self.page).body
+        value = None
+        if isinstance(last, ast.Expr):
+            exec(compile(ast.Module(before, []), self.page, "exec"), self.names)
+            value = eval(compile(ast.Expression(last.value), self.page, "eval"), self.names)
+        else:
+            exec(compile(text, self.page, "exec"), self.names)
+        shows = (getattr(value, show, None) for show in ("_repr_html_", "_repr_svg_"))
+        return next((str(show()) for show in shows if show is not None), None)
 
     def yaml(self, block: Block) -> str:
         plan = mw.Plan.parse(block.text)
@@ -193,10 +206,10 @@ def cells(notebook: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
-def test_every_cell_of_a_notebook_runs(notebook: Path, reader: Reader) -> None:
+def test_every_cell_of_a_notebook_runs_and_is_shown(notebook: Path, reader: Reader) -> None:
     reader.page = name(notebook)
-    for number, text in enumerate(cells(notebook), 1):
-        reader.python(Block("python", text, number, {}))
+    shown = [shown for text in cells(notebook) if (shown := reader.cell(text)) is not None]
+    assert shown and all(one.startswith("<") and len(one) > 100 for one in shown)
 
 
 @pytest.mark.proof  # an interpreter of its own for each, where nbclient is installed

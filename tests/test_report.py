@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
+import json
 from collections import defaultdict
 
 import pytest
 import torch
 from hypothesis import given
+from rich.console import Console
 from torch import nn
 
 from meshwright.draw.communication import communication
 from meshwright.draw.facts import shard_map
 from meshwright.draw.memory import memory_profile
+from meshwright.draw.plain import from_plain, to_plain
+from meshwright.draw.prediction import drawn
 from meshwright.draw.report import Report, report
 from meshwright.draw.timeline import timeline
 from meshwright.mesh import Mesh
@@ -87,6 +92,13 @@ def piped(*work: int, schedule: str = "1f1b", microbatches: int = 4) -> Recipe:
         schedule=schedule,
         microbatches=microbatches,
     )
+
+
+def test_a_narrow_terminal_keeps_the_names_of_roles() -> None:
+    told = io.StringIO()
+    Console(file=told, width=80).print(drawn(predicted()))
+    memory = told.getvalue().partition("what lives when")[0]
+    assert all(role.name in memory for role in predicted().roles) and "…" not in memory
 
 
 # --- the timeline -----------------------------------------------------------------------------------------------------
@@ -232,6 +244,12 @@ def test_a_predicted_report_comes_back_from_json_as_it_was() -> None:
     again = Report.from_json(facts.to_json())
     assert again == facts and again.shards.held_by("table.weight") == facts.shards.held_by("table.weight")
     assert [step.name for step in again.steps] == ["this plan", "another"]
+
+
+def test_a_prediction_and_a_shard_map_come_back_from_json_as_they_were() -> None:
+    for facts in (predicted(), shard_map(piped(3, 1, 2), ranks=[0, 5])):
+        again = from_plain(type(facts), json.loads(json.dumps(to_plain(facts), allow_nan=False)))
+        assert again == facts
 
 
 def test_a_notebook_shows_what_the_terminal_shows() -> None:

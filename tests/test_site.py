@@ -14,23 +14,64 @@ import pytest
 import yaml
 
 import meshwright as mw
+from browser import browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FETCHED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+""")
 
 
-def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly."""
     pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
     # Not --quiet: what is not logged is not counted, and nothing is strict.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    pages = list((tmp_path / "site").rglob("*.html"))
+    return folder
+
+
+def test_the_site_fetches_nothing(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 20
     # The address of a page itself, for search engines, is no fetch.
     fetched = {tag for page in pages for tag in FETCHED.findall(page.read_text("utf-8")) if "canonical" not in tag}
     assert not fetched
+
+
+def test_the_site_opens_from_disk_and_its_search_finds_a_model(site: Path) -> None:
+    """A browser starts no worker for a file; the model is one of the table of coverage."""
+    with browser() as running:
+        page, asked, errors = running.new_page(), [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((site / "howto" / "mesh.html").as_uri())
+        page.keyboard.press("/")
+        page.keyboard.type("wav2vec2")
+        page.locator(".md-search-result__item").first.wait_for(timeout=60_000)
+        assert "Coverage" in page.locator(".md-search-result__list").inner_text()
+        assert not errors and not [address for address in asked if not address.startswith(("file:", "data:"))]
+
+
+WIDTHS = {"a telephone": 390, "a laptop": 1280}
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_no_page_is_wider_than_the_screen_and_no_picture_is_missing(site: Path, width: int) -> None:
+    wrong = []
+    with browser() as running:
+        page = running.new_page(viewport={"width": width, "height": 900})
+        for file in sorted(site.rglob("*.html")):
+            if file.name != "404.html":  # it is served from any place, and names files from the root
+                page.goto(file.as_uri())
+                wide, missing = page.evaluate(
+                    "[document.documentElement.scrollWidth, [...document.images].filter((i) => !i.naturalWidth).length]"
+                )
+                if wide > width or missing:
+                    wrong.append((file.name, wide, missing))
+    assert not wrong
 
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page() -> None:

@@ -83,7 +83,8 @@ def _prediction_fields(run: Path, observed: Observed, hardware: str | None, netw
         profile = named_profile(hardware, network)
         return {"predicted": _predicted(run, observed, profile), "hardware": profile.name, "why": ""}
     except PlanError as error:
-        return {"why": "; ".join(f"{finding.where}: {finding.given}" for finding in error.findings)}
+        parts = (part for finding in error.findings for part in (f"{finding.where}: {finding.given}", finding.fix))
+        return {"why": "; ".join(filter(None, parts))}
 
 
 def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:

@@ -25,13 +25,27 @@ class TaughtGroup(TyperGroup):
 
 
 def _print_help(command: Any, format_help: Any, ctx: Any, formatter: Any) -> None:
-    """Prints typer's help of a command, then its examples."""
-    examples, command.epilog = command.epilog, None  # typer would wrap the lines of the examples
+    """Prints typer's help of a command, then its examples.
+
+    typer would wrap the lines of the examples, and would not wrap those of the text.
+    """
+    examples, text = command.epilog, command.help
+    command.epilog, command.help = None, _one_line_a_paragraph(text or "")
     try:
         format_help(ctx, formatter)
     finally:
-        command.epilog = examples
-    console().print(Text("Examples", style="bold"), _examples_text(examples or ""), sep="\n", soft_wrap=True)
+        command.epilog, command.help = examples, text
+    console().print(Text("Examples", style="bold"), _examples_text(examples or ""), sep="
+", soft_wrap=True)
+
+
+def _one_line_a_paragraph(text: str) -> str:
+    """A docstring with each paragraph on one line, so that the terminal decides where lines end."""
+    return "
+
+".join(" ".join(paragraph.split()) for paragraph in text.split("
+
+"))
 
 
 def _examples_text(examples: str) -> Text:

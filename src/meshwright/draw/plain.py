@@ -1,4 +1,4 @@
-"""Facts as plain values that JSON takes, and back: dataclasses, tuples and mappings, by the types of their fields.
+"""Facts as plain values that JSON takes, and back: dataclasses, named and other tuples, mappings, by the types of their fields.
 
 >>> from meshwright.mesh import Mesh
 >>> to_plain(Mesh.parse("dp_shard=2,tp=2"))
@@ -60,13 +60,15 @@ def _made(kind: Any, data: Any) -> Any:
         make: Any = kind
         hints = _hints(make)
         return make(**{name: _made(hints[name], one) for name, one in data.items()})
+    if _is_named(kind):
+        return kind(*(_made(hint, one) for hint, one in zip(_hints(kind).values(), data, strict=True)))
     if not isinstance(data, (kind, int) if kind is float else kind):
         raise TypeError(f"{data!r} is no {kind.__name__}")
     return data
 
 
 def _of_several(kinds: Sequence[Any], data: Any) -> Any:
-    """A value of the first type that it can be; of dataclasses, of that with the same fields."""
+    """A value of the first type that it can be; of dataclasses, of that with these fields; a named tuple of a list as long."""
     for kind in kinds:
         if kind is types.NoneType:
             if data is None:
@@ -74,9 +76,17 @@ def _of_several(kinds: Sequence[Any], data: Any) -> Any:
         elif is_dataclass(kind):
             if isinstance(data, Mapping) and set(data) == {field.name for field in fields(kind)}:
                 return _made(kind, data)
+        elif _is_named(kind):
+            if isinstance(data, (tuple, list)) and len(data) == len(_hints(kind)):
+                return _made(kind, data)
         elif data is not None:
             return _made(kind, data)
     raise TypeError(f"{data!r} is none of {kinds}")
+
+
+def _is_named(kind: Any) -> bool:
+    """Whether it is a class of named tuples."""
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 @cache

@@ -110,6 +110,9 @@ def _memory(prediction: Prediction) -> Table:
     """A line for each role: what lives at its peak, what a device must have for it, and whether the device has that."""
     of = f"of {size_text(prediction.capacity)}" if prediction.capacity else ""
     table = _table(("role", "ranks"), ("peak", "at", "on a device"), (of,))
+    names, ranks, *_, verdicts = table.columns
+    # A narrow terminal breaks verdicts alone.
+    names.no_wrap, verdicts.no_wrap, ranks.min_width = True, False, len("ranks")
     for role in prediction.roles[:_MOST]:
         memory = prediction.memories[role.rank]
         low, high = prediction.device_bytes(role.rank)

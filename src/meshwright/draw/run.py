@@ -106,7 +106,7 @@ def _series(history: History) -> Iterator[RenderableType]:
         values = [value for value in told if value is not None]
         least, most = min(values), max(values)
         texts = [value_text(name, value, history.unit) for value in (values[0], values[-1], least, most)]
-        above = [value - least for value in values] if most > least else [1.0] * len(values)
+        above = [value - least for value in values] if most > least else [float(least != 0)] * len(values)
         table.add_row(name.replace("_", " "), *texts, sparkline(above, (most - least) or 1.0, _CELLS))
     if history.series:
         yield from (Text(), table)
@@ -134,8 +134,13 @@ def verdict_text(comparisons: Sequence[Comparison]) -> str:
     if wrong:
         return f"ranks differed after step {wrong[-1].step}: {wrong[-1].differences[0]}"
     last, times = comparisons[-1], f"{len(comparisons)} time" + "s" * (len(comparisons) > 1)
-    counts = ", ".join(f"{count} {kind}" for kind, count in last.compared.items())
+    counts = ", ".join(f"{count} {_of(kind, count)}" for kind, count in last.compared.items())
     return f"ranks were compared {times}, and equal; after step {last.step}: {counts}"
+
+
+def _of(kind: str, count: int) -> str:
+    """A kind of value, after its number: kinds are plurals, ``losses``, ``buffers``."""
+    return kind if count != 1 else kind.removesuffix("es") if kind.endswith("sses") else kind.removesuffix("s")
 
 
 def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[RenderableType]:
@@ -158,7 +163,7 @@ def _in_time(steps: Sequence[StepInTime], at: int) -> Iterator[RenderableType]:
         table = _table("", "measured")
         for kind, (_, seconds) in differences(measured, measured).items():
             table.add_row(kind, duration_text(seconds))
-        yield from (table, Text(f"predicted: {step.why}", style="dim"))
+        yield from (table, Text(f"not predicted: {step.why}", style="dim"))
         return
     table = _table("", f"predicted ({step.hardware})", "measured", "difference")
     pairs = {**differences(predicted, measured), "the step": (predicted.length, measured.length)}

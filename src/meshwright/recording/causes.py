@@ -163,6 +163,7 @@ BY_RANK: Mapping[str, Cause] = {
             "DDP's no_sync() around the last backward of a step",
             "a parameter outside of what DDP or FSDP wraps",
             "the module called in place of its wrapper",
+            'fully_shard over one axis of a mesh of two: for copies (HSDP) it takes both, mesh["replicate", "shard"]',
         ),
     ),
     "some_ranks": Cause(
@@ -241,6 +242,7 @@ OTHERWISE: Mapping[str, Cause] = {
         "no pattern that is known; the best factor is {factor}",
         (
             "of these, the last one in the forward: its input, its weights or what comes after it is another",
+            "a pipeline: a microbatch whose backward did not run, ran twice, or got the gradient of another one",
             "dropout, BatchNorm, and what else depends on a rank's rows or random numbers",
         ),
     ),

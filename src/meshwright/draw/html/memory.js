@@ -8,9 +8,10 @@ const ROLES = 24; // drawn at once
 const roleOf = (rank) => memory.roles.findIndex((role) => role.runs.some(([start, stop]) => rank >= start && rank < stop));
 const roleRanks = (role) => {
   const count = role.runs.reduce((sum, [start, stop]) => sum + stop - start, 0);
-  const [first] = role.runs;
-  const last = role.runs.at(-1)[1] - 1;
-  return role.runs.length === 1 ? (count === 1 ? `rank ${first[0]}` : `ranks ${first[0]}–${last}`) : `${count} ranks, ${first[0]} … ${last}`;
+  const [first, last] = [role.runs[0][0], role.runs.at(-1)[1] - 1];
+  if (role.runs.length > 1 && count > 8) return `${count} ranks, ${first} … ${last}`;
+  if (role.runs.length > 1) return `ranks ${role.runs.flatMap(([start, stop]) => Array.from({ length: stop - start }, (_, i) => start + i)).join(", ")}`;
+  return count === 1 ? `rank ${first}` : `ranks ${first}–${last}`;
 };
 
 // An action is written stage, kind, microbatch, and of a transfer the other stage: 0F3, 0SEND_F2:1.
@@ -78,7 +79,7 @@ function rolePicture(role) {
 }
 
 function roleFigure(role) {
-  const figure = el("figure", { class: "role" }, el("figcaption", {}, el("strong", { text: role.name }), ` ${roleRanks(role)}, at rest ${role.atRest[0] === role.atRest[1] ? "" : `${sizeText(role.atRest[0])} to `}${sizeText(role.atRest[1])} of weights`, deviceText(role)));
+  const figure = el("figure", { class: "role" }, el("figcaption", {}, el("strong", { text: role.name }), ` ${roleRanks(role)}, at rest ${[...new Set(role.atRest.map(sizeText))].join(" to ")} of weights`, deviceText(role)));
   if (role.moments.length) {
     const drawn = rolePicture(role);
     figure.append(el("div", { class: "canvas" }, drawn), tableBehind("as a table", () => momentTable(role)));

@@ -197,7 +197,7 @@ function rankPanel() {
       el("span", { class: "note", text: AXES[axis] ?? "" }),
     ));
   const copies = copiesOf(rank);
-  const lines = aboutRank(rank).slice(2);
+  const lines = aboutRank(rank).slice(world > 1 ? 2 : 1); // the heading has the first of them
   if (copies.length) lines.push(`its weights are, bit for bit, those of ${rankWord(copies)}`);
   return [
     el("h3", {}, `Rank ${rank}`, el("small", { text: coordinateText(rank) })),
@@ -221,8 +221,10 @@ function meshTable() {
 
 byId("mesh-picture").append(meshPicture);
 if (nodes > 1) byId("mesh-picture").append(el("p", { class: "muted", text: `${nodes} nodes of ${facts.perNode} ranks; every other one has a ground of its own.` }));
-byId("mesh-picture").append(tableBehind("The groups as a table", meshTable));
-byId("mesh-picture").querySelector("details").open = world <= 32;
+if (world > 1) {
+  byId("mesh-picture").append(tableBehind("The groups as a table", meshTable));
+  byId("mesh-picture").querySelector("details").open = world <= 32;
+}
 views.push(() => {
   meshPicture.paint();
   byId("rank-panel").replaceChildren(...rankPanel());

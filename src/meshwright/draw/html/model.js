@@ -3,6 +3,8 @@
 const modelAxes = facts.axes.filter(([, size]) => size > 1).map(([name]) => name);
 if (!modelAxes.includes("dp_shard") && facts.rows.some((row) => row.shards > 1)) modelAxes.push("dp_shard");
 const closed = new Set();
+const OPEN = 200; // lines, of a model that has more, are open at first
+const MOST = 1000; // lines that are drawn at once
 let wanted = "";
 
 /** Nodes: {label, path, children, row}; a module with one child is one node with it. */
@@ -72,7 +74,7 @@ function parameterLine(node, depth) {
 function treeLines(node, depth) {
   return [...node.children.values()].flatMap((child) => {
     if (child.row !== null) return [parameterLine(child, depth)];
-    const shut = closed.has(child.path);
+    const shut = closed.has(child.path) && !wanted; // what is looked for is shown
     const toggle = () => { shut ? closed.delete(child.path) : closed.add(child.path); redraw(); };
     const columns = modelAxes.length + 3 + (facts.places.length > 1 ? 1 : 0);
     const head = el(
@@ -88,6 +90,27 @@ function treeLines(node, depth) {
 
 const leavesOf = (node) => [...node.children.values()].reduce((sum, child) => sum + (child.row !== null ? facts.rows[child.row].count : leavesOf(child)), 0);
 
+/** The upper modules of a large model stay open, as many as fit a few screens. */
+function closeDeep() {
+  const modules = [moduleTree()];
+  let lines = modules[0].children.size;
+  for (const module of modules) { // which grows
+    for (const child of module.children.values()) {
+      if (child.row !== null) continue;
+      if (lines + child.children.size > OPEN) closed.add(child.path);
+      else lines += child.children.size;
+      modules.push(child);
+    }
+  }
+}
+
+/** The lines of the tree, and how many are left out. */
+function bodyLines() {
+  const lines = treeLines(moduleTree(), 0);
+  const said = lines.length > MOST ? `and ${plural(lines.length - MOST, "more line")}: find a part of a name` : wanted && !lines.length ? "no parameter has this in its name" : "";
+  return said ? [...lines.slice(0, MOST), el("tr", {}, el("td", { class: "muted", colspan: modelAxes.length + 5, text: said }))] : lines;
+}
+
 function modelTable() {
   const titles = ["parameter", "shape", ...modelAxes.map((axis) => `${axis} = ${sizeOf(axis)}`), ...(facts.places.length > 1 ? ["place"] : []), "bytes", `rank ${chosen.rank} holds`];
   return el(
@@ -95,7 +118,7 @@ function modelTable() {
     { class: "tree" },
     el("caption", { class: "unseen", text: "Every parameter and its layout on each axis" }),
     el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col", class: title === "bytes" ? "number" : null, text: title })))),
-    el("tbody", {}, treeLines(moduleTree(), 0)),
+    el("tbody", {}, bodyLines()),
   );
 }
 
@@ -129,6 +152,7 @@ function branchTable() {
   return table("Branches, which run at the same time", ["place", "ranks", "mesh", "modules", "parameters", "work"], rows, [4]);
 }
 
+closeDeep();
 byId("find").addEventListener("input", (event) => { wanted = event.target.value.trim().toLowerCase(); redraw(); });
 views.push(() => {
   const focused = document.activeElement?.closest?.("#model-table tr")?.dataset.row;

@@ -9,7 +9,8 @@ function redraw() {
 
 function chooseRank(rank) {
   chosen.rank = Math.max(0, Math.min(world - 1, Math.round(rank) || 0));
-  const variant = variantOf(facts.rows[chosen.row], chosen.rank);
+  const row = facts.rows[chosen.row]; // none in a model without parameters
+  const variant = row ? variantOf(row, chosen.rank) : -1;
   if (variant >= 0) chosen.variant = variant;
   redraw();
 }
@@ -203,7 +204,7 @@ function swatch(colour) {
 }
 
 function bar(share, colour) {
-  return el("span", { class: "bar", "aria-hidden": "true" }, el("span", { style: `width:${Math.max(1, 100 * share)}%;background:${colour}` }));
+  return el("span", { class: "bar", "aria-hidden": "true" }, el("span", { style: `width:${share > 0 ? Math.max(1, 100 * share) : 0}%;background:${colour}` }));
 }
 
 function legend(entries) {

@@ -114,13 +114,13 @@ function rulers(context, place, row, dims) {
     along(dims[0], false);
     along(dims[1], true);
   }
-  const across = flat ? "elements" : dimText(dims[1], row.shape.length);
+  const [down, across] = flat ? ["", "elements"] : dims.map((dim) => dimText(dim, row.shape.length).replace(":", ""));
   write(context, `${across} →`, place.x, place.y + place.high + 12, { colour, size: 10 });
   if (!flat) {
     context.save();
     context.translate(9, place.y + place.high / 2);
     context.rotate(-Math.PI / 2);
-    write(context, `← ${dimText(dims[0], row.shape.length)}`, 0, 0, { colour, align: "center", size: 10 });
+    write(context, `← ${down}`, 0, 0, { colour, align: "center", size: 10 });
     context.restore();
   }
 }
@@ -191,7 +191,10 @@ function parameterPanel() {
 function mineText() {
   const { facts: row, holders: held } = prepared();
   const mine = held.find((holder) => holder.ranks.includes(chosen.rank));
-  return mine ? `Rank ${chosen.rank} holds ${holderText(row, mine)}.` : `Rank ${chosen.rank} holds nothing of it.`;
+  if (!mine || !elementsOf(mine.slices)) return `Rank ${chosen.rank} holds nothing of it.`;
+  const others = mine.ranks.filter((rank) => rank !== chosen.rank);
+  const alike = others.length ? ` ${others.length > 1 ? "Ranks" : "Rank"} ${ranksText(others)} ${others.length > 1 ? "hold" : "holds"} the same.` : "";
+  return `Rank ${chosen.rank} holds ${slicesText(mine.slices, row.shape)}: ${sizeText(elementsOf(mine.slices) * row.item)}.${alike}`;
 }
 
 function holdersTable() {
@@ -201,8 +204,10 @@ function holdersTable() {
   return table(`Who holds what of ${row.label}`, ["ranks", "slice", "bytes"], rows, [2]);
 }
 
-byId("parameter-picture").append(parameterPicture);
+if (!facts.rows.length) byId("parameter").replaceChildren(el("p", { class: "muted", text: "The model has no parameters." }));
+else byId("parameter-picture").append(parameterPicture);
 views.push(() => {
+  if (!facts.rows.length) return;
   byId("parameter-facts").replaceChildren(...parameterPanel());
   parameterPicture.paint();
   byId("parameter-mine").textContent = mineText();

@@ -39,7 +39,7 @@ def _in_time(step: StepInTime, name: str) -> dict[str, Any]:
     return {
         "step": step.step,
         "name": name,
-        "about": f"predicted for {step.hardware}" if predicted else f"predicted: {step.why}",
+        "about": f"predicted for {step.hardware}" if predicted else f"not predicted: {step.why}",
         "measured": timeline_payload(measured),
         "predicted": None if predicted is None else timeline_payload(predicted),
         "differences": [[kind, *pair] for kind, pair in differences(predicted or measured, measured).items()],

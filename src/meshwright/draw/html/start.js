@@ -17,7 +17,7 @@ if (card) card.textContent = secondsText(Number(card.dataset.seconds));
 const weigh = (row) => (row.shape.length > 1 ? 1 : 0) * ((row.tp ? 2 : 0) + (row.count > 1 ? 1 : 0) + (row.tp && row.tp[1].length > 1 ? 1 : 0));
 chosen.rank = facts.rank;
 chosen.row = facts.row ?? facts.rows.reduce((best, row, i) => (weigh(row) > weigh(facts.rows[best]) ? i : best), 0);
-chosen.variant = Math.max(0, variantOf(facts.rows[chosen.row], chosen.rank));
+if (facts.rows.length) chosen.variant = Math.max(0, variantOf(facts.rows[chosen.row], chosen.rank));
 themed();
 
 // For a person at the console, and for tests.

@@ -39,7 +39,7 @@ const rankWord = (ranks) => `${ranks.length === 1 ? "rank" : "ranks"} ${ranksTex
 
 function dimText(dim, dims) {
   if (dims === 1) return "elements";
-  return dims === 2 ? ["rows", "columns"][dim] : `dim ${dim}`;
+  return dims === 2 ? ["rows", "columns"][dim] : `dim ${dim}:`;
 }
 
 /** Ranges with both ends inside: "0–63", "0–31 and 96–127". */

@@ -1,4 +1,7 @@
-"""The ``mymodel`` of the documentation: what a reader's own module gives."""
+"""The ``mymodel`` of the documentation: a model, a batch and rows, in place of a reader's own.
+
+To run code of a page, put it into a file in this folder: ``from mymodel import build, sample, dataset`` finds this one there.
+"""
 
 from __future__ import annotations
 
