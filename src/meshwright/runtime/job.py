@@ -18,6 +18,7 @@ from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
+from meshwright.runtime.job_end import JobEnd
 from meshwright.runtime.mismatches import mismatches
 from meshwright.runtime.observed import Observer, observing
 from meshwright.runtime.pipeline.executor import Executor
@@ -62,7 +63,8 @@ class Job:
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
         agreement = StepAgreement(self.recipe, self.groups, random, runner.switches)
-        self._steps = Steps(runner, self._division, self.guard, agreement)
+        self._end = JobEnd(self.groups)
+        self._steps = Steps(runner, self._division, self.guard, agreement, self._end)
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self.parts = 0
