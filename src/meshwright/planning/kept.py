@@ -76,7 +76,8 @@ class Kept:
     a forward may cast."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = [(p, p.data) for p in model.parameters() if p.is_meta]
+        with without_any_mode():  # a look at a parameter is no use of it
+            self._parameters = [(p, p.data) for p in model.parameters() if p.is_meta]
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
         self._tables = [

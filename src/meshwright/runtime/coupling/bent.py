@@ -41,7 +41,7 @@ from meshwright.spmd.autograd_functions import (
     transformed_functions,
     transforming,
 )
-from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
+from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, aliases, is_fact, writes
 
 _BEND = 0.01  # how much of a value it is bent by at most
 
@@ -133,13 +133,13 @@ class Bent(FunctionMode):
             if (
                 self._in_transform
             ):  # the tensors in it are other ones than those outside: all of them may follow from these
-                args, kwargs = self._without_stops(args, kwargs, written=writes(func, args, kwargs))
+                args, kwargs = self._without_stops(func, args, kwargs, written=writes(func, args, kwargs))
             return func(*args, **kwargs)
         told = self._read_of(func, name, args, tensors)
         if not any(map(self._follows, tensors)):
             return self._of_batch(func, name, args, kwargs, tensors, told)
         written = writes(func, args, kwargs)
-        args, kwargs = self._without_stops(args, kwargs, written=written)
+        args, kwargs = self._without_stops(func, args, kwargs, written=written)
         result = self._called(func, name, args, kwargs)
         made = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(made, True)
@@ -223,10 +223,11 @@ class Bent(FunctionMode):
 
     # --- stops --------------------------------------------------------------------------------------------------------
 
-    def _without_stops(self, args: Any, kwargs: Any, *, written: bool) -> Any:
+    def _without_stops(self, func: Any, args: Any, kwargs: Any, *, written: bool) -> Any:
         """Arguments, of which those are bent that follow from parameters and have no gradient, if the function's result has
-        one; but for what the function writes to."""
-        if not torch.is_grad_enabled():
+        one; but for what the function writes to. A view is bent where it is used: what is written to it is written to what it
+        is a view of (``k.new_empty(shape)[..., :8].copy_(k)``)."""
+        if not torch.is_grad_enabled() or aliases(func):
             return args, kwargs
         kept = args[:1] if written else ()
         more, named = pytree.tree_map(self._unstopped, (args[len(kept) :], kwargs))
