@@ -283,6 +283,13 @@ _JOB = "the job has gone"
 CLIPPED_NORM = Patch(
     clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB
 )  # asked by clip_grad_norm_ alone
+TOTAL_NORM = Patch(torch.nn.utils, "get_total_norm", f"the same function under its public name: {_IN_PARTS}", _JOB)
+UNSCALED = Patch(
+    torch.amp.GradScaler,
+    "_unscale_grads_",
+    "a model in parts has some gradients on each rank: whether one of them is not finite is asked of all ranks",
+    _JOB,
+)
 FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
 RESIZE = Patch(
     torch.UntypedStorage,
