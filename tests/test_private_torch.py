@@ -56,6 +56,7 @@ from meshwright.private import (
     held_of,
     hooked,
     in_backward,
+    in_conversion,
     is_done,
     job_store,
     last_collective,
@@ -104,7 +105,7 @@ SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
 
 USES = {
-    "private.py": "_C _DisableTorchDispatch _apply _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
+    "private.py": "_C _DisableTorchDispatch _apply _getframe _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
@@ -813,6 +814,13 @@ def test_what_a_forward_changed_is_put_back_by_the_table_of_a_modules_buffers() 
     assert set(kept.changed(())) == {("", "running_mean"), ("", "later")}
     kept.put_back()
     assert module.running_mean is before and module._buffers["later"] is None
+
+
+def test_a_conversion_of_a_module_is_told_by_who_calls() -> None:
+    said: list[bool] = []
+    nn.Linear(2, 2)._apply(lambda t: (said.append(in_conversion()), t)[1])
+    assert said == [True, True]
+    assert not in_conversion()
 
 
 def test_casting_and_filling_rest_on_replacing_tensors_in_place_but_not_across_devices() -> None:

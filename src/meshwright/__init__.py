@@ -3,6 +3,7 @@
     errors      PlanError, CheckpointError     everything that is wrong, at once
                 ReplicaError                   ranks that should be alike and are not
                 RowsError                      rows that cannot be divided, as a step's values show
+                RankError                      another rank failed, or has ended
                 UnfrozenError                  parameters are trained that were not when a pipeline was planned
     mesh        Mesh                           named axes and sizes
     layout      Shard, Replicate, Partial      what one rank holds of a tensor along one axis
@@ -45,7 +46,15 @@ if TYPE_CHECKING:
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.draw.notebook import html_of
     from meshwright.draw.report import report
-    from meshwright.errors import CheckpointError, Finding, PlanError, ReplicaError, RowsError, UnfrozenError
+    from meshwright.errors import (
+        CheckpointError,
+        Finding,
+        PlanError,
+        RankError,
+        ReplicaError,
+        RowsError,
+        UnfrozenError,
+    )
     from meshwright.layout import Partial, Replicate, Shard
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
@@ -70,7 +79,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Finding": "errors", "PlanError": "errors", "CheckpointError": "errors", "ReplicaError": "errors",
-    "RowsError": "errors",
+    "RankError": "errors", "RowsError": "errors",
     "UnfrozenError": "errors",
     "Mesh": "mesh",
     "Shard": "layout", "Replicate": "layout", "Partial": "layout",
@@ -108,6 +117,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "RankError",
     "Recipe",
     "Recording",
     "RemoteTensor",

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import PurePath
 from textwrap import indent
+from typing import Any
 
 from meshwright.names import few
 
@@ -152,6 +153,32 @@ class RowsError(RuntimeError):
             f"{self.problem}: the gradients of this step are not those of the batch. "
             "rows: whole in the plan runs all rows on every data rank"
         )
+
+
+class RankError(RuntimeError):
+    """Another rank failed within a step, or has ended; or a job is used that has ended so.
+
+    Attributes:
+        cause: the step, the rank, and its error, in words.
+        first: whether the job has ended just now.
+    """
+
+    def __init__(self, cause: str, *, first: bool = False) -> None:
+        super().__init__(cause)
+        self.cause, self.first = cause, first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rank_error, (self.cause, self.first)
+
+    def __str__(self) -> str:
+        end = (
+            "That ends the job on all ranks" if self.first else "The job has ended with that, and takes no further step"
+        )
+        return f"{self.cause}\n{end}: start it again, from the last checkpoint"
+
+
+def _rank_error(cause: str, first: bool) -> RankError:
+    return RankError(cause, first=first)
 
 
 class StageError(RuntimeError):

@@ -190,6 +190,15 @@ def storage_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def in_conversion() -> bool:
+    """Whether ``Module.to`` or its like is running. What it does to parameters are functions like others; there is no public
+    way to tell them apart."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._apply.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Replaces the value of every parameter and buffer of a module, and of every gradient, by ``fn(value)``.
 

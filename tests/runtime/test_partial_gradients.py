@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.spmd.patches import CLIPPED_NORM, FLAT_GRADIENT
+from meshwright.spmd.patches import CLIPPED_NORM, FLAT_GRADIENT, TOTAL_NORM
 
 
 class Tower(nn.Module):
@@ -39,6 +39,7 @@ def refused_over(job: mw.Job) -> list[str]:
     """What clipping and LBFGS say."""
     asked = (
         lambda: nn.utils.clip_grad_norm_(job.parameters(), 1e-3),
+        lambda: nn.utils.get_total_norm([p.grad for p in job.parameters() if p.grad is not None]),
         lambda: torch.optim.LBFGS(list(job.parameters()), max_iter=1).step(lambda: torch.ones(())),
     )
     told = []
@@ -60,16 +61,17 @@ def refusals(mesh: dict[str, int]) -> Any:
     norms = plain_norm(), norm
     del job
     gc.collect()
-    return told, norms, [patch._changes for patch in (CLIPPED_NORM, FLAT_GRADIENT)]
+    return told, norms, [patch._changes for patch in (CLIPPED_NORM, TOTAL_NORM, FLAT_GRADIENT)]
 
 
 def test_what_takes_one_number_of_all_gradients_is_refused_over_stages(workers: Any) -> None:
     for told, (plain, over_stages), patches in workers.run(refusals, {"pp": 2}, ranks=2):
-        assert len(told) == 2, told
+        assert len(told) == 3, told
         assert "torch.nn.utils.clip_grad_norm_" in told[0] and "job.clip_grad_norm_(max_norm)" in told[0]
-        assert "torch.optim.LBFGS" in told[1] and "each parameter by itself" in told[1]
+        assert "torch.nn.utils.get_total_norm" in told[1] and "job.grad_norm()" in told[1]
+        assert "torch.optim.LBFGS" in told[2] and "each parameter by itself" in told[2]
         assert plain == pytest.approx(over_stages) == pytest.approx(plain_norm()), "of others' gradients it is as ever"
-        assert patches == [[], []], "as it was, once the job has gone"
+        assert patches == [[], [], []], "as it was, once the job has gone"
 
 
 def test_gradients_of_a_model_in_one_part_are_not_refused(workers: Any) -> None:

@@ -80,6 +80,11 @@ def another_class(model: Any) -> None:
     model.blocks[0].up.__class__ = Doubled
 
 
+def another_forward(model: Any) -> None:
+    up = model.blocks[0].up
+    up.forward = lambda x: 2 * nn.functional.linear(x, up.weight, up.bias)
+
+
 def adapt(model: Any) -> None:
     model.blocks[1].up = Adapted(model.blocks[1].up)
 
@@ -92,6 +97,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "data": lambda model: assign_data(model.blocks[0].up.weight),
     "an adapter": adapt,
     "another class": another_class,
+    "another forward": another_forward,
     "a parameter of a module that had none": lambda model: put_on(model.blocks[1]),
     "parametrized": lambda model: parametrize.register_parametrization(model.blocks[0].up, "weight", Halved()),
 }
@@ -109,7 +115,8 @@ def train(model: Any, step: Callable[[Tensor], Tensor], change: Callable[[Any], 
         losses.append(float(step(rows(i))))
         with torch.no_grad():
             for p in model.parameters():
-                p.sub_(p.grad, alpha=0.1)
+                if p.grad is not None:  # another stage's has none here
+                    p.sub_(p.grad, alpha=0.1)
                 p.grad = None
     return losses
 
@@ -141,6 +148,8 @@ RIGHT = [
     ("written", "dp_shard=2"),
     ("modules change places", "dp_shard=2"),
     ("a copy of it", "tp=2"),
+    ("another forward", "tp=2"),
+    ("another forward", "dp_shard=2"),
 ]
 
 
@@ -162,6 +171,7 @@ def test_what_is_changed_as_on_one_device_trains_so(change: str, mesh: str, work
         ("data", "tp=2", "blocks.0.up.weight", "assigned to its data"),
         ("an adapter", "dp_shard=2", "blocks.1.up.down.weight", "was not there when the job was made"),
         ("another class", "tp=2", "blocks.0.up", "of another class since the job was made: Linear, now Doubled"),
+        ("another forward", "pp=2", "blocks.0.up.forward", "another function since the job was made"),
         (
             "a parameter of a module that had none",
             "dp_shard=2",

@@ -35,17 +35,12 @@ def _print_help(command: Any, format_help: Any, ctx: Any, formatter: Any) -> Non
         format_help(ctx, formatter)
     finally:
         command.epilog, command.help = examples, text
-    console().print(Text("Examples", style="bold"), _examples_text(examples or ""), sep="
-", soft_wrap=True)
+    console().print(Text("Examples", style="bold"), _examples_text(examples or ""), sep="\n", soft_wrap=True)
 
 
 def _one_line_a_paragraph(text: str) -> str:
     """A docstring with each paragraph on one line, so that the terminal decides where lines end."""
-    return "
-
-".join(" ".join(paragraph.split()) for paragraph in text.split("
-
-"))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _examples_text(examples: str) -> Text:

@@ -72,9 +72,12 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_
 
 class Kept:
     """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, attributes of the plain
-    objects within them, and hooks of forwards, which a model may register in its first forward."""
+    objects within them, hooks of forwards, which a model may register in its first forward; and the types of parameters, which
+    a forward may cast."""
 
     def __init__(self, model: nn.Module) -> None:
+        with without_any_mode():  # a look at a parameter is no use of it
+            self._parameters = [(p, p.data) for p in model.parameters() if p.is_meta]
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
         self._tables = [
@@ -117,6 +120,9 @@ class Kept:
             self._put_back()
 
     def _put_back(self) -> None:
+        for p, data in self._parameters:
+            if p.dtype != data.dtype:
+                p.data = data
         for table, before in self._hooks:
             if table.keys() != before.keys():
                 table.clear()

@@ -46,6 +46,8 @@ class Reading(GlobalTensorMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA:
+            self.planner.assigned(*args)
         if func in SPECIAL or transforming():
             return self._special(func, args, kwargs)
         ours, args, kwargs = self._substitute(args, kwargs)
@@ -180,6 +182,12 @@ class Planner:
         return (
             None if not isinstance(x, Tensor) or isinstance(x, GlobalTensor) else self.parameters.get(id(self._own(x)))
         )
+
+    def assigned(self, x: Tensor, value: Tensor) -> None:
+        """``x.data = value``: a module that is cast (``self.linear.to(torch.bfloat16)``) does so with its parameters."""
+        name = self.name_of(x)
+        if name is not None and self.uses is not None:
+            self.uses.assigned(name, x.dtype, value.dtype)
 
     @contextmanager
     def asked_by(self, names: set[str]) -> Iterator[None]:

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from meshwright.blame import model_line
 from meshwright.calls.structure import tensors_of
 from meshwright.planning.escapes import Escapes
-from meshwright.private import version, without_any_mode
+from meshwright.private import in_conversion, version, without_any_mode
 from meshwright.spmd.tensor import local_of
 
 
@@ -91,6 +93,13 @@ class _Place:
             setattr(self.module, self.key, self.before)  # (unless the model has put another there)
 
 
+class Cast(NamedTuple):
+    """The model's line that casts a parameter, and the type that it has from there on."""
+
+    line: str
+    dtype: torch.dtype
+
+
 class Uses:
     """During a forward: for each parameter, whether every use of it was inside the forward of its own unit.
 
@@ -106,6 +115,7 @@ class Uses:
             closure), and that it used from there.
         seen: parameters that were used.
         written: parameters that were written.
+        cast: parameters that the forward has cast to another type than they were built in, when they were used or at its end.
         called: units that ran, in the order in which they first did.
         swapped: unit → a parameter in whose place the forward had put another tensor when the unit ran.
         rewritten: modules that are to be recomputed, and whose input was written to after their forward.
@@ -128,6 +138,8 @@ class Uses:
         self._model = model
         self.called: dict[str, None] = {}
         self.written: set[str] = set()
+        self.cast: dict[str, Cast] = {}
+        self._casts: dict[str, Cast] = {}  # as they are now
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
@@ -150,6 +162,8 @@ class Uses:
     def note(self, x: Any, name: str) -> None:
         """A use of a parameter, as the model has it, by a torch function."""
         self.seen.add(name)
+        if name in self._casts and not in_conversion():
+            self.cast[name] = self._casts[name]
         gathered = self._gathered.get(id(x))
         if gathered is None and "" in self.active:
             self.kept.add(name)
@@ -160,6 +174,12 @@ class Uses:
                 self.outside.add((unit, name))
             elif self._around is not None and unit not in self._around:
                 self.again.add((unit, name))
+
+    def assigned(self, name: str, has: torch.dtype, dtype: torch.dtype) -> None:
+        """A parameter gets data of a type. While it is followed, the parameter itself keeps the type that it has."""
+        self._casts.pop(name, None)
+        if dtype != has:
+            self._casts[name] = Cast(model_line(), dtype)
 
     def custom(self, apply: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls an ``autograd.Function`` of the model. Those of torch (a reentrant checkpoint) call modules, whose hooks
@@ -190,6 +210,7 @@ class Uses:
         while self.active:
             self._end_unit(len(self.active) - 1)
         self._inputs.clear()
+        self.cast |= self._casts
 
     def _keep_input(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -18,6 +18,8 @@ from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
+from meshwright.runtime.held import ShardedModel
+from meshwright.runtime.job_end import JobEnd
 from meshwright.runtime.mismatches import mismatches
 from meshwright.runtime.observed import Observer, observing
 from meshwright.runtime.pipeline.executor import Executor
@@ -27,6 +29,7 @@ from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import StepAgreement
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
+from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
 
@@ -62,9 +65,12 @@ class Job:
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
         self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
         agreement = StepAgreement(self.recipe, self.groups, random, runner.switches)
-        self._steps = Steps(runner, self._division, self.guard, agreement)
+        self._end = JobEnd(self.groups)
+        self._steps = Steps(runner, self._division, self.guard, agreement, self._end)
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
+        if self.recipe.in_parts:
+            scaled_together(self._held, ShardedModel.parameters, self.groups.device)
         self.parts = 0
         runner.switches.note()  # what stands on modules now is of this library's making
 
@@ -80,6 +86,8 @@ class Job:
             ReplicaError: on every rank, in the steps that compare ranks (``verify`` in the plan): ranks that should hold
                 the same bits do not.
             RowsError: on every rank: this step's values have shown that its rows cannot be divided.
+            RankError: another rank failed within the step, or has ended: with its error. What this rank itself meets is raised
+                as it is. Either ends the job, on all ranks.
         """
         return self._steps.run(batch, backward=True)
 
@@ -92,7 +100,8 @@ class Job:
         Raises:
             RowsError: on every rank: the loss is not finite, as its rows were run apart.
         """
-        self._division.finish_step()
+        with self._end.within(self._steps.number):
+            self._division.finish_step()
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
@@ -106,12 +115,13 @@ class Job:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients to a global 2-norm of at most ``max_norm``; returns the norm before."""
-        with self._runner.stages.phase("clip"):
+        with self._runner.stages.phase("clip"), self._end.within(self._steps.number):
             return self._clipping.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients."""
-        return self._clipping.norm()
+        with self._end.within(self._steps.number):
+            return self._clipping.norm()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
@@ -148,7 +158,7 @@ class Job:
         return Batches(
             dataset, global_batch, mesh=self.recipe.mesh, rank=self.rank, microbatches=self.recipe.microbatches,
             seed=seed, epochs=epochs, shuffle=shuffle, drop_last=drop_last, start=start, device=self.groups.device,
-            uneven=uneven, num_workers=num_workers,
+            uneven=uneven, num_workers=num_workers, reading=lambda: self._end.within(self._steps.number),
         )  # fmt: skip
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -177,6 +187,7 @@ class Job:
             CheckpointError: on every rank: some rank could not save or write, whatever the reason, and nothing of it is
                 left; or it would not load.
         """
+        self._end.check()
         return self._checkpoints.save(
             folder, optimizer, self.count_file,
             step=step, scheduler=scheduler, data=data, extra=extra, keep=keep, wait=wait,
@@ -206,6 +217,7 @@ class Job:
                 been changed then. Or some rank could not read what it had found whole before, or an object did not take
                 its state back: then values are in part those of the checkpoint.
         """
+        self._end.check()
         loaded = self._checkpoints.load(
             path, optimizer, self.count_file, scheduler=scheduler, data=data, verify=verify, or_before=or_before
         )
@@ -229,6 +241,7 @@ class Job:
         Raises:
             PlanError: every problem, before anything is changed; on every rank alike.
         """
+        self._end.check()
         loaded = self._checkpoints.load_pretrained(folder, self.count_file, strict=strict)
         self._steps.take_weights(loaded.missing)
         return loaded

@@ -1,5 +1,6 @@
 """``Steps``: the steps of a job, one after another.
 
+end        an error that one rank alone meets in any of this ends the job on all           runtime/job_end.py
 agreement  what ranks have in common, and whether one of them has something to tell      runtime/step_agreement.py
 division   which rows this rank runs, in which pieces                      runtime/division.py
 runner     forward and backward of these pieces                            runtime/runner.py
@@ -15,12 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, ReplicaError, UncutPathError
 from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
 from meshwright.runtime.branches import streams
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
+from meshwright.runtime.job_end import JobEnd
 from meshwright.runtime.rows.batch import as_given, check_device, plain, versions, with_shared
 from meshwright.runtime.rows.microbatches import Noticed, Pieces, rows_of, write_back
 from meshwright.runtime.runner import Runner
@@ -36,8 +38,9 @@ class Steps:
         before: optimizer steps of the checkpoint that was loaded, less ``count`` then.
     """
 
-    def __init__(self, runner: Runner, division: Division, guard: Guard, agreement: StepAgreement) -> None:
+    def __init__(self, runner: Runner, division: Division, guard: Guard, agreement: StepAgreement, end: JobEnd) -> None:
         self._runner, self._division, self._guard, self._agreement = runner, division, guard, agreement
+        self._end = end
         self.count = self.before = 0
         self._awaits = {CHECKPOINT: "job.load(...)", PRETRAINED: "job.load_pretrained(...)"}.get(
             runner.recipe.weights, ""
@@ -47,34 +50,45 @@ class Steps:
         """So many optimizer steps were done before the next one."""
         self.before = step - self.count
 
-    @one_process()
+    @property
+    def number(self) -> int:
+        """Of the running step, or the last one, as errors call it."""
+        return self.count + self.before
+
     def run(self, batch: Any, *, backward: bool) -> Tensor:
         """The loss of a batch; with a backward, its gradients too. ``batch``: this rank's rows."""
-        with self._runner.stages.phase("step"):
+        self._end.check()
+        self.count += backward
+        with self._runner.stages.phase("step"), self._end.within(self.number, PlanError, ReplicaError), one_process():
             return self._run(batch, backward=backward)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
-        self.count += backward
-        runner, division, guard = self._runner, self._division, self._guard
+        runner, guard, step = self._runner, self._guard, self.number
         try:
             batch, pieces = self._begin(batch)
         except BaseException:
             self.count -= backward
             raise
-        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
-        step = self.count + self.before
         guarded = backward and guard.due(self.count)
-        with guard.watching(step) if guarded else nullcontext():
+        # A path that cannot be cut is told to the ranks of a copy of the model.
+        with self._end.within(step, *([UncutPathError] if runner.recipe.mesh.data_size == 1 else [])):
+            losses, loss = self._losses(batch, pieces, guarded=guarded, backward=backward)
+        if guarded:
+            runner.held.reshard()
+            guard.compare(step, losses)
+        return loss
+
+    def _losses(self, batch: Any, pieces: Pieces, *, guarded: bool, backward: bool) -> tuple[list[Tensor], Tensor]:
+        """The scaled losses of this rank's microbatches; the loss of the batch."""
+        runner, division = self._runner, self._division
+        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
+        with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
         if pieces.gathered is not None:
             write_back(given, before, batch, pieces.gathered)
         runner.settle_modules()
         runner.switches.note()
-        loss = division.loss(losses, pieces)
-        if guarded:
-            runner.held.reshard()
-            guard.compare(step, losses)
-        return loss
+        return losses, division.loss(losses, pieces)
 
     def _begin(self, batch: Any) -> tuple[Any, Pieces]:
         """The batch, and what this rank runs of it. Collective over all ranks.
@@ -87,6 +101,7 @@ class Steps:
             batch = self._ready(batch)
         except Exception as error:  # whatever it is, the other ranks are to know
             wrong = error
+            self._end.told(error)
         notice = wrong is not None or runner.gradients.has_new_hooks()
         notice |= self._agreement.agree(self.count, notice=notice)
         try:
@@ -112,16 +127,16 @@ class Steps:
         rows_of(batch)
         return batch
 
-    @one_process()
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for this rank's rows."""
         self._check_weights()
-        self._runner.at_rest()
-        self._agreement.agree(self.count, notice=False)
-        try:
-            return self._runner.output(args, kwargs)
-        finally:
-            self._runner.switches.note()
+        with self._end.within(self.number), one_process():
+            self._runner.at_rest()
+            self._agreement.agree(self.count, notice=False)
+            try:
+                return self._runner.output(args, kwargs)
+            finally:
+                self._runner.switches.note()
 
     def take_weights(self, missing: Collection[str] = ()) -> None:
         """Weights were loaded, but for some names.

@@ -287,6 +287,13 @@ _IN_PARTS = (
 _JOB = "the job has gone"
 # Only clip_grad_norm_ calls it.
 CLIPPED_NORM = Patch(clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB)
+TOTAL_NORM = Patch(torch.nn.utils, "get_total_norm", f"the same function under its public name: {_IN_PARTS}", _JOB)
+UNSCALED = Patch(
+    torch.amp.GradScaler,
+    "_unscale_grads_",
+    "a model in parts has some gradients on each rank: all ranks are asked whether one of them is not finite",
+    _JOB,
+)
 FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
 RESIZE = Patch(
     torch.UntypedStorage,

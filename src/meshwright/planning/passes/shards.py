@@ -13,7 +13,7 @@ from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import InputCut
 from meshwright.chance import LARGEST, SMALLEST, GeneratorUse, drawing
-from meshwright.errors import Finding
+from meshwright.errors import Finding, source_place
 from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
@@ -41,7 +41,8 @@ def shard_over_tp(draft: Draft) -> Draft:
     except Exception as error:  # whatever a model may raise on tensors without values
         if is_ours(error):
             raise
-        return _as_said(draft, styles, error, unknown)
+        return _as_said(draft.wrong(_casts(draft, uses)), styles, error, unknown)
+    draft = draft.wrong(_casts(draft, uses))
     drawn = generators.of_host or (cuts.reads > 0 and generators.of_torch)
     notes = [*unknown, *_same_work(draft, cuts), *_unused(draft, uses)]
     return replace(
@@ -78,6 +79,23 @@ def _given_up_by_the_model() -> Iterator[None]:
     except Exception as error:
         if is_ours(error):
             raise
+
+
+def _casts(draft: Draft, uses: Uses) -> Iterator[Finding]:
+    """A forward that casts a module, and computes in that type: the next step on one device finds its parameters so, and here
+    as they are held. Shards, and the whole ones that FSDP2 gathers anew, keep the type that the optimizer has."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for name, cast in uses.cast.items() if draft.plan.mesh.size > 1 else ():
+        lines.setdefault((cast.line, str(cast.dtype)), []).append(name)
+    for (line, dtype), names in lines.items():
+        file, _, number = line.rpartition(":")
+        yield Finding(
+            where=f"the model's {source_place(file, int(number)) if file else 'forward'}",
+            given=f"a forward that casts parameters to {dtype}: {few(names)}",
+            required="parameters that keep their type: each rank holds a part of them in the type that they were built in",
+            fix=f"build the module in {dtype}; or cast for the call alone: "
+            f"torch.func.functional_call(module, {{n: p.to({dtype}) for n, p in module.named_parameters()}}, x)",
+        )
 
 
 def _of_writing(blocks: Collection[str]) -> str:

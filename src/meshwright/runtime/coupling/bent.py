@@ -41,7 +41,7 @@ from meshwright.spmd.autograd_functions import (
     transformed_functions,
     transforming,
 )
-from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, is_fact, writes
+from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, aliases, is_fact, writes
 
 _BEND = 0.01  # a value is changed by at most this share
 
@@ -136,13 +136,13 @@ class Bent(FunctionMode):
         if transforming():
             self._in_transform = self._in_transform or any(map(self._follows, tensors))
             if self._in_transform:  # its inner tensors are new objects: any of them may depend on parameters
-                args, kwargs = self._without_stops(args, kwargs, written=writes(func, args, kwargs))
+                args, kwargs = self._without_stops(func, args, kwargs, written=writes(func, args, kwargs))
             return func(*args, **kwargs)
         comparisons = self._read_comparisons(func, name, args, tensors)
         if not any(map(self._follows, tensors)):
             return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
         written = writes(func, args, kwargs)
-        args, kwargs = self._without_stops(args, kwargs, written=written)
+        args, kwargs = self._without_stops(func, args, kwargs, written=written)
         result = self._call_bent(func, name, args, kwargs)
         results = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(results, True)
@@ -226,10 +226,14 @@ class Bent(FunctionMode):
 
     # --- stops --------------------------------------------------------------------------------------------------------
 
-    def _without_stops(self, args: Any, kwargs: Any, *, written: bool) -> Any:
-        """The arguments, with those bent that depend on parameters but have no gradient. An argument to which the function
-        writes is unchanged, and so are all if gradients are off."""
-        if not torch.is_grad_enabled():
+    def _without_stops(self, func: Any, args: Any, kwargs: Any, *, written: bool) -> Any:
+        """The arguments, with those bent that depend on parameters but have no gradient.
+
+        Unchanged: an argument to which the function writes; all of them if gradients are off; and those of a function that
+        returns a view. A view is bent where it is used: a write to it must reach the tensor whose memory it shares
+        (``k.new_empty(shape)[..., :8].copy_(k)``).
+        """
+        if not torch.is_grad_enabled() or aliases(func):
             return args, kwargs
         target = args[:1] if written else ()
         others, named = pytree.tree_map(self._without_stop, (args[len(target) :], kwargs))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +17,13 @@ from meshwright.runtime.rows.batch import moved, plain
 from meshwright.runtime.rows.loader import Loader, Row
 from meshwright.submesh import bounds
 
+_END = object()
+
 
 class Batches:
     """Iterates over this rank's rows of each global batch. See ``Job.batches``.
+
+    ``reading`` makes what is on while rows are read: an error of the dataset's, which one rank alone meets, is to end all.
 
     Attributes:
         taken: the number of batches given out so far, including those before a resume. After a state is loaded, the next
@@ -40,6 +46,7 @@ class Batches:
         device: torch.device,
         uneven: bool = False,
         num_workers: int = 0,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         if not uneven:
             check_global_batch(global_batch, mesh, microbatches)
@@ -48,7 +55,7 @@ class Batches:
         self.shuffle, self.drop_last, self.start, self.device = shuffle, drop_last, start, device
         self.pieces, self.piece = mesh.data_size, mesh.data_index(rank)
         self.rows, self.num_workers = _rows(dataset), num_workers
-        self.taken = start
+        self.taken, self._reading = start, reading
 
     def state_dict(self) -> dict[str, int]:
         """The position in the data, and what it belongs to; equal in every layout."""
@@ -81,7 +88,11 @@ class Batches:
             batches = map(self._of_table, shares)
         else:
             batches = Loader(self.dataset, self.seed, self.num_workers, self.device.type != "cpu")(shares)
-        for number, batch in enumerate(batches, first):
+        for number in itertools.count(first):
+            with self._reading():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
             self.taken = number + 1
             yield pytree.tree_map_only(Tensor, lambda t: moved(t, self.device), batch)
 

@@ -2,13 +2,15 @@
 
 A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). What is lost unseen is
 another parameter in the place of one: FSDP2 goes on with its own, a gradient of one that no plan knows is reduced by nobody,
-and a DTensor does not take over what is assigned to its ``data``; and another class of a module, whose calls were wrapped.
+and a DTensor does not take over what is assigned to its ``data``; and another class of a module, or, of a model in parts,
+another forward: its calls were wrapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -35,6 +37,7 @@ class Placed:
         """What stands in the model now is what it is compared with from here on."""
         self._each = modules = list(self._model.modules())
         self._classes = [*map(type, modules)]
+        self._forwards = self._forwards_now()
         self._children = [m._modules for m in modules]
         self._children_then = [dict(children) for children in self._children]
         self._tables = [m._parameters for m in modules]
@@ -44,12 +47,13 @@ class Placed:
         self._known, self._at = every, {id(table): dict(table) for table in self._tables}
 
     def check(self) -> None:
-        """Raises PlanError with every parameter that was replaced since, and every module that got another class. FSDP2's are
-        at rest."""
+        """Raises PlanError with every parameter that was replaced since, and every module that got another class or forward.
+        FSDP2's are at rest."""
         same = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
             same
             and [*map(type, self._each)] == self._classes
+            and all(map(is_, self._forwards_now(), self._forwards))
             and all(storage_of(p) == storage for p, storage in self._storages)
         ):
             return
@@ -63,8 +67,16 @@ class Placed:
         for name, module in self._model.named_modules():
             if (cls := classes.get(id(module), type(module))) is not type(module):
                 findings.extend([_of_another_class(name, cls, type(module))])
+        forwards = {id(m): forward for m, forward in zip(self._each, self._forwards, strict=False)}
+        for name, module in self._model.named_modules():
+            if id(module) in forwards and vars(module).get("forward") is not forwards[id(module)]:
+                findings.extend([_of_another_forward(name)])
         findings.raise_if_any()
         self._note()
+
+    def _forwards_now(self) -> list[object]:
+        """What stands on each module in place of its class's forward, of a model in parts."""
+        return [vars(m).get("forward") for m in self._each] if self._recipe.in_parts else []
 
     def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
         line = self._recipe.by_name.get(name)
@@ -99,6 +111,15 @@ def _of_another_class(name: str, before: type, now: type) -> Finding:
         given=f"of another class since the job was made: {before.__name__}, now {now.__name__}",
         required="its own: calls of a module go to the forward that it had then",
         fix="give it that class before parallelize; or an attribute that its forward looks at",
+    )
+
+
+def _of_another_forward(name: str) -> Finding:
+    return Finding(
+        where=f"{name}.forward" if name else "the model's forward",
+        given="another function since the job was made",
+        required="the one that was planned: stages and branches run the parts of it that were recorded",
+        fix="set it before parallelize; a forward hook that only looks may be put on at any time",
     )
 
 
