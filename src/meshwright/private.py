@@ -47,6 +47,10 @@ without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._Disable
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+# What C++ asks of a tensor without memory, and every dispatch mode then hears of: where it would be.
+DEVICE = torch.ops.prim.device.default
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that thousands of ops meet. Around each call of a mode torch turns Dynamo off and on, which takes as long as many
     a call does. These modes are on where nothing is compiled (``FunctionMode``), and there is no public way to say so."""
@@ -383,6 +387,7 @@ def is_done(work: Any) -> bool:
 
 
 __all__ = [
+    "DEVICE",
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
