@@ -40,7 +40,10 @@ from meshwright.prediction.trace import Allocated, Freed, Resized
 from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
 from meshwright.prediction.world import rehearsed_world
 from meshwright.private import (
+    DEVICE,
     HOOK_TABLES,
+    FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
     autocast_is_on,
     autograd_local,
@@ -1282,3 +1285,24 @@ def test_a_group_tells_how_long_its_collectives_between_hosts_wait_and_a_module_
     module.register_full_backward_hook(print)
     module.register_full_backward_pre_hook(print)
     assert all(len(getattr(module, table)) == 1 for table in HOOK_TABLES)
+
+
+def test_what_a_tensor_without_memory_says_of_its_device_is_what_its_mode_says() -> None:
+    """``Tracker`` and ``KnownValues`` answer themselves where C++ asks."""
+    heard: list[Any] = []
+
+    class Hearing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is DEVICE:
+                assert isinstance(args[0], FakeTensor)
+                heard.append((out, args[0].device))
+            return out
+
+    with FakeTensorMode() as fake:
+        x, w = torch.empty(3, 4, requires_grad=True), torch.empty(4, 4)
+    with fake, Hearing():
+        functional.linear(x, w).relu().sum().backward()
+        torch._foreach_mul([x.detach(), w], 2.0)
+    assert heard
+    assert all(a == b == torch.device("cpu") for a, b in heard)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import KEPT, MANY, SHARD, Measured, Pieces
+from meshwright.search.pieces import KEPT, MANY, SHARD, Pieces
+from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate
 from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
 from published_cases.models import build_model
@@ -98,11 +99,11 @@ def pieces_of(of: Rehearsed) -> Pieces:
 
 
 @cache
-def _measured(shape: ModelShape, computed_in: str, *, sequence_parallel: bool) -> Measured:
+def _measured(shape: ModelShape, computed_in: str, *, sequence_parallel: bool) -> Rehearsals:
     """For all sizes of tp: it keeps the few blocks."""
     rows = Layout(microbatches=1, microbatch_rows=MANY * SHARD)
     options = {"precision": computed_in, "sequence_parallel": sequence_parallel}
-    return Measured(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0)
+    return Rehearsals(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -47,6 +47,10 @@ without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._Disable
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+# What C++ asks of a tensor without memory, and every dispatch mode then hears of: where it would be.
+DEVICE = torch.ops.prim.device.default
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode for thousands of ops. Around each call of a mode torch turns Dynamo off and on, which can take as long as
     the call. Our modes are on only while nothing is compiled (``FunctionMode``); there is no public way to tell torch."""
@@ -392,6 +396,7 @@ def is_done(work: Any) -> bool:
 
 
 __all__ = [
+    "DEVICE",
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",

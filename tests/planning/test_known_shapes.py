@@ -60,6 +60,14 @@ def test_what_gives_new_memory_is_asked_once(run: Callable[..., Any], args: Any)
     assert ops_of_the_second(run, *args) == 0
 
 
+def test_a_mask_with_values_is_not_computed_on_in_each_block() -> None:
+    """A mask of the batch has an element for each pair of positions: gigabytes, if the sample is long."""
+    allowed = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    added = torch.zeros(2, 1, 4, 4)
+    assert ops_of_the_second(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=allowed), q) == 0
+    assert ops_of_the_second(lambda q: F.scaled_dot_product_attention(q, q, q, added), q) == 0
+
+
 @pytest.mark.parametrize(
     "run,args",
     [

@@ -11,7 +11,8 @@ from meshwright.hardware.reader import read_profile
 from meshwright.prediction.predict import adamw_on
 from meshwright.search.estimate import Estimator
 from meshwright.search.find import repeated
-from meshwright.search.pieces import MANY, SHARD, Measured
+from meshwright.search.pieces import MANY, SHARD
+from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
 WIDTH, WORDS = 256, 1024
@@ -165,10 +166,10 @@ def test_blocks_that_keep_their_activations_are_as_many_in_each_stage():
 def test_what_the_optimizer_needs_is_not_taken_for_activations():
     """Few tokens: updating parameters takes more memory than computing does."""
     batch = repeated(tokens(length=32), MANY * SHARD)
-    measured = Measured(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
-    assert measured.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
-    pieces = measured.pieces(1)
+    rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
+    pieces = rehearsals.pieces(1)
     assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
-    estimator = Estimator(GPU, {1: pieces}, measured.recomputed(), 0.0, 2)
+    estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
     assert estimator.memory(one) == pytest.approx((pieces.kept + 8) * pieces.total_elements / 2)

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshwright.described import Laid, described, laid, tensors_among
+from meshwright.planning.assumed import to_meta
 from meshwright.planning.meeting import Meeting
 from meshwright.planning.shadow import Shadow, is_plain_meta
 from meshwright.private import autocast_is_on, storage_of, without_dispatch
@@ -51,6 +53,8 @@ class KnownShapes(Meeting):
 
     def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """See ``Meeting``."""
+        if func in MASKED:
+            args, kwargs = _without_mask_values(args, kwargs)
         if func in self._asked.others or torch.is_grad_enabled() or autocast_is_on() or transforming():
             return super().met(func, name, args, kwargs)
         arguments = (*args, *kwargs.values())
@@ -71,6 +75,23 @@ class KnownShapes(Meeting):
         else:
             self._asked.others.add(func)
         return result
+
+
+MASKED = frozenset([functional.scaled_dot_product_attention])
+"""Functions that take a mask as they take their other tensors, and ask none of its values."""
+
+
+def _without_mask_values(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """Arguments of which some tensor is on meta, with all of them there. A mask of the batch has values, one for each pair of
+    positions, and such a function computes on them before they meet a tensor without values."""
+    if any(t.is_meta for t in tensors_among((*args, *kwargs.values()))):
+        with without_dispatch():
+            return tuple(map(_on_meta, args)), {name: _on_meta(value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _on_meta(x: Any) -> Any:
+    return to_meta(x) if isinstance(x, Tensor) and not x.is_meta else x
 
 
 _CONSTANTS = frozenset(

@@ -110,8 +110,10 @@ def rehearsal_of(
     return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
 
 
-def rehearse(rehearsal: Rehearsal, rank: int) -> Trace:
+def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
     """What a rank does in a run's second step, when gradients and optimizer have their memory.
+
+    ``updated``: whether gradients are clipped, and parameters updated.
 
     Raises:
         PlanError: this process is a rank of a run.
@@ -120,7 +122,7 @@ def rehearse(rehearsal: Rehearsal, rank: int) -> Trace:
     with rehearsed_world(rank, recipe.mesh.size):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         job = _job(rehearsal, fake)
-        return _steps(rehearsal, job, fake)
+        return _steps(rehearsal, job, fake, updated)
 
 
 def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
@@ -146,7 +148,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
     )
 
 
-def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
+def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) -> Trace:
     """Steps of this rank, followed."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
     modes = (fake, values) if rows.without_values(fake) else ()  # with values: the path may follow from them
@@ -162,7 +164,7 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode) -> Trace:
         for number, most in enumerate((1, None)):  # in the first, gradients and states come into being
             tracker.begin(f"step {number}")
             _losses(rehearsal, job, rows.pieces(most))
-            _update(rehearsal, job, optimizer, tracker)
+            _update(rehearsal, job, optimizer if updated else None, tracker)
         with tracker.paused():
             edges = job.runner.executor.edges(rows.pieces().batches)
         ran_whole = tuple((f.function, f.module, f.line) for f in job.ledger.fallbacks)
@@ -213,9 +215,12 @@ def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
         job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 
-def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
-    """What a training loop does after it."""
+def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:
+    """What a training loop does after it; without an optimizer, the gradients go, and nothing else happens."""
     tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
+    if optimizer is None:
+        job.module.zero_grad()
+        return
     if rehearsal.max_norm is not None:
         tracker.begin("clip")
         job.clip_grad_norm_(rehearsal.max_norm)

@@ -21,7 +21,7 @@ from meshwright.hardware.profile import Work
 from meshwright.prediction.allocations import convolution_workspace
 from meshwright.prediction.movement import moved_by
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
-from meshwright.private import TorchDispatchMode, pytree
+from meshwright.private import DEVICE, FakeTensor, TorchDispatchMode, pytree
 from meshwright.schedule import Action
 from meshwright.spmd.patches import RESIZE, changed_on
 from meshwright.spmd.tensor import GlobalTensor
@@ -102,6 +102,8 @@ class Tracker(TorchDispatchMode):
     # --- functions --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all that is asked
         if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
             return NotImplemented  # what is done on this rank comes here again
         kwargs = kwargs or {}

@@ -25,7 +25,15 @@ import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
 from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, is_mask
-from meshwright.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, storage_of, unset_fake_temporarily
+from meshwright.private import (
+    DEVICE,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    pytree,
+    storage_of,
+    unset_fake_temporarily,
+)
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import op_facts, written_by
 
@@ -55,6 +63,8 @@ class KnownValues(TorchDispatchMode):
         self.assumed: dict[tuple[str, str], None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all that is asked
         if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
             return NotImplemented
         kwargs = kwargs or {}

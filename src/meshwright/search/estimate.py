@@ -29,7 +29,8 @@ from functools import cache
 
 from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
-from meshwright.search.pieces import Calls, Pieces, at
+from meshwright.search.calls import Calls, at
+from meshwright.search.pieces import Pieces
 from meshwright.search.space import Candidate
 from meshwright.search.stages import Cut, balanced
 

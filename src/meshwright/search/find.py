@@ -31,7 +31,8 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import MANY, SHARD, Measured, Pieces
+from meshwright.search.pieces import MANY, SHARD, Pieces
+from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -209,21 +210,21 @@ class _Space:
         """
         options = model.options
         fixed = {key: value for key, value in options.items() if key not in SEARCHED}
-        measured = Measured(
+        rehearsals = Rehearsals(
             model.build, repeated(model.batch, MANY * SHARD), fixed, model.loss, model.optimizer, model.max_norm
         )
-        pieces = _pieces(measured, devices, per_node, tell)
+        pieces = _pieces(rehearsals, devices, per_node, tell)
         blocks = max(one.blocks for one in pieces.values())
         alone = blocks and 1 in pieces  # a plan may ask for slices of tp
-        sends = measured.sends() if alone and devices > 1 else None
-        recomputed = measured.recomputed() if alone and options.get("recompute") != "none" else 0.0
+        sends = rehearsals.sends() if alone and devices > 1 else None
+        recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
         itemsize = _ITEMSIZE[options.get("precision", "float32")]
         estimator = Estimator(model.profile, pieces, recomputed, sends or 0.0, itemsize)
         staged = blocks if sends is not None else 0
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
             every += [some for one in every if (some := estimator.selected(one, capacity)) is not None]
-        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, measured.blocks)
+        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, rehearsals.blocks)
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
@@ -252,7 +253,7 @@ def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
     return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
 
 
-def _pieces(measured: Measured, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
+def _pieces(rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
     """Raises PlanError if the model takes no size of tp under these settings: the first one's."""
     found: dict[int, Pieces] = {}
     problems: list[PlanError] = []
@@ -260,7 +261,7 @@ def _pieces(measured: Measured, devices: int, per_node: int, tell: Callable[[str
         if tp <= per_node:
             tell(f"rehearsing a few blocks with tp={tp}")
             try:
-                one = measured.pieces(tp)
+                one = rehearsals.pieces(tp)
             except PlanError as problem:
                 problems.append(problem)  # the model does not divide so
                 continue
