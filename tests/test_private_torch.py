@@ -127,6 +127,7 @@ USES = {
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param",
     "runtime/groups.py": "_set_pg_timeout",
+    "draw/plain.py": "_fields",  # of named tuples
     "deferred/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
     "deferred/log.py": "_neg_view",
     "runtime/module_state.py": "_fields",  # of named tuples
@@ -142,7 +143,7 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_functorch",
     "spmd/patches.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active _bind_default_args _call_custom_function_call _functorch \
-        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad",
+        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys
