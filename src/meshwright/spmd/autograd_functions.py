@@ -227,7 +227,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
 
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
         def applied(function: Segment, preserve: Any, *args: Any) -> Any:
-            again, kept = handler(function, args)
+            again, kept_args = handler(function, args)
             if plain is None:
                 runs = iter([function])
                 return apply(lambda *arguments: next(runs, again)(*arguments), preserve, *args)
@@ -238,7 +238,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
                 first.append(back)
                 return results
 
-            outputs = apply(run, preserve, *kept)
+            outputs = apply(run, preserve, *kept_args)
             back = first[0]
             first.clear()
             return back(outputs)
