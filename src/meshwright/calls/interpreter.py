@@ -219,7 +219,8 @@ class StageInterpreter(Tracer):
             new = tensors_of(lists[grown.which][lengths[grown.which] :])
             if len(new) != len(grown.values):
                 raise PathError(
-                    f"{spelled(call.path)} appended {len(new)} tensors to a list, {len(grown.values)} when it was recorded"
+                    f"{spelled(call.path)} appended {len(new)} tensors to a list, "
+                    f"but {len(grown.values)} in the recorded forward"
                 )
             for t, number in zip(new, grown.values, strict=True):
                 self._record_value(t, number, call.start)
@@ -237,7 +238,7 @@ class StageInterpreter(Tracer):
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
-                f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
+                f"{spelled(call.path)} returned {len(tensors)} tensors, but {len(call.outputs)} in the recorded forward"
             )
         for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
             self._record_value(t, number, call.start, place)
@@ -288,7 +289,7 @@ class StageInterpreter(Tracer):
             event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(
                 f"the forward ended without {event.function} of {spelled(event.path)} ({event.line}), "
-                "which was there when it was recorded"
+                "which the recorded forward ran"
             )
         self.closed += 1
         for number in self.program.out:
@@ -322,7 +323,7 @@ class StageInterpreter(Tracer):
         if position is None or self.graph.events[position].function != name:
             expected = "nothing more" if position is None else self.graph.events[position].function
             raise PathError(
-                f"{spelled(path)} runs {name}, where it ran {expected} when it was recorded: a forward that depends on "
+                f"{spelled(path)} runs {name}, but the recorded forward ran {expected} there: a forward that depends on "
                 "values outside its blocks cannot be cut there. A forward hook that computes with tensors is to be put on "
                 "before parallelize"
             )
@@ -411,7 +412,7 @@ class StageInterpreter(Tracer):
         recorded = [t for t in pytree.tree_leaves(recorded_result) if isinstance(t, Tensor)]
         if len(results) != len(event.outputs):
             raise PathError(
-                f"{event.function} at {event.line} gave {len(results)} tensors, {len(event.outputs)} recorded"
+                f"{event.function} at {event.line} gave {len(results)} tensors, but {len(event.outputs)} were recorded"
             )
         for t, number, before in zip(results, event.outputs, recorded, strict=True):
             if t is not written:

@@ -64,7 +64,7 @@ class Reader:
             self.findings.add(
                 where=self.source.where(("compile",)),
                 given="compile: true, beside eager: true",
-                required="one of them: what is compiled is the recorded programs that eager leaves out",
+                required="one of them: compile compiles the recorded programs, which eager leaves out",
                 fix="eager: false",
             )
         return fields

@@ -79,7 +79,7 @@ def no_backward_within() -> Iterator[None]:
     def refused(call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
-                raise RuntimeError("a backward that asks for gradients is not tried by itself")
+                raise RuntimeError("a backward that itself calls grad or backward is not tried separately")
             return call(*args, **kwargs)
 
         return checked

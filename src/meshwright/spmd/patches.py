@@ -246,8 +246,8 @@ def _custom_function() -> Patch:
 
 
 CUSTOM_FUNCTION = _custom_function()
-BACKWARD = Patch(torch.autograd, "backward", "a backward that runs another is not tried by itself")
-GRADIENTS = Patch(torch.autograd, "grad", "a backward that asks for other gradients is not tried by itself")
+BACKWARD = Patch(torch.autograd, "backward", "a backward that calls another is not tried separately")
+GRADIENTS = Patch(torch.autograd, "grad", "a backward that computes other gradients is not tried separately")
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
