@@ -150,6 +150,7 @@ class Dispatcher(Mover):
         return GATHER
 
     def _execute(self, func: Any, decided: Decided) -> Any:
+        """Carries out a decision: a local function, a Python body, or a fallback."""
         answer, tensors = decided.answer, decided.tensors
         asked_args, asked_kwargs = decided.with_tensors((decided.args, decided.kwargs))
         args, kwargs = ordered(func, asked_args, asked_kwargs)

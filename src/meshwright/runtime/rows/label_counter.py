@@ -277,6 +277,7 @@ class LabelCounter:
         return Counted(program, replay, Replay(program.tape, hosts, {}) if on_host else replay, rows)
 
     def _new_program(self, batch: Any, leaves: list[Any], rows: int) -> Program:
+        """Records the program for the shapes of a batch; an empty one, with the reason, if the forward fails."""
         try:
             with torch.no_grad(), random_numbers_kept():
                 recorder = self._recorded(batch, len(leaves))
@@ -294,6 +295,7 @@ class LabelCounter:
     def _shapes(
         self, recorder: Recorder, batch: Any, leaves: list[Any], rows: int
     ) -> Callable[[Name], tuple[torch.Size, torch.Size]]:
+        """A function: name → (its shape for the batch, its shape for twice as many rows)."""
         twofold = doubled(batch, rows)
         once, twice = (Replay(recorder.tape, x, recorder.tensors) for x in (leaves, tensors_in(twofold)))
         try:
@@ -305,6 +307,7 @@ class LabelCounter:
         return lambda name: (_shape(once.value(name)), _shape(twice.value(name)))
 
     def _note(self, program: Program) -> None:
+        """Notes for a person what a program could not count."""
         if program.why:
             self.notes[
                 f"the divisors of means could not be found without running the model ({program.why}): microbatches and "
