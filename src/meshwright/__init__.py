@@ -1,35 +1,35 @@
 """Meshwright: any PyTorch model, one plan, every parallelism.
 
-    errors      PlanError, CheckpointError     everything that is wrong, at once
-                ReplicaError                   ranks that should be alike and are not
-                RowsError                      rows that cannot be divided, as a step's values show
+    errors      PlanError, CheckpointError     every problem of a plan or a checkpoint, at once
+                ReplicaError                   ranks that should hold equal values differ
+                RowsError                      the values of a step show that its rows cannot be divided
                 RankError                      another rank failed, or has ended
-                UnfrozenError                  parameters are trained that were not when a pipeline was planned
-    mesh        Mesh                           named axes and sizes
+                UnfrozenError                  parameters require gradients that did not when a pipeline was planned
+    mesh        Mesh                           named axes and their sizes
     layout      Shard, Replicate, Partial      what one rank holds of a tensor along one axis
     plan        Plan                           what a person writes
     recipe      Recipe                         every decision, with its reason
-    container   Branches                       modules side by side, and how their results become one
-    checkpoint  save_checkpoint, load_checkpoint   of a plain module; a job has save and load
+    container   Branches                       a module that calls several modules and joins their results
+    checkpoint  save_checkpoint, load_checkpoint   for a plain module; a job has save and load
     api         parallelize                    a model and a plan → a job
-    planned     make_recipe                    its first half: every decision; starts no process
+    planned     make_recipe                    the first half of parallelize: every decision, without processes
     runtime.job Job                            step, clip, evaluate, batches
-    watch.watchdog Watch                       ends a job that hangs, with a report
-    workers.pool local_workers                 processes on this machine, started once
-    workers.launch launch                      a function on several of them, in one line
-    parity      check, Report                  the same as one device?
-    prediction  predict, measure, Prediction   memory and time of a step, before it runs; or of a run here
-                compare, Difference            what one plan takes more or less than another
-                compare_branches, Comparison   does it pay to run branches beside each other?
-    recording   record, compare_recordings     a step of any script, written down; two of them, judged
+    watch.watchdog Watch                       aborts a job that hangs, with a report
+    workers.pool local_workers                 a pool of processes on this machine
+    workers.launch launch                      runs a function in several local processes
+    parity      check, Report                  compares a plan with one device
+    prediction  predict, measure, Prediction   memory and time of a step, predicted or measured
+                compare, Difference            how much more or less one plan takes than another
+                compare_branches, Comparison   whether it pays to run branches at the same time
+    recording   record, compare_recordings     records a step of any script; compares two recordings
                 Recording, Verdict
-    search      find_plans, Found              the fastest plans that fit so many devices
-    draw.facts  shard_map, ShardMap            which rank holds what
-    draw.notebook  html_of                     the same, as a notebook shows it
-    draw.report  report                        everything there is to see of a plan, as data and as one HTML file
-    calls.placeholder  RemoteTensor, RowShard  what a hook sees of a value that is not here, or not whole
+    search      find_plans, Found              the fastest plans that fit a number of devices
+    draw.facts  shard_map, ShardMap            which rank holds which part of each parameter
+    draw.notebook  html_of                     a plan, recipe, shard map, prediction or verdict as HTML for a notebook
+    draw.report  report                        everything about a plan, as data and as one HTML file
+    calls.placeholder  RemoteTensor, RowShard  tensors in place of values that this rank lacks, or has in part
 
-Names load when they are first used, so that a picture of a plan needs no torch.
+Names are imported when they are first used, so that drawing a plan needs no torch.
 """
 
 from __future__ import annotations

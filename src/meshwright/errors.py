@@ -116,7 +116,7 @@ class ReplicaError(RuntimeError):
 
     def __str__(self) -> str:
         shown = "\n".join(f"  {line}" for line in self.differences)
-        return f"step {self.step}: what should be the same on several ranks is not\n{shown}\n{self.fix}"
+        return f"step {self.step}: values that should be equal on several ranks differ\n{shown}\n{self.fix}"
 
 
 class UnfrozenError(RuntimeError):
@@ -134,8 +134,8 @@ class UnfrozenError(RuntimeError):
     def __str__(self) -> str:
         which = few(self.names) if self.names else "parameters of other ranks"
         return (
-            f"{which}: requires_grad was not set when the job was made, and what stages and branches send each other was "
-            "planned without these gradients. Build the model with them trained, and freeze them after parallelize: "
+            f"{which}: requires_grad was not set when the job was made, so stages and branches do not send each other these "
+            "gradients. Build the model with requires_grad set, and freeze parameters after parallelize: "
             "p.requires_grad_(False)"
         )
 

@@ -169,9 +169,13 @@ def find_regions(
         ends = {m.position for m in outer if isinstance(m, Join)}
         forks = [m for m in outer if isinstance(m, Fork)]
         moves += _Around(graph, event_places, wholes, places, around, span, ends, forks, outputs).find()
-    # At one position: joins before forks; joins from the innermost out, forks from the outermost in.
-    moves.sort(key=lambda m: (m.position, isinstance(m, Fork), depth[m.around] * (1 if isinstance(m, Fork) else -1)))
-    return Regions(tuple(event_places), tuple(moves))
+
+    def in_order(move: Fork | Join) -> tuple[int, bool, int]:
+        # At one position: joins before forks; joins from the innermost out, forks from the outermost in.
+        is_fork = isinstance(move, Fork)
+        return move.position, is_fork, depth[move.around] if is_fork else -depth[move.around]
+
+    return Regions(tuple(event_places), tuple(sorted(moves, key=in_order)))
 
 
 def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[int]:

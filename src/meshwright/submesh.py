@@ -147,6 +147,7 @@ class Submeshes:
         return {}
 
     def _at(self, rank: int, place: int) -> Coordinate | None:
+        """``at``, without the cache: goes from the trunk inwards, from one slice to the next."""
         indices = self.mesh.coordinate(rank)
         coordinate = Coordinate(*(indices.get(axis, 0) for axis in ("pp", *INNER)))
         for p in map(self.all.__getitem__, self.chain(place)[1:]):

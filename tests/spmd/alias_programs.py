@@ -405,10 +405,10 @@ def _one_rank(program: Program, dispatcher: Dispatcher) -> None:
     leaf = program.start.clone().requires_grad_(program.grad)
     with torch.set_grad_enabled(program.grad), SpmdMode(dispatcher, lambda p: None):
         if isinstance(program.layout, Shard):
-            x = dispatcher.view(dispatcher.cut(leaf * 1, program.layout).clone(), program.layout)
+            x = dispatcher.global_tensor(dispatcher.cut(leaf * 1, program.layout).clone(), program.layout)
         else:
             share = leaf / dispatcher.axis.size
-            x = dispatcher.view(share if dispatcher.axis.rank else share + 0, PARTIAL)
+            x = dispatcher.global_tensor(share if dispatcher.axis.rank else share + 0, PARTIAL)
         members: list[Tensor] = [x]
         for step in program.steps:
             apply(step, members)

@@ -360,12 +360,12 @@ class Bench:
             rest = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).reshape(x.shape)
             shift = rest * (self.ranks - 1 if self.rank == 0 else -1)
             leaf = (x * (share[self.rank] / sum(share)) + shift).requires_grad_()
-            return leaf, dispatcher.view(leaf.clone(), PARTIAL)
+            return leaf, dispatcher.global_tensor(leaf.clone(), PARTIAL)
         leaf = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
         if isinstance(layout, Shard):
-            cut = dispatcher.view(dispatcher.cut(leaf.clone(), layout), layout)
+            cut = dispatcher.global_tensor(dispatcher.cut(leaf.clone(), layout), layout)
             assert isinstance(cut, GlobalTensor)
-            dispatcher.lay(cut, x.stride())  # the whole tensor lies so on one device
+            dispatcher.set_strides(cut, x.stride())  # the whole tensor lies so on one device
             cut._mw_local = cut._mw_local.clone()  # no view to autograd
             return leaf, cut
         return leaf, leaf.clone()

@@ -93,9 +93,9 @@ def both(function: Callable[[Tensor], Any], shape: tuple[int, ...], layout: Layo
         mine = start.clone().requires_grad_()
         with SpmdMode(dispatcher, lambda p: None):
             if isinstance(layout, Shard):
-                x = dispatcher.view(dispatcher.cut(mine * 1, layout).clone(), layout)
+                x = dispatcher.global_tensor(dispatcher.cut(mine * 1, layout).clone(), layout)
             else:
-                x = dispatcher.view(mine / ranks, PARTIAL)
+                x = dispatcher.global_tensor(mine / ranks, PARTIAL)
             results = function(x)
             results = results if isinstance(results, tuple) else (results,)
             for a, b in zip(expected, results, strict=True):

@@ -94,7 +94,7 @@ def collectives_of_cross_entropy(options: dict[str, Any], places: int) -> tuple[
     layout = even_shard(1, classes, dispatcher.axis.size)
     local = layout.take(plain.detach(), dispatcher.axis.rank).clone().requires_grad_()
     with SpmdMode(dispatcher, lambda p: None).on():
-        loss = functional.cross_entropy(dispatcher.view(local, layout), target, **options)
+        loss = functional.cross_entropy(dispatcher.global_tensor(local, layout), target, **options)
     found = dispatcher.whole(loss)
     found.sum().backward()
     assert plain.grad is not None and local.grad is not None
@@ -113,7 +113,7 @@ def dropout_streams() -> list[tuple[bool, bool, Tensor]]:
         state = torch.get_rng_state()
         torch.manual_seed(turn)
         layout = even_shard(turn - 1, x.shape[turn - 1], dispatcher.axis.size) if turn else None
-        given = x if layout is None else dispatcher.view(layout.take(x, dispatcher.axis.rank), layout)
+        given = x if layout is None else dispatcher.global_tensor(layout.take(x, dispatcher.axis.rank), layout)
         with SpmdMode(dispatcher, lambda p: None).on():
             out = functional.dropout(given, 0.4)
         in_step = torch.equal(state, torch.get_rng_state())
@@ -129,7 +129,7 @@ def retained_gradients() -> list[Tensor]:
         leaf = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
         layout = even_shard(dim or 0, leaf.shape[dim or 0], dispatcher.axis.size)
         with SpmdMode(dispatcher, lambda p: None).on():
-            x = leaf if dim is None else dispatcher.view(dispatcher.cut(leaf, layout), layout)
+            x = leaf if dim is None else dispatcher.global_tensor(dispatcher.cut(leaf, layout), layout)
             y = x * 2
             y.retain_grad()
             (y**2).sum().mul(1.5).backward()
@@ -144,7 +144,7 @@ def where_fallbacks_are_counted() -> list[str]:
     dispatcher.names[id(block)] = "blocks.0"
     with SpmdMode(dispatcher, lambda p: None).on():
         for _ in range(2):
-            block(dispatcher.view(layout.take(torch.rand(6, 4), dispatcher.axis.rank), layout))
+            block(dispatcher.global_tensor(layout.take(torch.rand(6, 4), dispatcher.axis.rank), layout))
     assert set(dispatcher.ledger.fallbacks.values()) == {2}
     return [str(place) for place in dispatcher.ledger.fallbacks]
 

@@ -49,17 +49,21 @@ def layouts(shape: list[int], ranks: int, make: Make) -> Iterator[Layout]:
 def laid_out(dispatcher: Dispatcher, x: Tensor, layout: Layout) -> Any:
     """``x`` in that layout, as the model sees it."""
     if isinstance(layout, Shard):
-        return dispatcher.view(dispatcher.cut(x, layout), layout)
-    return dispatcher.view(redistribute.keep_first(x, dispatcher.axis), PARTIAL) if isinstance(layout, Partial) else x
+        return dispatcher.global_tensor(dispatcher.cut(x, layout), layout)
+    return (
+        dispatcher.global_tensor(redistribute.keep_first(x, dispatcher.axis), PARTIAL)
+        if isinstance(layout, Partial)
+        else x
+    )
 
 
 def moved(dispatcher: Dispatcher, x: Any, layout: Layout) -> Any:
     """A tensor in any layout, brought to another."""
     if isinstance(layout, Shard):
-        return dispatcher.view(dispatcher.cut(x, layout), layout)
+        return dispatcher.global_tensor(dispatcher.cut(x, layout), layout)
     whole = dispatcher.whole(x)
     return (
-        dispatcher.view(redistribute.keep_first(whole, dispatcher.axis), PARTIAL)
+        dispatcher.global_tensor(redistribute.keep_first(whole, dispatcher.axis), PARTIAL)
         if isinstance(layout, Partial)
         else whole
     )
@@ -115,10 +119,10 @@ def gradients_of_paths() -> tuple[list[str], int]:
             local, factor = (here._mw_local, here._mw_layout) if isinstance(here, GlobalTensor) else (here, REPLICATE)
             if isinstance(factor, Shard):
                 # The square needs the local values; the weight enters the sharded work.
-                here = dispatcher.view(local**2 * factor.take(dispatcher.varying(weight), rank), factor)
+                here = dispatcher.global_tensor(local**2 * factor.take(dispatcher.varying(weight), rank), factor)
                 there = there**2 * weight
             elif isinstance(factor, Partial):
-                here, there = dispatcher.view(local * weight, PARTIAL), there * weight
+                here, there = dispatcher.global_tensor(local * weight, PARTIAL), there * weight
             else:
                 here, there = here.sin() * weight, there.sin() * weight
         tried += 1

@@ -72,7 +72,7 @@ def results() -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
             with SpmdMode(dispatcher, lambda p: None).on():
                 ours = [
                     dispatcher.whole(y)
-                    for y in _each(function(dispatcher.view(layout.take(x, dispatcher.axis.rank), layout)))
+                    for y in _each(function(dispatcher.global_tensor(layout.take(x, dispatcher.axis.rank), layout)))
                 ]
             theirs = _each(function(x))
         found[name] = (ours, theirs, [y.double() for y in theirs] if autocast else _exact(function, x))

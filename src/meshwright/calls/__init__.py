@@ -1,1 +1,1 @@
-"""A module's calls: followed while it is recorded, and run in part by stages and branches."""
+"""Module calls: traced while a forward is recorded, and run in part by stages and branches."""

@@ -49,6 +49,7 @@ class Crossings:
             self._join(move, keep)
 
     def _fork(self, move: Fork) -> None:
+        """Gives branches their tensors for the values of a fork, and notes the anchor for the join."""
         assert self._exchange is not None
         apart = self._program.apart  # values that only some branches take are on their ranks alone
         tensors = {  # the memory of a value that is still on its way may be filled later
@@ -61,6 +62,7 @@ class Crossings:
             self._values.fork(n, takers & self._program.mine, branch_inputs)
 
     def _join(self, move: Join, keep: Callable[[Tensor, int], None]) -> None:
+        """Makes values of branches values of the place around, and lends those that a later fork needs."""
         assert self._exchange is not None
         values = self._values
         branch_values = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self._program.mine}

@@ -167,23 +167,31 @@ class StageInterpreter(Tracer):
             return self._root(forward.run, args, kwargs)
         self._stop_if_done()
         if treated == OPEN:
-            closed, unit = self.closed, isinstance(forward.module, FSDPModule)
-            lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
-            lengths = [len(x) for x in lists]
-            self._open_units += unit
-            result = self.follow(path, forward.open, args, kwargs)
-            self._open_units -= unit
-            if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
-                self.closed = closed
-                call = self.graph.calls[path]
-                result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
-                self._record_appended(call, lists, lengths)
-            return result
+            return self._open_call(path, forward, args, kwargs)
         call = self.graph.calls[path]
         self._advance_to(call.stop - 1)
         self._values.come_past(call.stop - 1)  # (the forward does not stop within the call)
         if treated == STUB:
             return stub(call, args, kwargs, self._stand_in, self.name_value)
+        return self._run_call(path, call, forward, args, kwargs)
+
+    def _open_call(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call and traces its functions."""
+        closed, unit = self.closed, isinstance(forward.module, FSDPModule)
+        lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
+        lengths = [len(x) for x in lists]
+        self._open_units += unit
+        result = self.follow(path, forward.open, args, kwargs)
+        self._open_units -= unit
+        if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
+            self.closed = closed
+            call = self.graph.calls[path]
+            result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
+            self._record_appended(call, lists, lengths)
+        return result
+
+    def _run_call(self, path: Path, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call untraced; on a stream, it only begins."""
         place = self.program.place(call.start)
         model_args = args, kwargs
         args, kwargs = map_tensors(lambda t: self._tensor_of(t, place), model_args)
@@ -211,7 +219,8 @@ class StageInterpreter(Tracer):
             new = tensors_of(lists[grown.which][lengths[grown.which] :])
             if len(new) != len(grown.values):
                 raise PathError(
-                    f"{spelled(call.path)} appended {len(new)} tensors to a list, {len(grown.values)} when it was recorded"
+                    f"{spelled(call.path)} appended {len(new)} tensors to a list, "
+                    f"but {len(grown.values)} in the recorded forward"
                 )
             for t, number in zip(new, grown.values, strict=True):
                 self._record_value(t, number, call.start)
@@ -229,7 +238,7 @@ class StageInterpreter(Tracer):
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
-                f"{spelled(call.path)} returned {len(tensors)} tensors, and {len(call.outputs)} when it was recorded"
+                f"{spelled(call.path)} returned {len(tensors)} tensors, but {len(call.outputs)} in the recorded forward"
             )
         for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
             self._record_value(t, number, call.start, place)
@@ -280,7 +289,7 @@ class StageInterpreter(Tracer):
             event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(
                 f"the forward ended without {event.function} of {spelled(event.path)} ({event.line}), "
-                "which was there when it was recorded"
+                "which the recorded forward ran"
             )
         self.closed += 1
         for number in self.program.out:
@@ -314,7 +323,7 @@ class StageInterpreter(Tracer):
         if position is None or self.graph.events[position].function != name:
             expected = "nothing more" if position is None else self.graph.events[position].function
             raise PathError(
-                f"{spelled(path)} runs {name}, where it ran {expected} when it was recorded: a forward that depends on "
+                f"{spelled(path)} runs {name}, but the recorded forward ran {expected} there: a forward that depends on "
                 "values outside its blocks cannot be cut there. A forward hook that computes with tensors is to be put on "
                 "before parallelize"
             )
@@ -365,13 +374,14 @@ class StageInterpreter(Tracer):
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an event and enters its results."""
         position = self.graph.positions[event.path, event.index]
-        target, place = args[0] if event.written is not None and args else None, self.program.place(position)
+        target = args[0] if event.written is not None and args else None
+        place = self.program.place(position)
         place = place if place in self.program.mine else 0  # (an event that returns a parameter runs on every rank)
         model_args = args, kwargs
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._tensor_of(t, place), (args, kwargs))
-        if any(isinstance(t, Placeholder) for t in pytree.tree_leaves((args, kwargs))):
-            placeholder = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
-            raise self.unavailable(placeholder._mw_value[1], event.function, event.line)
+        placeholders = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
+        if (missing := next(placeholders, None)) is not None:
+            raise self.unavailable(missing._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.portion(place))
         if position in self.program.drawn:
@@ -387,19 +397,28 @@ class StageInterpreter(Tracer):
             result = self._as_new_tensors(result, (args, kwargs), event.outputs)
         elif event.written is not None:
             self._record_value(args[0], event.written, position)
-            if target is not args[0]:  # the model goes on with its own tensor
+            if target is not args[0]:  # the model continues with its own tensor
                 self.name_value(target, event.written)
+        return self._finish_event(event, result, None if target is None else args[0], place)
+
+    def _finish_event(self, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
+        """Enters the results of an event that this rank ran. Returns the result that the model sees.
+
+        ``written``: this rank's tensor to which the event wrote, which has been entered.
+        """
+        position = self.graph.positions[event.path, event.index]
+        recorded_result = self.graph.outputs[event.path, event.index]
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        recorded = [t for t in pytree.tree_leaves(recorded_result) if isinstance(t, Tensor)]
         if len(results) != len(event.outputs):
             raise PathError(
-                f"{event.function} at {event.line} gave {len(results)} tensors, {len(event.outputs)} recorded"
+                f"{event.function} at {event.line} gave {len(results)} tensors, but {len(event.outputs)} were recorded"
             )
-        recorded = [t for t in pytree.tree_leaves(self.graph.outputs[event.path, event.index]) if isinstance(t, Tensor)]
         for t, number, before in zip(results, event.outputs, recorded, strict=True):
-            if target is None or t is not args[0]:
+            if t is not written:
                 self._record_value(t, number, position, place)
             self._unmark_parameter(t, before)
-        return self._all_rows(result, place, event.outputs, self.graph.outputs[event.path, event.index])
+        return self._all_rows(result, place, event.outputs, recorded_result)
 
     def _draw_in_branch(self, place: int, func: Any, model_args: Any, local_args: Any) -> Any:
         """A draw in a branch from random numbers of the trunk. A rank that has some of the rows draws for all rows.

@@ -21,9 +21,9 @@ def unavailable(program: StageProgram, name: Callable[[int], str], number: int, 
     stage = next(s for s, end in enumerate([*program.cuts, len(program.graph.events)]) if value.position < end)
     module = next((part for part, _ in reversed(maker.path) if part), "the model")
     if program.branches is not None and program.place(value.position) not in program.mine:
-        place = program.branches[program.place(value.position)]
+        submesh = program.branches[program.place(value.position)]
         return PathError(
-            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {place.on}. The recorded "
+            f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {submesh.on}. The recorded "
             "forward did not take it there: it took another path. Use a sample batch that takes the path of training"
         )
     return PathError(

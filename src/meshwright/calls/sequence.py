@@ -67,6 +67,6 @@ def cut_input(dispatcher: Dispatcher, x: Tensor) -> Tensor:
         # The input must share no memory with x, or with its sum. (With a gradient, it is a copy already.)
         is_copy = isinstance(x, GlobalTensor) and local.requires_grad
         sharded = GlobalTensor(local if is_copy else local.clone(), layout, dispatcher)
-        dispatcher.lay(sharded, x.stride())
+        dispatcher.set_strides(sharded, x.stride())
     note_replaced_within(x, sharded)
     return sharded

@@ -32,6 +32,7 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int, ...] = ()) -> Any:
+    """``map_tensors``, looking into ``depth`` more objects. ``around``: ids of the objects that contain ``value``."""
     if isinstance(value, Tensor):
         return fn(value)
     kind = type(value)
@@ -82,6 +83,7 @@ def holds_code(value: Any) -> bool:
 
 
 def _is_code(leaf: Any, of_object: bool) -> bool:
+    """Whether a leaf is code that keeps tensors. ``of_object``: whether it is an attribute of an object."""
     if isinstance(leaf, FunctionType):
         return bool(leaf.__closure__ or leaf.__defaults__ or leaf.__kwdefaults__)
     if isinstance(leaf, BuiltinMethodType):
@@ -167,6 +169,7 @@ def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any],
 
 
 def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:
+    """The copy of a leaf for ``snapshot``. ``copies``: id → copy, of the objects copied so far."""
     if isinstance(leaf, Tensor):
         return fn(leaf)
     if not depth or not is_plain_object(leaf):
@@ -265,6 +268,7 @@ _KNOWN_KINDS = WeakKeyDictionary[type, _Kind]()  # a cache: every attribute of e
 
 
 def _kind_of(value: Any) -> _Kind:
+    """The facts of a value's class, from the cache."""
     cls = type(value)
     if (kind := _KNOWN_KINDS.get(cls)) is None:
         members = (item for base in cls.__mro__ for item in vars(base).items())
@@ -359,6 +363,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[Any, str] | None:
 
 
 def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int, around: tuple[int, ...]) -> Any:
+    """``_map`` for a leaf of pytree: a tensor, a plain object, or anything else."""
     if isinstance(leaf, Tensor):
         return fn(leaf)
     if depth and _is_object(leaf) and id(leaf) not in around:

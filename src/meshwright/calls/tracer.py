@@ -143,10 +143,10 @@ class Tracer(FunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             return self.within(func, types, args, kwargs)
-        listens = func in LISTENING and self.known(
-            args[0]
-        )  # a hook on a gradient belongs to the rank that makes the value
-        is_text = func is Tensor.__format__ and args[0].dim()  # the text of a placeholder, not of its value
+        # A hook on a gradient is an event: it belongs to the rank that makes the value.
+        listens = func in LISTENING and self.known(args[0])
+        # The text of a tensor with dims contains no values.
+        is_text = func is Tensor.__format__ and args[0].dim()
         if is_text or (is_fact(func) and not listens):
             return self.fact(func, args, kwargs)
         return self._met(func, func, args, kwargs)

@@ -144,7 +144,6 @@ class StageValues:
             graph = self._program.graph
             event = graph.events[graph.values[number].position]
             raise PathError(
-                f"there is no {event.function} of {spelled(event.path)} ({event.line}), "
-                "which was there when the forward was recorded"
+                f"there is no {event.function} of {spelled(event.path)} ({event.line}), which the recorded forward ran"
             )
         return self._tensors[number]

@@ -175,6 +175,7 @@ def _drop_graphs(module: nn.Module) -> None:
 
 
 def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in nested containers and dataclasses, each container once. ``seen``: ids of those looked into."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatched(func, types, args, kwargs or {})
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an op, or defers it, by the rules at the top of this package."""
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a subclass dispatches first; its inner ops come here again
         if (
@@ -275,6 +276,7 @@ class Recorder(TorchDispatchMode):
             self._fill(address)
 
     def _fill(self, address: int) -> None:
+        """Computes the values of a cell into its memory; from then on its tensors are real."""
         cell = self.cells.get(address)
         storage = cell and cell.storage()
         if cell is None or storage is None:

@@ -176,7 +176,7 @@ class Plan:
             findings.add(
                 where="mesh",
                 given=AUTO,
-                required="a mesh: it is not known here how many processes there will be",
+                required="a mesh, as the number of processes is not known here",
                 fix="mw.find_plans(build, batch, devices=8).plans[0].plan",
             )
         findings.raise_if_any()

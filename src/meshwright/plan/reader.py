@@ -64,7 +64,7 @@ class Reader:
             self.findings.add(
                 where=self.source.where(("compile",)),
                 given="compile: true, beside eager: true",
-                required="one of them: what is compiled is the recorded programs that eager leaves out",
+                required="one of them: compile compiles the recorded programs, which eager leaves out",
                 fix="eager: false",
             )
         return fields
@@ -102,6 +102,7 @@ class Reader:
         return {key: values[key] for key in keys if values.get(key) is not None}
 
     def unknown_key(self, key: object, value: object, path: KeyPath, keys: Sequence[str], owner: str) -> None:
+        """Notes a key that a mapping may not have; suggests the nearest key."""
         word, *rest = str(key).split(" ", 1)
         near = nearest(word, keys)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -135,6 +136,7 @@ class Reader:
             entries[glob] = entry
 
     def entry(self, value: object, path: KeyPath) -> Entry:
+        """The entry of one glob."""
         values = value.settings() if isinstance(value, Entry) else value
         settings = {
             key: self.value(ENTRY[key], item, (*path, key))
@@ -164,6 +166,7 @@ class Reader:
                 self.findings.add(where=where, given=given, required="one of them", fix=f"{key}: {flow(first)}")
 
     def value(self, kind: Kind, value: Any, path: KeyPath) -> Any:
+        """The value of one key; None, with a finding, if the key does not accept it."""
         if not kind.accepts(value):
             near = nearest(value, kind.words, most=1) if isinstance(value, str) else ()
             required = kind.required + "".join(f"; did you mean {word}?" for word in near)

@@ -30,7 +30,7 @@ def put_setting(setting: str, values: dict[str, Any], source: Source) -> None:
         if not isinstance(inner, dict):
             fix = SET + shlex.quote(f"{part}={flow(inner)}")
             given = f"{part}={flow(inner)}, and a part of it"
-            source.findings.add(where=position, given=given, required="all of it in one setting", fix=fix)
+            source.findings.add(where=position, given=given, required="one setting for all of it", fix=fix)
             return
         table.pop(part, None)  # and inserted again, as the last: a setting comes after all others
         table[part] = inner

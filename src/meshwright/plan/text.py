@@ -83,6 +83,7 @@ class _Values:
         return value
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+        """The value of a mapping node; keys that are no plain names, or occur twice, are findings."""
         values: dict[str, object] = {}
         for key, value in node.value:
             position = self.position(key)

@@ -335,7 +335,7 @@ class Planner:
         """Sharded global tensors are gathered for a function."""
         cut_ones = [x for x in views if isinstance(x._mw_layout, Shard)]
         if cut_ones:
-            place = self.dispatcher.place(user)
+            place = self.dispatcher.fallback_at(user)
             self.not_worth(cut_ones, f"its cut would be gathered again by {place.function} at {place.line}")
 
     def _regathered(self, x: GlobalTensor, have: Shard, layout: Shard) -> None:

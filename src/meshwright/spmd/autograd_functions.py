@@ -79,7 +79,7 @@ def no_backward_within() -> Iterator[None]:
     def refused(call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
-                raise RuntimeError("a backward that asks for gradients is not tried by itself")
+                raise RuntimeError("a backward that itself calls grad or backward is not tried separately")
             return call(*args, **kwargs)
 
         return checked
@@ -227,7 +227,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
 
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
         def applied(function: Segment, preserve: Any, *args: Any) -> Any:
-            again, kept = handler(function, args)
+            again, kept_args = handler(function, args)
             if plain is None:
                 runs = iter([function])
                 return apply(lambda *arguments: next(runs, again)(*arguments), preserve, *args)
@@ -238,7 +238,7 @@ def recomputations(handler: Again, plain: Plain | None = None) -> Iterator[None]
                 first.append(back)
                 return results
 
-            outputs = apply(run, preserve, *kept)
+            outputs = apply(run, preserve, *kept_args)
             back = first[0]
             first.clear()
             return back(outputs)

@@ -150,6 +150,7 @@ class Dispatcher(Mover):
         return GATHER
 
     def _execute(self, func: Any, decided: Decided) -> Any:
+        """Carries out a decision: a local function, a Python body, or a fallback."""
         answer, tensors = decided.answer, decided.tensors
         asked_args, asked_kwargs = decided.with_tensors((decided.args, decided.kwargs))
         args, kwargs = ordered(func, asked_args, asked_kwargs)
@@ -283,7 +284,7 @@ class Dispatcher(Mover):
                 new = value
             elif isinstance(layout, Shard):
                 new = GlobalTensor(self.cut(self.whole(value), layout).clone(), layout, self)
-                self.lay(new, value.stride())
+                self.set_strides(new, value.stride())
             else:
                 new_local = self.plain(value)
                 if isinstance(layout, Partial):
@@ -306,21 +307,21 @@ class Dispatcher(Mover):
 
     # --- where results lie --------------------------------------------------------------------------------------------
 
-    def lay(self, piece: GlobalTensor, strides: Strides | None) -> None:
+    def set_strides(self, x: GlobalTensor, strides: Strides | None) -> None:
         """Gives a global tensor in new memory the strides that it has on one device, and its local tensor the same dim order.
 
         ``strides``: those of the whole tensor; None: dense, with the dim order of the local tensor.
         """
-        result = fresh(piece._mw_layout, piece._mw_local, strides)
+        result = fresh(x._mw_layout, x._mw_local, strides)
         if result.strides is not None:
-            piece._mw_local = with_strides(piece._mw_local, result.strides)
-        piece._mw_strides, piece._mw_spec = result.known.strides, None
+            x._mw_local = with_strides(x._mw_local, result.strides)
+        x._mw_strides, x._mw_spec = result.known.strides, None
 
     def gathered(self, func: Any) -> None:
         """Counts a fallback at the model's line that caused it."""
-        self.ledger.fallbacks[self.place(func)] += 1
+        self.ledger.fallbacks[self.fallback_at(func)] += 1
 
-    def place(self, func: Any) -> Fallback:
+    def fallback_at(self, func: Any) -> Fallback:
         """The function, and the module and source line of the model that are running."""
         frame, line, module = sys._getframe(1), "", None
         while frame is not None and (module is None or not line):
@@ -332,7 +333,7 @@ class Dispatcher(Mover):
             frame = frame.f_back  # type: ignore[assignment]
         return Fallback(label_of(func), module or "", line)
 
-    def view(self, local: Tensor, layout: Layout) -> Tensor:
+    def global_tensor(self, local: Tensor, layout: Layout) -> Tensor:
         """The global tensor of a local tensor."""
         return GlobalTensor(local, layout, self)
 

@@ -255,6 +255,8 @@ def _answer(name: str, caller: FrameType) -> Any:
 
 @functools.cache
 def _refusal(name: str) -> Callable[[FrameType], Any]:
+    """The answer of a function that a model may not call: a PlanError with the model's line."""
+
     def refuse(caller: FrameType) -> Any:
         line = source_place(caller.f_code.co_filename, caller.f_lineno)
         finding = Finding(

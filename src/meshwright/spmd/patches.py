@@ -214,6 +214,8 @@ class AppliedInC(Patch):
         return _no_context
 
     def _begin_transform(self, bind: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for ``_bind_default_args``: begins a transform, unless apply runs without the patch."""
+
         def arguments(forward: Any, args: Any, kwargs: Any) -> Any:
             past = self._thread.past
             if transforming() or (past is not None and past.forward == forward):
@@ -226,6 +228,8 @@ class AppliedInC(Patch):
         return arguments
 
     def _result_of_patch(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for ``_call_custom_function_call``: ends the transform, and calls the changed apply."""
+
         def result(function: Any, args: Any, kwargs: Any) -> Any:
             if not self._thread.begun:
                 return call(function, args, kwargs)
@@ -246,8 +250,8 @@ def _custom_function() -> Patch:
 
 
 CUSTOM_FUNCTION = _custom_function()
-BACKWARD = Patch(torch.autograd, "backward", "a backward that runs another is not tried by itself")
-GRADIENTS = Patch(torch.autograd, "grad", "a backward that asks for other gradients is not tried by itself")
+BACKWARD = Patch(torch.autograd, "backward", "a backward that calls another is not tried separately")
+GRADIENTS = Patch(torch.autograd, "grad", "a backward that computes other gradients is not tried separately")
 
 
 def apply_of(function: Any) -> Callable[..., Any]:

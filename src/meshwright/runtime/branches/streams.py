@@ -72,6 +72,7 @@ class Streams:
     def _queued(
         self, stream: torch.cuda.Stream, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Started:
+        """Queues a block's forward on a CUDA stream."""
         model_stream = torch.cuda.current_stream(self.device)
         stream.wait_stream(model_stream)
         for t in tensors_of((args, kwargs)):
@@ -123,6 +124,7 @@ def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
 def _threaded(
     thread: ThreadPoolExecutor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Started:
+    """Begins a block's forward in a thread, with a graph of its own (see the top of this file)."""
     grad, block = torch.is_grad_enabled(), Block(thread)
     inputs = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
     anchor = _Start.apply(block, torch.zeros((), requires_grad=grad), *inputs)

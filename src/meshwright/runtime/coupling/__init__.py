@@ -1,1 +1,1 @@
-"""Whether rows can be run apart: tried before the first step, and watched in each."""
+"""Checks whether rows can run apart: a trial before the first step, and a watch on paths in each step."""

@@ -93,6 +93,7 @@ def moved(value: Any) -> Any:
 
 
 def _mapped(function: Callable[[Tensor], Any], value: Any, depth: int = _DEPTH) -> Any:
+    """A copy of containers with ``function`` applied to their plain tensors; other values as they are."""
     if is_state(value):
         return function(value)
     if not depth:
@@ -138,6 +139,7 @@ def _difference(a: Any, b: Any, depth: int = _DEPTH) -> str:
 
 
 def _tensor_difference(a: Tensor, b: Tensor) -> str:
+    """How two tensors differ: ``ROWS`` by shape, ``VALUES`` by values; empty if they are equal or placeholders."""
     if isinstance(a, (Placeholder, nn.Parameter)) or isinstance(b, (Placeholder, nn.Parameter)):
         return ""
     if a.shape != b.shape:

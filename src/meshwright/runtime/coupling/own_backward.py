@@ -160,6 +160,7 @@ def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: li
 
 
 def _try_module(try_backward: Try, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    """A forward hook that tries the backward hooks of a module."""
     before, after = backward_hooks(module)
     inputs = [x if _is_floating(x) else None for x in args]
     outputs = [t if _is_floating(t) else None for t in (result if isinstance(result, tuple) else (result,))]

@@ -285,6 +285,7 @@ def notes(verdict: Verdict) -> list[str]:
 
 
 def _why_coupled(verdict: Verdict) -> str:
+    """The note for coupled rows."""
     if verdict.why:
         return (
             f"this model's rows cannot be run apart: {verdict.why}. Every data rank runs all rows, in one microbatch: "

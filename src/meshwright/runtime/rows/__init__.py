@@ -1,1 +1,1 @@
-"""The rows of a batch: divided over ranks and microbatches, and what their losses weigh."""
+"""The rows of a batch: how they are divided over ranks and microbatches, and how their losses are weighted."""

@@ -31,6 +31,7 @@ def mapped(fn: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
+    """``mapped`` for a leaf of pytree: a tensor, an object with tensors, or anything else."""
     if isinstance(leaf, Tensor):
         return fn(leaf)
     if not _tensors(leaf, depth):

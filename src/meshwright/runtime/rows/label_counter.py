@@ -148,8 +148,10 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
     tape.keep(set(recorder.used))
     rows: dict[Name, bool] = {}  # whether a dim grows with the number of rows
     slots: dict[Name, Slot] = {}
-    from_sums, unknown, seen = set[Name](), set[Name](), Counter[str]()
-    means: set[Name] = set()  # a sum divided by a sum, and what depends on these alone: it does not grow with rows
+    from_sums = set[Name]()  # sums over rows, and names that depend on them
+    unknown = set[Name]()  # names whose values for all rows do not follow from the sums of pieces
+    means = set[Name]()  # sums divided by sums, and names that depend on these alone: they do not grow with rows
+    sums_on_line = Counter[str]()
 
     def has_rows(name: Name) -> bool:
         if name not in rows:
@@ -165,8 +167,8 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
         names = set(step.outputs)
         if over_rows and step.line and not from_unknown and not from_sums.intersection(step.inputs):
             (name,) = names
-            slots[name] = step.line, seen[step.line], shapes(name)[0].numel()
-            seen[step.line] += 1
+            slots[name] = step.line, sums_on_line[step.line], shapes(name)[0].numel()
+            sums_on_line[step.line] += 1
             from_sums |= names
         elif over_rows or from_unknown:
             # A maximum over rows, or a sum of terms that were divided by a sum: not known from the values of pieces.
@@ -177,10 +179,10 @@ def _program(recorder: Recorder, shapes: Callable[[Name], tuple[torch.Size, torc
             if of_two or means.issuperset(step.inputs):
                 means |= names
     scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
-    known = from_sums - unknown
-    terms = frozenset(known & means & recorder.terms)
-    parts = frozenset(known & recorder.parts)
-    tape.keep(((known - recorder.terms) | parts | terms | scalars).intersection(recorder.used))
+    complete = from_sums - unknown
+    terms = frozenset(complete & means & recorder.terms)
+    parts = frozenset(complete & recorder.parts)
+    tape.keep(((complete - recorder.terms) | parts | terms | scalars).intersection(recorder.used))
     slots = {n: slot for n, slot in slots.items() if tape.maker(n) is not None}
     return Program(tape, slots, parts, terms, scalars & recorder.parts, tuple(dict.fromkeys(recorder.lines)))
 
@@ -275,6 +277,7 @@ class LabelCounter:
         return Counted(program, replay, Replay(program.tape, hosts, {}) if on_host else replay, rows)
 
     def _new_program(self, batch: Any, leaves: list[Any], rows: int) -> Program:
+        """Records the program for the shapes of a batch; an empty one, with the reason, if the forward fails."""
         try:
             with torch.no_grad(), random_numbers_kept():
                 recorder = self._recorded(batch, len(leaves))
@@ -292,6 +295,7 @@ class LabelCounter:
     def _shapes(
         self, recorder: Recorder, batch: Any, leaves: list[Any], rows: int
     ) -> Callable[[Name], tuple[torch.Size, torch.Size]]:
+        """A function: name → (its shape for the batch, its shape for twice as many rows)."""
         twofold = doubled(batch, rows)
         once, twice = (Replay(recorder.tape, x, recorder.tensors) for x in (leaves, tensors_in(twofold)))
         try:
@@ -303,6 +307,7 @@ class LabelCounter:
         return lambda name: (_shape(once.value(name)), _shape(twice.value(name)))
 
     def _note(self, program: Program) -> None:
+        """Notes for a person what a program could not count."""
         if program.why:
             self.notes[
                 f"the divisors of means could not be found without running the model ({program.why}): microbatches and "

@@ -295,6 +295,7 @@ class Follower(FunctionMode):
             yield
 
     def _again(self, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+        """A handler for ``recomputations``: the recomputed segment runs under this mode, its arguments have their names."""
         names = [self.name(x) for x in args]
 
         def again(*arguments: Any, **named: Any) -> Any:

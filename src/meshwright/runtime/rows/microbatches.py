@@ -212,17 +212,10 @@ def _totals(
 
     Counts on hosts are summed between hosts, together with the rows. If a rank counted on its device, sums are on devices.
     """
-    host, values = torch.device("cpu"), [value for c in counted for value in c.sums.values()]
-    device = among.device if among is not None else next((v.device for v in values if v.device.type != "cpu"), host)
-    sums = {at: [torch.zeros(size, dtype=torch.float64, device=at) for _, _, size in slots] for at in (host, device)}
-    numbers, has_other_slots, uses_device = {slot: i for i, slot in enumerate(slots)}, False, False
-    for slot, value in (pair for c in counted for pair in c.sums.items()):
-        if slot not in numbers:
-            has_other_slots = True
-            continue
-        at = host if value.device.type == "cpu" else device
-        uses_device = uses_device or at != host
-        sums[at][numbers[slot]] += value.flatten()
+    host = _HOST
+    devices = (value.device for c in counted for value in c.sums.values() if value.device.type != "cpu")
+    device = among.device if among is not None else next(devices, host)
+    sums, has_other_slots, uses_device = _sums_of_rank(counted, slots, device)
     head = torch.tensor([rows, has_other_slots, uses_device, notice], dtype=torch.float64, device=host)
     if among is not None:
         with waiting.on(between_hosts=True) if waiting is not None else nullcontext():
@@ -240,6 +233,30 @@ def _totals(
             for slot, on_host, on_device in zip(slots, sums[host], sums[device], strict=True)
         }
     return all_rows, dict(zip(slots, sums[host], strict=True))
+
+
+def _sums_of_rank(
+    counted: list[Counted], slots: Sequence[Slot], device: torch.device
+) -> tuple[dict[torch.device, list[Tensor]], bool, bool]:
+    """The counts of this rank's pieces, added up where they are.
+
+    Returns:
+        ({host or device: the sum of each slot there}, whether pieces have other slots, whether some counts are on the device).
+    """
+    sums = {at: [torch.zeros(size, dtype=torch.float64, device=at) for _, _, size in slots] for at in (_HOST, device)}
+    numbers = {slot: i for i, slot in enumerate(slots)}
+    has_other_slots = uses_device = False
+    for slot, value in (item for c in counted for item in c.sums.items()):
+        if slot not in numbers:
+            has_other_slots = True
+            continue
+        at = _HOST if value.device.type == "cpu" else device
+        uses_device = uses_device or at != _HOST
+        sums[at][numbers[slot]] += value.flatten()
+    return sums, has_other_slots, uses_device
+
+
+_HOST = torch.device("cpu")
 
 
 def _as_slot(slot: Any) -> Slot:

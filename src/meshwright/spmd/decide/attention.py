@@ -18,6 +18,7 @@ from meshwright.spmd.signature import Call, Operand
 
 @decider("scaled_dot_product_attention")
 def attention(call: Call) -> Answer:
+    """Runs on local tensors if heads or rows are sharded; a mask is sharded alike."""
     names = named("query key value attn_mask dropout_p is_causal", call.args, call.kwargs)
     q, k, v, mask = names.pop("query"), names.pop("key"), names.pop("value"), names.pop("attn_mask", None)
     if q.dim() > k.dim() or k.dim() != v.dim() or q.dim() < 3:

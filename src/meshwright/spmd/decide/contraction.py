@@ -122,6 +122,7 @@ def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Label
 
 @decider("linear")
 def linear(call: Call) -> Answer:
+    """``x @ weight.T + bias``, as a product; the bias is added in the same kernel."""
     names = named("input weight bias", call.args, call.kwargs)
     x, weight, bias = names["input"], names["weight"], names.get("bias")
     lead = list(range(x.dim() - 1))
@@ -148,6 +149,7 @@ def local_bias(bias: Any, layout: Layout, dim: int) -> tuple[Any, tuple[Choice, 
 
 @decider("addmm", "baddbmm", "addbmm", "addmv")
 def addmm(call: Call) -> Answer:
+    """A product plus a tensor that broadcasts over it."""
     if len(call.args) > 3 or call.name in ("addbmm", "addmv"):
         return GATHER
     first, second = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
@@ -170,6 +172,7 @@ def _local_base(base: Any, layout: Layout, rank: int) -> tuple[Any, tuple[Choice
 
 @decider("matmul", "mm", "bmm", "mv", "dot", "__matmul__", "__rmatmul__", "inner")
 def matmul(call: Call) -> Answer:
+    """Products of matrices, vectors, and batches of matrices whose batch dims broadcast."""
     if call.kwargs or len(call.args) != 2 or call.name == "inner":
         return GATHER
     a, b = call.args if call.name != "__rmatmul__" else call.args[::-1]
@@ -239,6 +242,7 @@ def _named(left: Labels, right: Labels, label: Any) -> Any:
 
 @decider("einsum")
 def einsum(call: Call) -> Answer:
+    """A product whose labels are those of the equation; with one operand, a permutation."""
     equation, *operands = call.args
     if not isinstance(equation, str):
         return GATHER

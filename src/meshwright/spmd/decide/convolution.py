@@ -16,6 +16,7 @@ from meshwright.spmd.signature import Call, Operand, layout_of
 
 @decider("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: Call) -> Answer:
+    """A convolution as a product: labels for channels, and for the spatial dims of input and kernel."""
     transposed = "transpose" in call.name
     tail = "output_padding groups dilation" if transposed else "dilation groups"
     names = named(f"input weight bias stride padding {tail}", call.args, call.kwargs)

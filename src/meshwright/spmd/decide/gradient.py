@@ -23,8 +23,8 @@ def _global_gradient(dispatcher: Any, gradient: Tensor | None, x: Any) -> Any:
         return gradient
     if not isinstance(layout, Shard):
         return redistribute.keep_first_backward(gradient, dispatcher.axis)
-    global_gradient = dispatcher.view(gradient, layout)
-    dispatcher.lay(global_gradient, None)
+    global_gradient = dispatcher.global_tensor(gradient, layout)
+    dispatcher.set_strides(global_gradient, None)
     return global_gradient
 
 
@@ -75,7 +75,7 @@ def register_hook(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dic
         return x._mw_local.register_hook(hook)
 
     def of_local(gradient: Tensor) -> Any:
-        changed = hook(dispatcher.view(gradient, layout))
+        changed = hook(dispatcher.global_tensor(gradient, layout))
         return None if changed is None else dispatcher.cut(changed, layout)
 
     return x._mw_local.register_hook(of_local)

@@ -47,6 +47,7 @@ def _pieces(local: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
 
 @decider("split", "chunk", "unsafe_split", "unsafe_chunk", "split_with_sizes")
 def split(call: Call) -> Answer:
+    """Splits along another dim than the sharded one, or at borders of fused blocks."""
     x, options = call.args[0], [*call.args[1:], *call.kwargs.values()]
     dim = (options[1] if len(options) > 1 else call.kwargs.get("dim", 0)) % x.dim()
     layout, n = x.layout, x.shape[dim]
@@ -76,6 +77,7 @@ def _between(layout: Shard, start: int, stop: int) -> tuple[int, Shard] | None:
 
 @decider("unbind")
 def unbind(call: Call) -> Answer:
+    """Slices along another dim than the sharded one."""
     x, dim = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
     dim %= x.dim()
     layout = x.layout
@@ -140,6 +142,7 @@ class Taken:
 
 
 def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
+    """The Decision for ``x[index]``."""
     taken = _follow(call, x, index)
     if isinstance(taken, Gather):
         return taken
@@ -266,6 +269,7 @@ def _borders(layout: Shard) -> list[int]:
 
 @decider("__setitem__")
 def setitem(call: Call) -> Answer:
+    """``x[index] = value``: local if the index is, by ``_follow``; the value is sharded alike."""
     x, index, value = call.args
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, (Operand, list)) for i in index):

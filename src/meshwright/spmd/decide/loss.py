@@ -27,6 +27,7 @@ ORDER = "input target weight size_average ignore_index reduce reduction label_sm
 
 @decider("cross_entropy")  # not for torch._C._nn.cross_entropy_loss, whose arguments differ
 def cross_entropy(call: Call) -> Answer:
+    """Logits sharded over classes (dim 1) or over any other dim; the target is sharded alike, or whole."""
     names = named(ORDER, call.args, call.kwargs, reduction="mean", ignore_index=-100, label_smoothing=0.0)
     x, target, weight, reduction = names["input"], names["target"], names.get("weight"), names["reduction"]
     layout = layout_of(x)

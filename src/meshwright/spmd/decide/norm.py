@@ -55,6 +55,7 @@ def normalize(call: Call) -> Answer:
 
 @decider("cosine_similarity")
 def cosine_similarity(call: Call) -> Answer:
+    """Runs on local tensors if another dim is sharded than the one that is reduced."""
     names = named("x1 x2 dim eps", call.args, call.kwargs)
     pair = [names["x1"], names["x2"]]
     rank = rank_of(pair)

@@ -78,6 +78,7 @@ _COPYING = {
 
 @decider(*_NAMES, *(f"{n}_" for n in _UNARY + _BINARY))
 def pointwise(call: Call) -> Answer:
+    """The decider of elementwise functions, casts, copies, and writes of these in place."""
     func, args, kwargs = call.func, call.args, call.kwargs
     if writes(func, args, kwargs):
         return _in_place(call)

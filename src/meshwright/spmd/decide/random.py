@@ -27,6 +27,7 @@ from meshwright.spmd.signature import Call, Operand, layout_of
 
 @decider("dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 def dropout(call: Call) -> Answer:
+    """Dropout with the mask of one device: its slice for a sharded tensor, the whole mask for a partial sum."""
     names = named("input p training inplace", call.args, call.kwargs, p=0.5, training=True, inplace=False)
     x, p, inplace = names["input"], names["p"], bool(names["inplace"])
     layout = layout_of(x)

@@ -34,6 +34,7 @@ def after_reduction(layout: Shard, dims: Sequence[int], keepdim: bool) -> Shard:
 
 @decider("sum", "mean", "nansum")
 def total(call: Call) -> Answer:
+    """Sums and means: local if the sharded dim is not reduced, else a partial sum."""
     func, names = call.func, named("input dim keepdim", call.args, call.kwargs)
     x = names.pop("input")
     layout = layout_of(x)
@@ -101,6 +102,7 @@ def along_one_dim(call: Call) -> Answer:
 
 @decider("softmax", "log_softmax", "_softmax", "_log_softmax")
 def softmax(call: Call) -> Answer:
+    """Local along another dim than the sharded one; along it, by a maximum and a sum over ranks."""
     func = call.func
     order = "input dim _stacklevel dtype" if isinstance(func, FunctionType) else "input dim dtype"
     names = named("input dim half_to_float" if call.name.startswith("_") else order, call.args, call.kwargs)

@@ -128,6 +128,7 @@ def squeeze(call: Call) -> Answer:
 
 @decider("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
 def reshape(call: Call) -> Answer:
+    """Local if a dim of the result can express the same slices (``layout.regroup``)."""
     x, shape = call.args[0], _target_shape(call)
     if shape is None:
         return GATHER
@@ -195,6 +196,7 @@ def _finding(x: Operand, layout: Shard, shape: list[int]) -> Blocks | Units | No
 
 @decider("expand", "expand_as", "broadcast_to")
 def expand(call: Call) -> Answer:
+    """Local, unless the sharded dim itself broadcasts."""
     x, rest = call.args[0], [*call.args[1:], *call.kwargs.values()]
     sizes = list(rest[0].shape) if call.name == "expand_as" else _sizes(rest)
     layout, added = x.layout, len(sizes) - x.dim()
@@ -257,6 +259,7 @@ def repeat(call: Call) -> Answer:
 
 @decider("repeat_interleave")
 def repeat_interleave(call: Call) -> Answer:
+    """Local: the pieces of the sharded dim grow alike."""
     names = named("input repeats dim", call.args, call.kwargs)
     x, times, dim = names["input"], names.get("repeats"), names.get("dim")
     if not isinstance(times, int) or dim is None:
@@ -271,6 +274,7 @@ def repeat_interleave(call: Call) -> Answer:
 
 @decider("cat", "concat", "concatenate")
 def cat(call: Call) -> Answer:
+    """Concatenation: along another dim than the sharded one, or along it if all tensors are sharded (as fused blocks)."""
     tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     # Torch skips empty vectors, whatever the number of dims of the others; but their dtype counts.

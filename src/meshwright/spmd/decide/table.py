@@ -14,6 +14,7 @@ from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of
 
 @decider("embedding")
 def embedding(call: Call) -> Answer:
+    """Looks up rows of a table that is whole, or sharded by rows or by columns."""
     order = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     first = call.args[0] if call.args else None
     if isinstance(first, Operand) and first.dtype.is_floating_point:  # torch.embedding(weight, indices, …)
